@@ -40,7 +40,7 @@ COMMANDS = {
     "stop": ("moves", "stop"),
     "moves": ("moves", "moves"),
     "hosts": ("hosts", "hosts"),
-    "host-metrics": ("hosts", "host_metrics"),
+    "host-metrics": ("host_metrics", "host_metrics"),
     "fencer": ("serving", "fencer"),
     "services": ("hosts", "services"),
     "workers": ("hosts", "workers"),

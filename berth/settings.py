@@ -12,11 +12,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Label, Word, matching
+from bus.contracts.base import Label, Uuid, Word, matching
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
-from bus.service.settings import SettingsError, load
+from bus.service.settings import Secret, SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig
@@ -126,14 +126,18 @@ class FencingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Most hosts that may be silent at a time: with more of them the cause is rather the network, and `berth fencer`
     switches off none until fewer are, or a person has fenced them.
     """
+    max_per_hour: Annotated[int, Bound(ge=1, le=100)] = 3
+    """Most hosts of a cell that `berth fencer` fences within an hour. Then it fences none there until a person has
+    decided about one of these: enabled it, or fenced it once more.
+    """
     timeout_s: Annotated[float, Bound(gt=0.0, le=3_600.0)] = 120.0
     """Seconds for switching one host off, with the proof."""
-    nodes: dict[Label, Label] = {}
-    """{host name: name or uuid of its node in Ironic}, where the node has another name than the host."""
+    nodes: dict[Word, dict[Uuid, Label]] = {}
+    """{cell: {host uuid: name or uuid of its node in Ironic}}, of hosts that no node names as its `berth_host`."""
     ironic: IronicConfig = IronicConfig()
     """The Ironic of the plug-in `ironic`: its address, login and certificates, as in `compute.ironic`."""
-    options: dict[Label, str] = {}
-    """For other plug-ins."""
+    options: dict[Label, Secret] = {}
+    """For other plug-ins, which may need a password: none is shown."""
 
 
 class AuditSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from bus.contracts.objects import Flavor, StoredObject
 from compute_sim.drivers.ironic.node import Mark, NodeExtra, Unproven
 from compute_sim.drivers.ironic.probation import CRITICAL
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES, class_name
-from scheduler_worker.config import Flavor
 
 RESOURCE = "resources:"
 # Maintenance that berth sets begins its reason so: only that is taken away again.
@@ -34,13 +34,13 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     ironic_reason: str
 
 
-def flavor_classes(flavors: Mapping[str, Flavor]) -> dict[str, tuple[str, ...]]:
-    """{custom resource class: names of the flavors that request it}."""
+def flavor_classes(flavors: Iterable[StoredObject]) -> dict[str, tuple[str, ...]]:
+    """{custom resource class: names of the flavors on record that request it}."""
     found: dict[str, list[str]] = {}
-    for name, flavor in sorted(flavors.items()):
-        for key, amount in flavor.extra_specs.items():
+    for stored in flavors:
+        for key, amount in msgspec.convert(stored.body, Flavor).extra_specs.items():
             if key.startswith(RESOURCE) and amount != "0":
-                found.setdefault(key[len(RESOURCE) :], []).append(name)
+                found.setdefault(key[len(RESOURCE) :], []).append(stored.name)
     return {resource_class: tuple(names) for resource_class, names in found.items()}
 
 

@@ -7,7 +7,7 @@ PUT and the page's form are whole objects.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -47,6 +47,20 @@ async def find_object(bus: Bus, kind: ObjectKind, name: str, *, timeout_s: float
     """An object on record. None: there is none."""
     page = await bus.request(ObjectsQuery(kind=kind, name=name, limit=1), ObjectsPage, timeout_s=timeout_s)
     return next(iter(page.objects), None)
+
+
+async def stored_objects(
+    bus: Bus, kind: ObjectKind | None = None, name: str | None = None, *, timeout_s: float
+) -> AsyncIterator[StoredObject]:
+    """The objects on record, in order of kind and name. Raises RequestTimeout."""
+    after: tuple[str, str] | None = None
+    while True:
+        page = await bus.request(ObjectsQuery(kind=kind, name=name, after=after), ObjectsPage, timeout_s=timeout_s)
+        for stored in page.objects:
+            yield stored
+        if not page.more:
+            return
+        after = (page.objects[-1].kind.value, page.objects[-1].name)
 
 
 async def change_object(

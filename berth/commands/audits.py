@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated
@@ -22,6 +22,8 @@ from berth.commands.common import (
     AsJson,
     Exit,
     Stop,
+    Yes,
+    ask_first,
     database_of,
     decided_by,
     err,
@@ -32,7 +34,6 @@ from berth.commands.common import (
 )
 from berth.render import printable, render_verdicts
 from berth.settings import Settings
-from berth.site import Site
 from bus.faults import Transient
 
 # Past the wait for rest: reading the databases and receiving every compute service's report.
@@ -99,6 +100,7 @@ async def audit(
         float, typer.Option(min=0, max=86_400, help="Seconds that a finding must have lasted before it is repaired.")
     ] = GRACE_S,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> int:
     """Find allocations, records and machines that disagree.
 
@@ -116,6 +118,8 @@ async def audit(
     if repair and not follow and grace > every:  # two passes see no finding for longer
         reason = "without --watch a finding is seen for --every seconds only: give --watch, or a --grace of no more"
         raise Stop(Exit.USAGE, "audit.grace", f"{reason}; `berth placement audit --repair` does not wait")
+    if repair:
+        ask_first(f"Repair the book, as `berth placement audit --repair`, at findings of {grace:g} s", yes=yes)
     here, passes = database_of(settings), 0
     unread: dict[str, Stop] = {}
     async with aclosing(watch(here, every_s=every)) as stream:
@@ -124,9 +128,12 @@ async def audit(
             before, unread = unread, _explained(seen.unread)
             _show_pass(seen, {cell: stop for cell, stop in unread.items() if cell not in before}, as_json)
             if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
-                await _carry_out(_repaired(here, grace), as_json)
+                repaired: list[str] = []
+                await _carry_out(audited(here, repair=True, grace_s=grace, done=repaired), repaired, as_json)
             if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
-                await _carry_out(release_ended(here, due, who=f"audit of {decided_by(None)}"), as_json)
+                released: list[str] = []
+                who = f"audit of {decided_by(None)}"
+                await _carry_out(_into(released, release_ended(here, due, who=who)), released, as_json)
             if passes >= 2 and not follow:
                 if not seen.confirmed.found and not as_json:
                     out.print("nothing is wrong")
@@ -147,20 +154,27 @@ def _show_pass(seen: AuditPass, unread: Mapping[str, Stop], as_json: bool) -> No
                 show_finding(state, one)
 
 
-async def _repaired(here: Site, grace_s: float) -> list[str]:
-    return (await audited(here, repair=True, grace_s=grace_s))["repaired"]
-
-
-async def _carry_out(repair: Awaitable[list[str]], as_json: bool) -> None:
-    """Carry a repair out and print its lines. A server that is unavailable is reported: the next pass tries again."""
+async def _carry_out(repair: Awaitable[object], done: Sequence[str], as_json: bool) -> None:
+    """Carry a repair out and print the lines that it adds to `done`, also where it fails. A server that is unavailable
+    is reported: the next pass tries again.
+    """
     try:
-        done = await repair
+        await repair
     except (Transient, Stop) as fault:
+        _show_done(done, as_json)
         err.print(Text(printable(f"not repaired: {fault}")), soft_wrap=True)
         if as_json:
             code = explain(fault) or Stop(Exit.NO, "fault", str(fault))
             print_json_line({"at": _now(), "state": "not_repaired", "code": code.code, "reason": str(code)})
-        return
+    else:
+        _show_done(done, as_json)
+
+
+async def _into(done: list[str], repair: Awaitable[list[str]]) -> None:
+    done += await repair
+
+
+def _show_done(done: Sequence[str], as_json: bool) -> None:
     for line in done:
         if as_json:
             print_json_line({"at": _now(), "state": "repaired", "what": line})

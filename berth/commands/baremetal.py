@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -10,12 +10,15 @@ import typer
 from msgspec.structs import replace
 
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_result, print_rows
+from berth.client.object_edits import stored_objects
+from berth.commands.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_result, print_rows
 from berth.commands.options import CommandGroup
 from berth.render import render_rows
 from berth.settings import Settings
 from berth.site import read_runtime
 from bus.clock import SystemClock
+from bus.contracts.objects import ObjectKind
+from bus.service.settings import hide_password
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 
@@ -27,15 +30,16 @@ NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metav
 @baremetal.command("list")
 async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
     """List all nodes, with the fault of each."""
-    _show(await _records(settings), as_json)
+    _show(await _records(settings, await _classes(settings)), as_json)
 
 
 @baremetal.command()
 async def problems(settings: Settings, as_json: AsJson = False) -> int:
     """List nodes that no build can go to and why, and flavors that no node can serve. Exit status 1 when there are."""
-    found = await _records(settings)
+    classes = await _classes(settings)
+    found = await _records(settings, classes)
     wrong = [node for node in found if node.problems]
-    flavors = unserved(flavor_classes(settings.scheduler.flavors), found)
+    flavors = unserved(classes, found)
     if as_json:
         print_json({"nodes": wrong, "flavors": flavors})
     else:
@@ -53,7 +57,7 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
         raw = await api.raw_node(node)
     if raw is None:
         raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
-    record = node_record(raw, flavor_classes(settings.scheduler.flavors))
+    record = node_record(raw, await _classes(settings))
     if as_json:
         print_json(record)
         return
@@ -109,13 +113,19 @@ async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
     try:
         yield api
     except DriverUnavailable as fault:
-        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
+        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{hide_password(config.url)}: {fault}") from fault
     finally:
         await api.close()
 
 
-async def _records(settings: Settings) -> list[NodeRecord]:
-    classes = flavor_classes(settings.scheduler.flavors)
+async def _classes(settings: Settings) -> dict[str, tuple[str, ...]]:
+    """By the flavors on record: an operator changes them while everything runs."""
+    async with client(settings) as berth:
+        stored = stored_objects(berth.bus, ObjectKind.FLAVOR, timeout_s=QUERY_TIMEOUT_S)
+        return flavor_classes([one async for one in stored])
+
+
+async def _records(settings: Settings, classes: Mapping[str, tuple[str, ...]]) -> list[NodeRecord]:
     async with _ironic(settings) as api:
         return sorted((node_record(raw, classes) for raw in await api.raw_nodes()), key=lambda node: node.uuid)
 

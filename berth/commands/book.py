@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
@@ -19,6 +21,9 @@ from berth.commands.common import (
     AsJson,
     Exit,
     Stop,
+    Yes,
+    ask_first,
+    by_cell,
     database_of,
     open_database_in_time,
     out,
@@ -27,7 +32,7 @@ from berth.commands.common import (
     print_line,
     print_result,
 )
-from berth.render import printable
+from berth.render import counted, printable
 from berth.settings import Settings
 from berth.site import Site, with_added_cells
 from bus.contracts.placement import (
@@ -64,7 +69,8 @@ WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval
 """
 HELD = """
 SELECT uuid::text, attempt, run, generation, project_id, user_id FROM consumers c
-WHERE released_at IS NULL AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
+WHERE released_at IS NULL AND updated_at <= now() - make_interval(secs => $1)
+    AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
 # An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
@@ -101,13 +107,14 @@ async def audit(
         bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
     ] = False,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> int:
     """Find the flaws of the book.
 
     Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
-
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
-    quarantine, for 15 minutes; with --consumers, held by consumers that are not named there. Doubled: of an instance,
+    quarantine, for 15 minutes; with --consumers, held since 15 minutes before the file was last written by consumers
+    that are not named there. Doubled: of an instance,
     on another host than its own; with --consumers, one class of two trees that do not share it (a move under way looks
     so too). Unclaimed: active by its cell's record for 15 minutes and holding nothing of its host, as after a restore.
     Repairing releases orphaned allocations, claims for unclaimed instances if they fit (where the book has a later
@@ -120,32 +127,46 @@ async def audit(
     if evict and not repair:
         raise Stop(Exit.USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
     here = database_of(settings)
-    found = await audited(here, repair=repair, evict=evict, consumers=consumers)
+    done: list[str] = []
+    try:
+        ask = partial(ask_first, yes=yes)
+        found = await audited(here, repair=repair, evict=evict, consumers=consumers, ask=ask, done=done)
+    except BaseException:
+        if done:
+            _print_found({"repaired": done}, as_json)
+        raise
     _print_found(found, as_json)
     return Exit.NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
 
 async def audited(
-    here: Site, *, repair: bool, evict: bool = False, consumers: Path | None = None, grace_s: float = GRACE_S
+    here: Site,
+    *,
+    repair: bool,
+    evict: bool = False,
+    consumers: Path | None = None,
+    grace_s: float = GRACE_S,
+    ask: Callable[[str], None] | None = None,
+    done: list[str] | None = None,
 ) -> dict[str, list[str]]:
-    """The flaws of the book by kind, a line each, and the repairs. Raises Stop.
-
-    grace_s: a younger one may still be on its way, and is left alone.
-    """
+    """The flaws of the book by kind, a line each. grace_s: a younger one may still be on its way. ask: called with what
+    a repair would do. done: gets a line for each repair. Raises Stop."""
+    done = [] if done is None else done
 
     async def read(database: Database) -> tuple[Sequence[Giving], list[str | Doubled], list[Unclaimed]]:
         if consumers is not None:
-            return *await _unnamed(database, consumers), []
+            return *await _unnamed(database, consumers, grace_s), []
         return await _judged(here, database, grace_s)
 
     if consumers is None:
         here = await with_added_cells(here)  # allocations of a cell that is not read would count as orphaned
     async with _book(here) as (store, database):
         orphans, doubled, bare = await read(database)
-        done = await _repair(store, database, orphans, doubled, evict) if repair else []
         if repair:
-            known, left = await catch_up(here, bare, await reported_of(here, bare))
-            done += left + await claim_again(store, known)
+            if ask is not None:
+                ask(await _intended(database, orphans, doubled, bare, evict))
+            await _repair(store, database, orphans, doubled, evict, done)
+            await _claim_again(here, store, bare, done)
             orphans, doubled, bare = await read(database)
         async with database.raw() as connection:
             wrong = await questions.findings(connection)
@@ -178,6 +199,7 @@ async def import_(
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
     replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> None:
     """Make the book equal to a file or to a Placement.
 
@@ -188,8 +210,7 @@ async def import_(
     """
     with _explained():
         async with _book(database_of(settings)) as (store, database):
-            if not replace:
-                await _refuse_unless_empty(database)
+            await _check_replaceable(database, replace=replace, yes=yes)
             if from_url is not None:
                 await _copy(store, database, from_url, token, as_json)
                 return
@@ -257,10 +278,15 @@ def _bounded(source: Any) -> Iterable[bytes]:
         yield line
 
 
-async def _refuse_unless_empty(database: Database) -> None:
+async def _check_replaceable(database: Database, *, replace: bool, yes: bool) -> None:
+    """Raises Stop."""
     async with database.raw() as connection:
-        if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
-            raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+        counts = [await connection.fetchval(f"SELECT count(*) FROM {table}") for table in ("providers", "consumers")]
+    if counts[0] and not replace:
+        raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+    if any(counts) and replace:
+        what = f"{counted(counts[0], 'provider')}, {counted(counts[1], 'consumer')}"
+        ask_first(f"Replace the whole book: {what}", yes=yes)
 
 
 async def _assign(store: ResourceBook, database: Database, what: BookExport) -> int:
@@ -356,13 +382,17 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     return [each for each in holding if each.consumer not in alive], doubled
 
 
-async def _unnamed(database: Database, path: Path) -> tuple[list[Giving], list[str | Doubled]]:
-    """The same, by a list of all that may hold something."""
-    # Before the list is read: a consumer that holds something was known by then.
-    async with database.raw() as connection:
-        held = await _held(connection)
-        doubled: list[str | Doubled] = [*await questions.doubled(connection)]
+async def _unnamed(
+    database: Database, path: Path, grace_s: float = GRACE_S
+) -> tuple[list[Giving], list[str | Doubled]]:
+    """The same, by a list of all that may hold something: what was claimed since it was written is not in it. Raises
+    Stop.
+    """
+    age_s = _age_of(path)  # before it is read: it may be written anew
     alive = uuids_of(path)
+    async with database.raw() as connection:
+        held = await _held(connection, older_than_s=age_s + grace_s)
+        doubled: list[str | Doubled] = [*await questions.doubled(connection)]
     return [each for uuid, each in held.items() if uuid not in alive], doubled
 
 
@@ -371,9 +401,9 @@ def _release(consumer: str, attempt: int, run: str) -> Release:
     return Release(consumer=consumer, attempt=attempt, by=run or None)
 
 
-async def _held(connection: asyncpg.Connection) -> dict[str, Giving]:
-    """By consumer, what gives back what it holds now and nothing later. What no build has claimed has no attempt: its
-    generation shows that it has changed since.
+async def _held(connection: asyncpg.Connection, older_than_s: float = 0.0) -> dict[str, Giving]:
+    """By consumer that has not changed for so long, what gives back what it holds now and nothing later. What no build
+    has claimed has no attempt: its generation shows that it has changed since.
     """
     return {
         row[0]: _release(*row[:3])
@@ -383,12 +413,23 @@ async def _held(connection: asyncpg.Connection) -> dict[str, Giving]:
                 ConsumerAllocations(consumer=row[0], consumer_generation=row[3], project_id=row[4], user_id=row[5]),
             )
         )
-        for row in await connection.fetch(HELD)
+        for row in await connection.fetch(HELD, older_than_s)
     }
 
 
 def _consumer_of(giving: Giving) -> str:
     return giving.consumer if isinstance(giving, Release) else giving.consumers[0].consumer
+
+
+def _age_of(path: Path) -> float:
+    """Seconds since a file was written, by this machine's clock alone: a database's may differ. Raises Stop."""
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except OSError as error:
+        raise Stop(Exit.USAGE, "audit.consumers", f"cannot read {path}: {error.strerror or error}") from error
+    if age_s < 0:
+        raise Stop(Exit.USAGE, "audit.consumers", f"{path} is of the future: what it does not name yet is unknown")
+    return age_s
 
 
 def uuids_of(path: Path) -> frozenset[str]:
@@ -430,30 +471,69 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
     return [row[0] for row in await _rows(here, schema, statement, *arguments)]
 
 
+async def _intended(
+    database: Database,
+    orphans: Sequence[Giving],
+    doubled: Sequence[str | Doubled],
+    bare: Sequence[Unclaimed],
+    evict: bool,
+) -> str:
+    """What a repair would do, for a person."""
+    held = {"orphaned": [*map(_consumer_of, orphans)]}
+    twice = sum(isinstance(each, Doubled) for each in doubled)
+    parts = [
+        f"release the allocations of {by_cell(held, 'consumer')}",
+        f"give back {twice} that are held twice",
+        f"claim again for {counted(len(bare), 'instance')}",
+        "mend what no client can",
+    ]
+    if evict:
+        async with database.raw() as connection:
+            over = {uuid for each in await _over(connection) for uuid, _ in each.newest}
+        parts.append(f"release what exceeds capacity, of up to {counted(len(over), 'consumer')}")
+    return f"Repair the book: {', '.join(parts)}"
+
+
+async def _over(connection: asyncpg.Connection) -> list[Any]:
+    """What exceeds capacity and can be evicted."""
+    return [each for each in await questions.beyond_capacity(connection) if not each.stranded]
+
+
 async def _repair(
-    store: ResourceBook, database: Database, orphans: Sequence[Giving], doubled: Sequence[str | Doubled], evict: bool
-) -> list[str]:
-    done = await _released(store, orphans)
+    store: ResourceBook,
+    database: Database,
+    orphans: Sequence[Giving],
+    doubled: Sequence[str | Doubled],
+    evict: bool,
+    done: list[str],
+) -> None:
+    """done: gets a line for each repair."""
+    await _carry_out(store, orphans, done)
     async with database.raw() as connection:
-        mended = await repair(connection)
+        done += await repair(connection)
     async with database.raw() as connection:
-        mended += await questions.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        twice = [each for each in doubled if isinstance(each, Doubled)]
+        done += await questions.give_back(store, connection, twice)
         held = await _held(connection) if evict else {}
-        over = [each for each in await questions.beyond_capacity(connection) if not each.stranded] if evict else []
+        over = await _over(connection) if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
-    return [*done, *await _released(store, [held[uuid] for uuid in evicted]), *mended]
+    await _carry_out(store, [held[uuid] for uuid in evicted], done)
 
 
-async def _released(store: ResourceBook, releases: Sequence[Giving]) -> list[str]:
+async def _claim_again(here: Site, store: ResourceBook, bare: Sequence[Unclaimed], done: list[str]) -> None:
+    known, left = await catch_up(here, bare, await reported_of(here, bare))
+    done += left
+    done += await claim_again(store, known)
+
+
+async def _carry_out(store: ResourceBook, releases: Sequence[Giving], done: list[str]) -> None:
     """Carry out releases; a line for each."""
-    lines: list[str] = []
     for start in range(0, len(releases), RELEASES_AT_ONCE):
         part = releases[start : start + RELEASES_AT_ONCE]
         for one, reply in zip(part, await store.apply(part), strict=True):
             outcome = reply.outcome if isinstance(reply, ReleaseResult | SwapResult) else "refused"
             text = "released" if outcome in {"released", ClaimOutcome.CLAIMED} else f"left alone, {outcome}"
-            lines.append(f"{_consumer_of(one)}: {text}")
-    return lines
+            done.append(f"{_consumer_of(one)}: {text}")
 
 
 def _print_found(found: dict[str, list[str]], as_json: bool) -> None:

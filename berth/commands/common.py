@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.in_process import WorkerEnded
-from berth.render import printable, printable_lines, render_rows
+from berth.render import counted, printable, printable_lines, render_rows
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
@@ -40,6 +40,7 @@ from bus.faults import (
     Transient,
 )
 from bus.owner import BusOwnedByAnother
+from bus.persistence.database_faults import raise_fault
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq.errors import BrokerUntrusted
 from bus.service.environment import CellAddressInvalid, NotConfigured
@@ -60,6 +61,7 @@ class Exit(IntEnum):
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
+MAX_IN_QUESTION = 10  # of a cell, in a question
 
 
 def parse_uuid(text: str) -> str:
@@ -74,6 +76,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask; off a terminal nothing is done without it.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
@@ -139,6 +142,26 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
     known = sorted({*settings.cells, *(one.name for one in page.cells)})
     if name not in known:
         raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+
+
+def ask_first(what: str, *, yes: bool) -> None:
+    """Ask before what cannot be taken back. what: an imperative that says how many, and which. Raises Stop."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise Stop(Exit.USAGE, "command.unconfirmed", f"{what}: off a terminal this needs --yes; nothing is done")
+    if not typer.confirm(printable(f"{what}?"), err=True):
+        raise Stop(Exit.NO, "command.declined", "nothing is done")
+
+
+def by_cell(of_cells: Mapping[str, Collection[str]], what: str) -> str:
+    """How many there are, how many of each cell, and the first names: `3 hosts (cell1 2: a, b; cell2 1: c)`."""
+    parts = []
+    for cell, names in sorted(of_cells.items()):
+        some = ", ".join(sorted(names)[:MAX_IN_QUESTION]) + (", ..." if len(names) > MAX_IN_QUESTION else "")
+        parts += [f"{cell} {len(names)}: {some}"] if names else []
+    shown = f" ({'; '.join(parts)})" if parts else ""
+    return f"{counted(sum(map(len, of_cells.values())), what)}{shown}"
 
 
 def check_reason(reason: str, *, least: int = 0) -> None:
@@ -228,7 +251,6 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (NotConfigured, Exit.USAGE, "{}"),
     (CellAddressInvalid, Exit.USAGE, "{}"),
     (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
-    (asyncpg.UndefinedTableError, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Transient, Exit.UNAVAILABLE, "{}"),
     (ServerMissing, Exit.USAGE, "{}"),
     (DirectoryInaccessible, Exit.USAGE, "{}"),
@@ -241,7 +263,6 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 
 # Stable codes for faults that have none of their own.
 _CODES: dict[type[BaseException], str] = {
-    asyncpg.UndefinedTableError: "database.unprepared",
     ServerMissing: "server.missing",
     DirectoryInaccessible: "directory.inaccessible",
     ServerFailed: "server.failed",
@@ -255,6 +276,11 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
+    if isinstance(fault, asyncpg.PostgresError):
+        try:
+            raise_fault(fault)
+        except Exception as meant:  # the fault itself, where it is a defect of ours
+            return None if meant is fault else explain(meant)
     if isinstance(fault, WorkerEnded):
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = Exit.NO if why is None else why.status
@@ -322,6 +348,14 @@ async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
             "database.unavailable",
             f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
         ) from error
+
+
+def host_and_port(listen: str, option: str) -> tuple[str, int]:
+    """Where to listen. Raises BadParameter."""
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise typer.BadParameter(f"{option} takes HOST:PORT, not {listen!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def pairs_of(given: Sequence[str] | None, option: str) -> dict[str, str]:

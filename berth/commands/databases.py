@@ -16,6 +16,8 @@ from berth.commands.common import (
     AsJson,
     Exit,
     Stop,
+    Yes,
+    ask_first,
     database_of,
     err,
     make_directory,
@@ -178,18 +180,16 @@ async def url(
 async def release(
     settings: Settings,
     bus_name: Annotated[str, typer.Argument(help="`api`, or a cell's name.", metavar="BUS")],
-    yes: Annotated[bool, typer.Option("--yes", help="No worker of its present owner runs any more.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Take a bus from the deployment that has it: the workers that start there next have it then.
 
     Stop all workers of its present owner first: two deployments on one bus take each other's messages.
     """
-    if not yes:
-        raise typer.BadParameter("confirm that no worker of its present owner runs any more", param_hint="--yes")
-
     site = Site(settings)
     (name,) = _buses(site, bus_name)
+    ask_first(f"Take bus {name} from its owner, of which no worker runs any more", yes=yes)
     released = await _owners(site, name, release=True)
     if not released:
         raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no deployment")

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.text import Text
 
-from berth.commands.common import AsJson, Exit, Stop, err, open_in_time, out, print_json, print_result
+from berth.commands.common import AsJson, Exit, Stop, Yes, ask_first, err, open_in_time, out, print_json, print_result
 from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
 from berth.render import counted, printable, render_rows, utc
@@ -135,10 +135,10 @@ def _named(ids: Sequence[str]) -> str:
 async def purge(
     settings: Settings,
     queue: Queue,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     bus: BusName = API,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Throw the dead letters of a queue away, for good.
 
     Those that are there when their number is shown; with --yes all.
@@ -146,11 +146,9 @@ async def purge(
     site, ids = Site(settings), None
     if not yes:
         ids = [letter.id for letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))]
-        if not typer.confirm(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue}?"):
-            return Exit.NO
+        ask_first(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
     gone = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
     print_result({"purged": gone}, as_json, f"{gone} thrown away")
-    return 0
 
 
 async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:

@@ -11,7 +11,15 @@ import msgspec
 import typer
 from rich.text import Text
 
-from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses
+from berth.client.object_edits import (
+    Body,
+    ObjectEdit,
+    QuotaUse,
+    merged,
+    project_usage,
+    quota_uses,
+    stored_objects,
+)
 from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
@@ -37,7 +45,6 @@ from berth.commands.objects import (
     quotas,
     read_object,
     rules,
-    stored_objects,
 )
 from berth.render import printable, render_rows
 from berth.settings import Settings
@@ -321,7 +328,7 @@ async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[st
 async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
     """List projects that have a quota or hold something, with limits and usage."""
     async with client(settings) as berth:
-        stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA)]
+        stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA, timeout_s=QUERY_TIMEOUT_S)]
         found = quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S))
     columns = ["project", "quota", "used of limit", "version"]
     print_rows(found, as_json, columns, lambda one: [one.project, one.quota, _uses(one), str(one.version or "")])

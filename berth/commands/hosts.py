@@ -1,15 +1,12 @@
-"""`berth hosts`, `services`, `workers`, `host-metrics`: what schedulers know of them, and decisions about them."""
+"""`berth hosts`, `services`, `workers`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import typer
 from msgspec import Struct
 from rich.text import Text
@@ -23,11 +20,15 @@ from berth.commands.common import (
     Reason,
     Stop,
     Timeout,
+    Yes,
+    ask_first,
+    by_cell,
     check_cell,
     check_reason,
     client,
     decided_by,
     err,
+    explain,
     out,
     print_json,
     print_line,
@@ -37,21 +38,10 @@ from berth.commands.options import CommandGroup
 from berth.commands.safety import show_unexplained
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load
-from berth.render import counted, printable, render_rows, utc
+from berth.render import counted, render_rows, utc
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
-from bus.contracts.host_metrics import (
-    MAX_NAMES,
-    HostMetrics,
-    HostMetricsPage,
-    HostMetricsQuery,
-    HostMetricsRecord,
-    HostReading,
-    MetricName,
-    MetricSource,
-    MetricValue,
-)
 from bus.contracts.operations import (
     AdminState,
     ForgetHost,
@@ -63,16 +53,17 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
-from bus.faults import Fault, RequestRefused
+from bus.faults import Fault, RequestRefused, Transient
+from bus.port import BusError
 from cell_conductor.domain.report import UnexplainedKind
 
 hosts = CommandGroup()
 services = CommandGroup()
 
 MAX_NAMED = 1000  # hosts or services of one command
+MAX_SILENT = 2
+NO_CELL = "no known cell"
 NOT_ANNOUNCED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
-SEEN_WITHIN_S = 10.0
-LOOK_AGAIN_S = 0.1
 
 T = TypeVar("T")
 Refused = Sequence[tuple[str, Fault]]
@@ -91,7 +82,13 @@ class HostOptions(Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
-class FenceOptions(HostOptions, frozen=True, kw_only=True):
+class FinalOptions(HostOptions, frozen=True, kw_only=True):
+    """The options of a decision that is asked about."""
+
+    yes: Yes = False
+
+
+class FenceOptions(FinalOptions, frozen=True, kw_only=True):
     """The options of a fence."""
 
     cell: Annotated[
@@ -164,7 +161,10 @@ async def fence(
     service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
     until its cell has acknowledged the fence as well: `berth hosts` shows that.
     """
-    return await _decide(settings, names, AdminState.FENCED, reason, decision, force=force, switch_off=switch_off)
+    ask = "Switch off and fence" if switch_off else "Fence"
+    return await _decide(
+        settings, names, AdminState.FENCED, reason, decision, force=force, switch_off=switch_off, ask=ask
+    )
 
 
 @hosts.command()
@@ -176,24 +176,26 @@ async def enable(
         bool, typer.Option("--force", help="End a fence without its cell's report: the cell is gone for good.")
     ] = False,
     *,
-    decision: HostOptions,
+    decision: FinalOptions,
 ) -> int:
     """Use these hosts again.
 
     A fenced host is used once it has destroyed its losses; until then it stays fenced, and `berth hosts` shows
     how many machines are left. With --force and a reason it does not wait for that.
     """
-    return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force)
+    ask = "End the fence, without their cells' word, of" if force else ""
+    return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
 @hosts.command("forget")
-async def forget_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
+async def forget_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
     """Forget these hosts, which are gone for good: their providers leave the book, their decisions the record.
 
     Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
     record there, consumers hold something of it, it is fenced, or it is being drained.
     """
     check_names("host", names, reason)
+    await _ask_about_hosts(settings, "Forget for good", names, decision)
 
     def forget(berth: BuildClient, name: str) -> Awaitable[HostForgotten]:
         command = ForgetHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
@@ -225,7 +227,7 @@ async def forget_services(
     names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
     reason: Reason,
     *,
-    decision: HostOptions,
+    decision: FinalOptions,
 ) -> int:
     """Forget these compute services, which are gone for good, with the machines that they may have had.
 
@@ -234,6 +236,11 @@ async def forget_services(
     on record there on hosts that are not fenced.
     """
     check_names("service", names, reason)
+    if not decision.yes:
+        async with client(settings) as berth:
+            page = await berth.services(limit=MAX_HOSTS, cell=decision.cell, timeout_s=QUERY_TIMEOUT_S)
+        places = {name: {one.cell for one in page.services if one.name == name} for name in names}
+        _ask("Forget for good, with all machines that they may have had,", places, "service", decision)
 
     def forget(berth: BuildClient, name: str) -> Awaitable[ServiceForgotten]:
         command = ForgetService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
@@ -250,33 +257,69 @@ def check_names(kind: str, names: Sequence[str], reason: str) -> None:
         raise typer.BadParameter(f"at most {MAX_NAMED} {kind}s", param_hint=kind.upper())
 
 
+async def _ask_about_hosts(settings: Settings, verb: str, names: Sequence[str], decision: FinalOptions) -> None:
+    """Raises Stop."""
+    if decision.yes:
+        return
+    async with client(settings) as berth:
+        page = await berth.hosts(limit=MAX_HOSTS, cell=decision.cell, timeout_s=QUERY_TIMEOUT_S)
+    places = {name: {one.cell for one in page.hosts if name in (one.uuid, one.name)} for name in names}
+    _ask(verb, places, "host", decision)
+
+
+def _ask(verb: str, places: Mapping[str, Collection[str | None]], what: str, decision: FinalOptions) -> None:
+    """places: the cells that have each name. Raises Stop."""
+    of_cells: dict[str, list[str]] = defaultdict(list)
+    for name, cells in places.items():
+        of_cells[" or ".join(sorted(cell or NO_CELL for cell in cells)) or NO_CELL].append(name)
+    ask_first(f"{verb} {by_cell(of_cells, what)}", yes=decision.yes)
+
+
+async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tuple[list[T], list[tuple[str, Fault]]]:
+    """(what is done, the names that are not with the reason), one after the other: what is done of one stays, whatever
+    becomes of the next. Where nothing answers twice in a row the others are not tried.
+    """
+    done: list[T] = []
+    refused: list[tuple[str, Fault]] = []
+    silent = 0
+    for name in names:
+        if silent >= MAX_SILENT:
+            refused.append((name, Fault("not tried: the ones before had no answer", code="command.not_tried")))
+            continue
+        try:
+            done.append(await work(name))
+            silent = 0
+        except (Transient, BusError) as fault:
+            refused.append((name, fault if isinstance(fault, Fault) else Transient(str(fault), code="bus.unavailable")))
+            silent += 1
+        except (RequestRefused, FencingFailed) as fault:
+            refused.append((name, fault))
+            silent = 0
+    return done, refused
+
+
 async def _forget_each(
     settings: Settings, names: Sequence[str], decision: HostOptions, forget: Callable[[BuildClient, str], Awaitable[T]]
 ) -> tuple[list[T], Refused]:
-    """(what is forgotten, the names that are refused with the reason), one request for each name."""
-    forgotten: list[T] = []
-    refused: list[tuple[str, Fault]] = []
     async with client(settings) as berth:
         await check_cell(berth, settings, decision.cell)
-        for name in dict.fromkeys(names):
-            try:
-                forgotten.append(await forget(berth, name))
-            except RequestRefused as fault:
-                refused.append((name, fault))
-    return forgotten, refused
+        return await _each(dict.fromkeys(names), lambda name: forget(berth, name))
 
 
 def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], None], as_json: bool) -> int:
-    """Print what was done, and return the exit status. Raises Stop when something was refused."""
+    """Print what was done and what was not, and return the exit status. Raises Stop when something was not."""
+    stops = [explain(fault) or Stop(Exit.NO, fault.code, fault.reason) for _, fault in refused]
     if as_json:
         rows = [{kind: name, "code": why.code, "reason": why.reason} for name, why in refused]
         print_json({f"{kind}s": done, "refused": rows})
-        return Exit.NO if refused else 0
+        return max((stop.status for stop in stops), default=0)
     for one in done:
         show(one)
-    if refused:
-        name, first = refused[0]
-        raise Stop(Exit.NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
+    for (name, _), stop in zip(refused, stops, strict=True):
+        print_line(f"{name}: {stop} ({stop.code})")
+    if stops:
+        status, tried = max(stop.status for stop in stops), len(done) + len(refused)
+        raise Stop(status, stops[0].code, f"{len(refused)} of {tried} not done; {refused[0][0]}: {stops[0]}")
     return 0
 
 
@@ -289,8 +332,12 @@ async def _decide(
     *,
     force: bool = False,
     switch_off: bool = False,
+    ask: str = "",
 ) -> int:
+    """ask: the verb of the question that comes first."""
     check_names("host", names, reason)
+    if ask and isinstance(decision, FinalOptions):
+        await _ask_about_hosts(settings, ask, names, decision)
     of: dict[str, Any] = {
         "state": state,
         "reason": reason,
@@ -315,8 +362,6 @@ async def _set_states(
     settings: Settings, commands: Sequence[SetAdminState], timeout_s: float, *, switch_off: bool
 ) -> tuple[list[HostAdminState], list[tuple[str, Fault]]]:
     """(the states that were set, the hosts whose state was refused with the reason), one host after the other."""
-    decided: list[HostAdminState] = []
-    refused: list[tuple[str, Fault]] = []
     async with contextlib.AsyncExitStack() as stack:
         clock, fencer = SystemClock(), None
         plugin = load(settings.fencing, clock=clock) if switch_off else None
@@ -325,23 +370,23 @@ async def _set_states(
         if plugin is not None:
             stack.push_async_callback(plugin.close)
             fencer = Fencer(berth, plugin, settings.fencing, clock=clock)
-        for command in commands:
-            try:
-                if fencer is not None:
-                    host = await named_host(berth, command.host, command.cell)
-                    forced, named = command.force, command.cell
-                    decided.append(await fencer.fence(host, command.reason, by=command.by, force=forced, cell=named))
-                else:
-                    decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
-            except (RequestRefused, FencingFailed) as fault:
-                refused.append((command.host, fault))
-    return decided, refused
+        by_name = {command.host: command for command in commands}
+
+        async def decide(name: str) -> HostAdminState:
+            command = by_name[name]
+            if fencer is None:
+                return await berth.set_admin_state(command, timeout_s=timeout_s)
+            host = await named_host(berth, name, command.cell)
+            return await fencer.fence(host, command.reason, by=command.by, force=command.force, cell=command.cell)
+
+        return await _each(by_name, decide)
 
 
 async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRecord:
     """The host of this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`)."""
     page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
-    found = [host for host in page.hosts if name in (host.uuid, host.name)]
+    found = [host for host in page.hosts if name == host.uuid]  # another host may call itself so
+    found = found or [host for host in page.hosts if name == host.name]
     if not found and cell is not None:  # nothing may show its cell; then the operator states it with the UUID
         page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
         found = [host for host in page.hosts if name == host.uuid and host.cell is None]
@@ -439,92 +484,3 @@ def _worker_row(one: WorkerRecord) -> list[str | Text]:
     since = utc(beat.started_at)
     last_seen = f"{one.last_seen_s:.0f} s ago"
     return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_hand]
-
-
-async def host_metrics(
-    settings: Settings,
-    host: Annotated[str, typer.Argument(help="Name or UUID of a host.")],
-    given: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Publish a number about it, as of now."),
-    ] = None,
-    source: Annotated[str, typer.Option(help="Who has measured it, with --set.")] = "operator",
-    as_json: AsJson = False,
-) -> None:
-    """Show or publish numbers about a host (power, temperature).
-
-    With time and source; one that is too old to count is stale. Exit status 1 when no host is called so.
-    """
-    values = dict(_parsed(text) for text in given or ())
-    if len(values) > MAX_NAMES:
-        raise typer.BadParameter(f"at most {MAX_NAMES} at a time", param_hint="--set")
-    name = _checked(source, MetricSource, "--source: letters, digits, - and _")
-
-    async with client(settings) as berth:
-        found = await _metrics_of(berth, host)
-        if values:
-            reading = HostReading(host_uuid=found[0].host_uuid, at=time.time(), values=values)
-            found = await _publish(berth, found, HostMetrics(source=name, readings=(reading,)))
-    if as_json:
-        print_json(found)
-        return
-    headers = ["host", "metric", "value", "at", "source", ""]
-    render_rows(out, headers, [row for record in found for row in _metric_rows(record)])
-
-
-async def _metrics_of(berth: BuildClient, host: str) -> tuple[HostMetricsRecord, ...]:
-    page = await berth.bus.request(HostMetricsQuery(host=host), HostMetricsPage, timeout_s=QUERY_TIMEOUT_S)
-    if not page.hosts:
-        raise Stop(Exit.NO, "host.unknown", f"there is no host {printable(host)}")
-    return page.hosts
-
-
-async def _publish(
-    berth: BuildClient, found: tuple[HostMetricsRecord, ...], message: HostMetrics
-) -> tuple[HostMetricsRecord, ...]:
-    """Publish, and wait until the scheduler that answers knows it. Events go unconfirmed by their readers."""
-    if len(found) > 1:
-        places = ", ".join(record.host_uuid for record in found)
-        raise Stop(Exit.NO, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
-    (reading,) = message.readings
-    await berth.bus.publish(message)
-    for _ in range(int(SEEN_WITHIN_S / LOOK_AGAIN_S)):
-        found = await _metrics_of(berth, reading.host_uuid)
-        newest = {one.name: one.at for one in found[0].metrics}
-        if all(newest.get(name, 0.0) >= reading.at for name in reading.values):
-            return found
-        await asyncio.sleep(LOOK_AGAIN_S)
-    raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has taken it within {SEEN_WITHIN_S:g} s")
-
-
-def _metric_rows(record: HostMetricsRecord) -> list[list[str]]:
-    return [
-        [
-            record.host,
-            one.name,
-            f"{one.value:g}",
-            datetime.fromtimestamp(one.at, UTC).isoformat(timespec="seconds"),
-            one.source,
-            "" if one.fresh else "stale",
-        ]
-        for one in record.metrics
-    ]
-
-
-def _parsed(text: str) -> tuple[str, float]:
-    name, equals, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        equals = ""
-    if not equals:
-        raise typer.BadParameter(f"{printable(text)} is not NAME=VALUE", param_hint="--set")
-    wrong = "--set: a name as power.watts, and a number up to 1e15"
-    return str(_checked(name, MetricName, wrong)), float(_checked(number, MetricValue, wrong))
-
-
-def _checked(given: str | float, kind: Any, wrong: str) -> Any:
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError:
-        raise typer.BadParameter(wrong) from None

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from berth.client.object_edits import stored_objects
 from berth.commands.as_toml import as_toml
-from berth.commands.common import AsJson, Exit, Stop, client, err, out, print_json
-from berth.commands.objects import SECTIONS, file_of, read_file, stored_objects
+from berth.commands.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, err, out, print_json
+from berth.commands.objects import SECTIONS, file_of, read_file
 from berth.nova.cloud import read_cloud
 from berth.nova.to_nova import Exported, exported
 from berth.nova.to_objects import Imported, imported
@@ -163,7 +164,9 @@ async def export_nova(
         objects = [(one.kind, one.name, one.body or {}) for one in changes]
     else:
         async with client(settings) as berth:
-            objects = [(one.kind, one.name, one.body) async for one in stored_objects(berth.bus)]
+            objects = [
+                (one.kind, one.name, one.body) async for one in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)
+            ]
     found = exported(objects)
     if as_json:
         print_json({"commands": found.commands, "left_out": found.left_out, "notes": found.notes})

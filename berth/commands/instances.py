@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,9 @@ from berth.commands.common import (
     Instance,
     Stop,
     Timeout,
+    Yes,
+    ask_first,
+    by_cell,
     check_cell,
     client,
     err,
@@ -265,17 +269,25 @@ async def delete(
     ] = None,
     timeout_s: Timeout = 120.0,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> int:
     """Delete machines, or stop their builds wherever they stand."""
     requested = list(dict.fromkeys(uuids))
     if cell is not None and (wait or as_json):
         raise typer.BadParameter("the cell does not answer: leave --wait and --json away", param_hint="--cell")
 
+    site = Site(settings)
+    if cell is not None and cell not in settings.cells:
+        site = await with_added_cells(site)
+    async with client(site.settings) as berth:
+        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
     if cell is not None:
-        await _delete_in_cell(Site(settings), cell, requested)
+        _check_ended(site, cell, records)
+    _ask_to_delete(records, cell, yes=yes)
+    if cell is not None:
+        await _delete_in_cell(site, cell, records)
         return 0
     async with client(settings) as berth:
-        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
         tracks = await berth.delete(records, retry_for_s=timeout_s)
         ended = not wait or await berth.wait(timeout_s)
         report_tracks(tracks, as_json=as_json)
@@ -284,17 +296,24 @@ async def delete(
     return Exit.NO if wait and any(t.state != "deleted" for t in tracks) else 0
 
 
-async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
-    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
-    if cell not in site.settings.cells:
-        site = await with_added_cells(site)
+def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
+    of_cells: dict[str, list[str]] = defaultdict(list)
+    for one in records:
+        of_cells[cell or one.cell or "in no cell"].append(one.instance_uuid)
+    ask_first(f"Delete {by_cell(of_cells, 'instance')}", yes=yes)
+
+
+def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Raises Stop: a client can delete one."""
     site.check_cell(cell)
-    async with client(site.settings) as berth:
-        records = [await _record(berth, uuid) for uuid in uuids]
     for record in records:
         if record.state not in ENDED:
             reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
             raise Stop(Exit.NO, "instance.requested", reason)
+
+
+async def _delete_in_cell(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
+    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
     bus = site.bus(process_name("operator"), cell)
     await open_in_time(bus.open())
     try:

@@ -24,6 +24,8 @@ from berth.commands.common import (
     Stop,
     Timeout,
     Wait,
+    Yes,
+    ask_first,
     client,
     err,
     out,
@@ -152,15 +154,18 @@ async def rebuild(
     ] = None,
     source: ImageSourceUrl = None,
     sha256: ImageSha256 = None,
+    yes: Yes = False,
     *,
     request: RequestOptions,
 ) -> int:
     """Build an instance again from an image, on the same host.
 
+    What its disk holds is lost.
     Another image is checked by the filters that look at images, as at a build.
     """
     pairs = pairs_of(properties, "--image-property") if properties else None
     named = {"image": image, "image_properties": pairs, "image_source": image_source_of(source, sha256)}
+    ask_first(f"Replace the disk of {uuid} by image {image}", yes=yes)
     return await _request(settings, uuid, MoveKind.REBUILD, request, **named)
 
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 import placement_worker.app
 import scheduler_worker.nova.app
-from berth.commands.common import SHADOW, Stop, explain, in_shadow, print_stop, settings_of
+from berth.commands.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
 from berth.commands.options import CommandGroup
 from berth.commands.placement import DEFAULT_API, database_of_book
-from berth.commands.serving import Tokens, host_and_port
+from berth.commands.serving import Tokens
 from berth.rest_address import with_rest_at
 from berth.settings import BusSettings, Settings
 from berth.site import Brokers, Site, process_name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth.client.object_edits import ObjectEdit, change_object, find_object
+from berth.client.object_edits import ObjectEdit, change_object, find_object, stored_objects
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
@@ -20,6 +21,9 @@ from berth.commands.common import (
     By,
     Exit,
     Stop,
+    Yes,
+    ask_first,
+    by_cell,
     check_reason,
     client,
     decided_by,
@@ -44,8 +48,6 @@ from bus.contracts.objects import (
     ObjectLogQuery,
     ObjectsChange,
     ObjectsChanged,
-    ObjectsPage,
-    ObjectsQuery,
     StoredObject,
 )
 
@@ -100,7 +102,7 @@ def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: b
 
     async def list_(settings: Settings, as_json: AsJson = False) -> None:
         async with client(settings) as berth:
-            found = [stored async for stored in stored_objects(berth.bus, kind)]
+            found = [stored async for stored in stored_objects(berth.bus, kind, timeout_s=QUERY_TIMEOUT_S)]
         print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
 
     async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
@@ -149,6 +151,7 @@ async def apply(
             "--prune", help="Delete objects that are not in the file, of the kinds that it has a section for."
         ),
     ] = False,
+    yes: Yes = False,
     *,
     decision: ForcedOptions,
 ) -> None:
@@ -157,13 +160,21 @@ async def apply(
     All or none; prints what changes.
     """
     changes, kinds = read_file(file)
+    if prune and not (yes or decision.dry_run):
+        planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
+        of_kinds: dict[str, list[str]] = defaultdict(list)
+        for one in planned.changed:
+            if one.after is None:
+                of_kinds[one.kind.value].append(one.name)
+        if of_kinds:
+            ask_first(f"Delete {by_cell(of_kinds, 'object')}", yes=False)
     await change_objects(settings, changes, decision, prune=kinds if prune else ())
 
 
 async def objects(settings: Settings, as_json: AsJson = False) -> None:
     """Print all objects as TOML, for `berth apply`."""
     async with client(settings) as berth:
-        found = [stored async for stored in stored_objects(berth.bus)]
+        found = [stored async for stored in stored_objects(berth.bus, timeout_s=QUERY_TIMEOUT_S)]
     _print_file(found, found, as_json)
 
 
@@ -203,15 +214,18 @@ async def change_objects(
     *,
     force: bool = False,
     prune: tuple[ObjectKind, ...] = (),
-) -> None:
-    """Change objects, and print the changes. requested: whole objects, or an edit of one on record."""
+    ask: bool = False,
+) -> ObjectsChanged:
+    """Change objects, and print the changes. requested: whole objects, or an edit of one on record. ask: only find what
+    would change.
+    """
     check_reason(decision.why)
     fields: dict[str, Any] = {
         "who": decided_by(decision.by),
         "why": decision.why,
         "prune": prune,
         "force": force or (isinstance(decision, ForcedOptions) and decision.force),
-        "dry_run": decision.dry_run,
+        "dry_run": ask or decision.dry_run,
     }
     if not isinstance(requested, ObjectEdit):
         requested = valid_changes(requested)
@@ -225,6 +239,12 @@ async def change_objects(
             answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
         else:
             answer = await send(*requested)
+    if not ask:
+        _print_changed(answer, decision)
+    return answer
+
+
+def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
     if decision.as_json:
         print_json(answer)
         return
@@ -254,21 +274,6 @@ async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     if found is None:
         raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
     return found
-
-
-async def stored_objects(
-    bus: Bus, kind: ObjectKind | None = None, name: str | None = None
-) -> AsyncIterator[StoredObject]:
-    """The objects on record, in order of kind and name."""
-    after: tuple[str, str] | None = None
-    while True:
-        query = ObjectsQuery(kind=kind, name=name, after=after)
-        page = await bus.request(query, ObjectsPage, timeout_s=QUERY_TIMEOUT_S)
-        for stored in page.objects:
-            yield stored
-        if not page.more:
-            return
-        after = (page.objects[-1].kind.value, page.objects[-1].name)
 
 
 def file_of(found: Sequence[tuple[ObjectKind, str, Mapping[str, Any]]]) -> dict[str, Any]:

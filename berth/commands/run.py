@@ -22,6 +22,7 @@ from berth.commands.common import (
     database_of,
     err,
     explain,
+    host_and_port,
     in_shadow,
     make_directory,
     print_stop,
@@ -78,7 +79,7 @@ def run_role(
         settings = in_shadow(settings, shadow)
         if api is not None:
             settings = with_rest_at(settings, api)
-        requested = _http(http)
+        requested = None if http is None else host_and_port(http, "--http")
         served = AtHttp(settings=settings, with_rest=False)
         if role is Role.PLACEMENT and requested is not None:
             served = at_http(settings, *requested)
@@ -185,12 +186,3 @@ def _listen(requested: tuple[str, int] | None, settings: Settings) -> tuple[str,
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _http(text: str | None) -> tuple[str, int] | None:
-    if text is None:
-        return None
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or int(port) > 65_535:
-        raise typer.BadParameter(f"--http takes HOST:PORT, not {text!r}")
-    return host.strip("[]") or "127.0.0.1", int(port)

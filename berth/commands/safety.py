@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from berth.audit import quarantine as records
-from berth.audit.quarantine import InCells, TrippedBreaker
+from berth.audit.quarantine import InCells
 from berth.commands.common import (
     AsJson,
     By,
     Exit,
     Stop,
+    Yes,
+    ask_first,
+    by_cell,
     check_reason,
     database_of,
     decided_by,
@@ -62,6 +65,7 @@ async def release(
     cell: CellName = None,
     by: By = None,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> None:
     """Decide about machines in quarantine: --destroy or --keep. Destroying begins with their hosts' next reports.
 
@@ -75,11 +79,10 @@ async def release(
     verdict = DESTROY if destroy else KEEP
 
     here, who = environment(settings), decided_by(by)
-    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
-    for name, one in (await records.read(here, cell)).machines(UnexplainedKind.QUARANTINED):
-        machine = one.machine
-        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
-            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    chosen = _chosen(await records.read(here, cell), instances, service)
+    if destroy and chosen:
+        uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
+        ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
     of_cells, faults = await records.decide(here, chosen, verdict, who)
     decided = [place for of in of_cells.values() for place in of]
     done = sorted({uuid for _, uuid in decided})
@@ -139,27 +142,49 @@ async def reset(
     cell: CellName = None,
     by: By = None,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> None:
     """Allow what tripped the breaker.
 
     It may be destroyed or counted as lost; later findings are judged anew.
     """
     here, who = environment(settings), decided_by(by)
-    seen: list[TrippedBreaker] = [
-        (name, one.service, one.tripped_at)
+    tripped = [
+        (name, one)
         for name, breakers in (await records.read(here, cell)).breakers.items()
         for one in breakers
         if one.service == service and one.is_open
     ]
-    was_open, faults = await records.reset(here, seen, who)
-    done = [name for (name, _, _), is_reset in was_open.items() if is_reset]
-    if not done and not faults:
+    _check_one_cell(service, [name for name, _ in tripped])
+    if not tripped:
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
-    print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
-    raise_first(faults)
-    if left := [name for (name, _, _), is_reset in was_open.items() if not is_reset]:
+    ((name, one),) = tripped
+    what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
+    ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
+    was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], who)
+    if not all(was_open.values()):
         reason = "was reset or has tripped anew meanwhile: look at it again"
-        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {', '.join(left)} {reason}")
+        raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
+    print_result({"service": service, "cells": [name]}, as_json, f"{service}: reset in {name}")
+
+
+def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
+    """The machines in quarantine of these instances, or else the undecided ones of a service. Raises Stop."""
+    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
+    for name, one in read.machines(UnexplainedKind.QUARANTINED):
+        machine = one.machine
+        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
+            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    if service is not None:
+        _check_one_cell(service, chosen)
+    return chosen
+
+
+def _check_one_cell(service: str, cells: Collection[str]) -> None:
+    """Services of several cells may have one name, and an operator has looked at one. Raises Stop."""
+    if len(cells) > 1:
+        reason = f"{', '.join(sorted(cells))} each have one of a service {service}: name the --cell"
+        raise Stop(Exit.USAGE, "service.ambiguous", reason)
 
 
 def raise_first(faults: Mapping[Any, Fault]) -> None:

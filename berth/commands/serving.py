@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands.common import client, open_in_time, out, settings_of
+from berth.commands.common import client, host_and_port, open_in_time, out, settings_of
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
 from berth.settings import Settings
@@ -71,14 +71,6 @@ async def web(
         await server.close()
         if known is not None:
             await known.close()
-
-
-def host_and_port(listen: str, option: str) -> tuple[str, int]:
-    """Where to listen. Raises BadParameter."""
-    host, _, port = listen.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
-        raise typer.BadParameter(f"{option} takes HOST:PORT, not {listen!r}")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def _keystone(settings: Settings, site: Site) -> Keystone:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
 
 from berth.client import BuildClient
+from berth.client.object_edits import stored_objects
 from berth.fencing.plugin import FencingFailed, FencingPlugin
 from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
+from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
 from bus.faults import Fault
 from bus.port import BusError
@@ -21,16 +25,20 @@ from cell_conductor.domain.leases import SILENT
 
 TOO_MANY = "fencing.too_many"
 CELL_SILENT = "fencing.cell_silent"
+TOO_OFTEN = "fencing.too_often"
+AMBIGUOUS = "fencing.ambiguous"
+FENCER = "fencer"  # who has decided, on record
+HOUR_S = 3600.0
 
 
 # Which silent hosts may be switched off without a person. A host counts when its compute service is silent (not
 # stopped on purpose) and manages this host alone, when instances use it, and when no operator has taken it out of
 # service. One that is seen silent is a suspect; it is switched off only when each look for `after_s` has found it
 # silent. With more than `max_hosts` suspects, or no service of the same cell up, the cause is rather what lies
-# between: then none is.
+# between: then none is, and the time of each begins anew, since such an outage does not end at one moment.
 class FencingPlan(Struct, frozen=True, kw_only=True):
-    """The actions that one look leads to. suspects: {host uuid: when it was first seen silent, by the monotonic clock}.
-    due: to be switched off now. held: {host name: code of why it is not, though it has been silent for long enough}.
+    """The actions that one look leads to. suspects: {host uuid: since when each look may count, by the monotonic
+    clock}. due: to be switched off now. held: {host name: code of why it is not}.
     """
 
     suspects: Mapping[str, float]
@@ -50,14 +58,13 @@ def plan(
     silent = {(one.cell, one.name) for one in listed if not one.up and one.code == SILENT and one.hosts == 1}
     alive = {one.cell for one in listed if one.up}
     found = [host for host in hosts if (host.cell, host.service) in silent and _may_be_fenced(host)]
-    first_seen = {host.uuid: suspects.get(host.uuid, now_s) for host in found}
-    ripe = [host for host in found if now_s - first_seen[host.uuid] >= settings.after_s]
-    if len(found) > settings.max_hosts:
-        return FencingPlan(suspects=first_seen, held={host.name: TOO_MANY for host in ripe})
+    too_many = len(found) > settings.max_hosts
+    held = {host.uuid for host in found if too_many or host.cell not in alive}
+    since = {host.uuid: now_s if host.uuid in held else suspects.get(host.uuid, now_s) for host in found}
     return FencingPlan(
-        suspects=first_seen,
-        due=tuple(host for host in ripe if host.cell in alive),
-        held={host.name: CELL_SILENT for host in ripe if host.cell not in alive},
+        suspects=since,
+        due=tuple(one for one in found if one.uuid not in held and now_s - since[one.uuid] >= settings.after_s),
+        held={host.name: TOO_MANY if too_many else CELL_SILENT for host in found if host.uuid in held},
     )
 
 
@@ -66,6 +73,22 @@ def _may_be_fenced(host: HostRecord) -> bool:
     is_used = any(used > 0 for used, _ in host.resources.values())
     in_hand = host.admin is not None and host.admin.state in (AdminState.MAINTENANCE, AdminState.FENCED)
     return is_used and not in_hand and not host.up
+
+
+def why_held(
+    host: HostRecord, names: Mapping[str, int], fenced_at: Mapping[str | None, Sequence[float]], most: int
+) -> str:
+    """The code of why a host that is due is left to a person, or "".
+
+    names: how many hosts have each name. fenced_at: by cell (None: not known), when the fencer fenced the hosts that no
+    person has decided about since. So many of one cell within an hour stop it there until a person decides about one of
+    them: a fault that spreads slowly never has many suspects at a time.
+    """
+    if names[host.name] > 1:
+        return AMBIGUOUS
+    times = sorted([*fenced_at.get(host.cell, ()), *fenced_at.get(None, ())])
+    in_an_hour = any(last - first < HOUR_S for first, last in zip(times, times[most - 1 :], strict=False))
+    return TOO_OFTEN if in_an_hour else ""
 
 
 log = structlog.get_logger(__name__)
@@ -78,7 +101,9 @@ RETRY_S = 30.0
 
 
 class Fencer:
-    """One plug-in, and a client of the API bus. Two fencers side by side do the same things twice, and no harm."""
+    """One plug-in, and a client of the API bus. Two fencers side by side do the same things twice, and no harm: what is
+    decided by what was done before is on record.
+    """
 
     def __init__(self, client: BuildClient, plugin: FencingPlugin, settings: FencingSettings, *, clock: Clock) -> None:
         self._client = client
@@ -86,7 +111,7 @@ class Fencer:
         self._settings = settings
         self._clock = clock
         self._suspects: Mapping[str, float] = {}
-        self._tries: dict[str, tuple[int, float]] = {}  # of a suspect: how often, and not again before (monotonic)
+        self._tries: dict[str, tuple[int, float]] = {}  # of a suspect: how often, and no try before (monotonic)
         self._held: Mapping[str, str] = {}
 
     async def run(self, *, dry_run: bool = False) -> None:
@@ -105,31 +130,58 @@ class Fencer:
         hosts = await self._client.hosts(limit=MAX_HOSTS, up=False, timeout_s=ANSWER_TIMEOUT_S)
         now_s = self._clock.monotonic()
         found = plan(hosts.hosts, services.services, self._suspects, self._settings, now_s)
+        if any(map(self._may_be_tried, found.due)):
+            found = await self._by_record(found, now_s)
         for uuid in found.suspects.keys() - self._suspects.keys():
             log.info("fencing.suspected", host=next(one.name for one in hosts.hosts if one.uuid == uuid))
         for name, code in found.held.items() - self._held.items():
             log.error(code, host=name, suspects=len(found.suspects), max_hosts=self._settings.max_hosts)
         self._suspects, self._held = found.suspects, found.held
         self._tries = {uuid: tries for uuid, tries in self._tries.items() if uuid in found.suspects}
-        for host in found.due:
-            if dry_run:
-                log.info("fencing.due", host=host.name, silent_s=round(now_s - found.suspects[host.uuid]))
-            elif await self._fence_suspect(host, now_s - found.suspects[host.uuid]):
+        for host in filter(self._may_be_tried, found.due):
+            silent_s = now_s - found.suspects[host.uuid]
+            if not dry_run:
+                await self._fence_suspect(host, silent_s)
                 break  # that took its time: whether the others are silent still, the next look shows
+            self._tries[host.uuid] = (0, math.inf)  # logged once
+            log.info("fencing.due", host=host.name, silent_s=round(silent_s))
         return found
 
-    async def _fence_suspect(self, host: HostRecord, silent_s: float) -> bool:
-        """Try it; False: it is not tried now."""
+    def _may_be_tried(self, host: HostRecord) -> bool:
         tries, not_before_s = self._tries.get(host.uuid, (0, 0.0))
-        if tries >= MAX_TRIES or self._clock.monotonic() < not_before_s:
-            return False
+        return tries < MAX_TRIES and self._clock.monotonic() >= not_before_s
+
+    async def _by_record(self, found: FencingPlan, now_s: float) -> FencingPlan:
+        """The plan without the hosts that the record leaves to a person; their time begins anew."""
+        everything = await self._client.hosts(limit=MAX_HOSTS, timeout_s=ANSWER_TIMEOUT_S)
+        names = Counter(host.name for host in everything.hosts)
+        fenced_at = await self._fenced_at()
+        codes = {one.uuid: why_held(one, names, fenced_at, self._settings.max_per_hour) for one in found.due}
+        return FencingPlan(
+            suspects={**found.suspects, **{uuid: now_s for uuid, code in codes.items() if code}},
+            due=tuple(host for host in found.due if not codes[host.uuid]),
+            held={**found.held, **{host.name: codes[host.uuid] for host in found.due if codes[host.uuid]}},
+        )
+
+    async def _fenced_at(self) -> dict[str | None, list[float]]:
+        """By cell: when each host that is fenced by a fencer's decision was, as the schedulers' database has it."""
+        bus, within = self._client.bus, ANSWER_TIMEOUT_S
+        fences = [one async for one in stored_objects(bus, ObjectKind.FENCE, timeout_s=within)]
+        cells = {one.name: one.body.get("cell") for one in fences}
+        found: dict[str | None, list[float]] = defaultdict(list)
+        async for one in stored_objects(bus, ObjectKind.HOST, timeout_s=within):
+            if one.changed_by == FENCER and one.body.get("state") == AdminState.FENCED:
+                found[cells.get(one.name)].append(one.changed_at)
+        return found
+
+    async def _fence_suspect(self, host: HostRecord, silent_s: float) -> None:
+        tries, _ = self._tries.get(host.uuid, (0, 0.0))
         self._tries[host.uuid] = (tries + 1, self._clock.monotonic() + RETRY_S)
         try:
-            await self.fence(host, f"its compute service was silent for {silent_s:.0f} s", by="fencer")
+            await self.fence(host, f"its compute service was silent for {silent_s:.0f} s", by=FENCER)
         except Fault as fault:
             left = MAX_TRIES - tries - 1
             log.error("fencing.not_fenced", host=host.name, code=fault.code, reason=fault.reason, tries_left=left)
-        return True
 
     async def fence(
         self, host: HostRecord, reason: str, *, by: str, force: bool = False, cell: str | None = None

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,9 @@ from compute_sim.drivers.ironic.api import IronicApi
 OFF = "power off"
 
 
+HOST_PROPERTY = "berth_host"  # of a node: CELL/UUID of the host that it is
+
+
 class NodePower(Struct, frozen=True):
     """The fields of a node's answer that are read here, in Ironic's words."""
 
@@ -30,10 +33,14 @@ class NodePower(Struct, frozen=True):
     target_power_state: str | None = None
     last_error: str | None = None
     reservation: str | None = None
+    instance_uuid: str | None = None
+    lessee: str | None = None
+    properties: dict[str, Any] | None = None
 
 
-# The plug-in `ironic` switches hypervisors off through an Ironic that controls their power (IPMI, Redfish). The
-# node of a host is the one that `fencing.nodes` names, else the one with the host's name.
+# The plug-in `ironic` switches hypervisors off through an Ironic that controls their power (IPMI, Redfish). The node of
+# a host is the one that `fencing.nodes` names, else the one whose property names the host. The name that a compute
+# service gives its host proves nothing: it may be another machine's.
 class IronicPower:
     """One Ironic."""
 
@@ -52,11 +59,13 @@ class IronicPower:
 
     async def switch_off(self, host: HostRecord) -> str:
         """Request the power state, whatever Ironic last knew, and wait until it is reported. Raises FencingFailed."""
-        name = self._nodes.get(host.name, host.name)
         try:
+            name = await self._node_of(host)
             node = await self._read(name)
             if node.uuid == host.uuid:
                 raise FencingFailed(f"{name} is a bare-metal host: its instance is the machine that would be off")
+            if node.instance_uuid or node.lessee:
+                raise FencingFailed(f"node {name} has an instance or a lessee: it may be another's machine")
             while (refused := await self._api.power(node.uuid, OFF)) is not None:
                 if not refused.is_conflict:  # else another change of the node is under way
                     raise FencingFailed(f"node {name}: {refused}")
@@ -65,6 +74,19 @@ class IronicPower:
         except DriverUnavailable as fault:
             raise FencingFailed(str(fault)) from fault
         return f"Ironic reports node {name} as {OFF}"
+
+    async def _node_of(self, host: HostRecord) -> str:
+        """The one node of this host of this cell."""
+        if host.cell is None:
+            raise FencingFailed(f"the cell of {host.uuid} is not known")
+        if (named := self._nodes.get(host.cell, {}).get(host.uuid)) is not None:
+            return named
+        which = f"{host.cell}/{host.uuid}"
+        nodes = [_parsed(one, "list") for one in await self._api.raw_nodes()]
+        found = [node.uuid for node in nodes if (node.properties or {}).get(HOST_PROPERTY) == which]
+        if len(found) != 1:
+            raise FencingFailed(f"{len(found)} nodes have {HOST_PROPERTY}={which}, and fencing.nodes has none for it")
+        return found[0]
 
     async def _reported_off(self, name: str, uuid: str) -> None:
         """Wait until Ironic is done with the node, which it holds from before it accepts the request.
@@ -85,10 +107,14 @@ class IronicPower:
         found = await self._api.raw_node(ident)
         if found is None:
             raise FencingFailed(f"Ironic has no node {ident}")
-        try:
-            return msgspec.convert(found, NodePower)
-        except msgspec.ValidationError as error:
-            raise FencingFailed(f"Ironic's answer about node {ident}: {reason_of(error)}") from error
+        return _parsed(found, ident)
+
+
+def _parsed(raw: Any, ident: str) -> NodePower:
+    try:
+        return msgspec.convert(raw, NodePower)
+    except msgspec.ValidationError as error:
+        raise FencingFailed(f"Ironic's answer about node {ident}: {reason_of(error)}") from error
 
 
 class FencingFailed(Fault):

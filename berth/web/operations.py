@@ -57,7 +57,7 @@ from bus.contracts.drains import (
     PerMinute,
 )
 from bus.contracts.moves import MoveAccepted, MoveKind, MovePage, MoveQuery, MoveRequest
-from bus.contracts.objects import Flavor, ObjectKind
+from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
@@ -71,6 +71,7 @@ from bus.contracts.operations import (
 from bus.contracts.workers import WorkersQuery
 from bus.faults import Fault
 from bus.port import BusError
+from bus.service.settings import hide_password
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 
@@ -286,18 +287,20 @@ class MetalReader:
         if runtime is not None and runtime.ironic_url:
             config = replace(config, url=runtime.ironic_url)
         _, stored = await self._objects.stored(ObjectKind.FLAVOR)
-        classes = flavor_classes({one.name: msgspec.convert(one.body, Flavor) for one in stored})
+        classes = flavor_classes(stored)
         api = IronicApi(config, clock=self._clock)
         api.open()
         try:
             raw = await api.raw_nodes()
         except DriverUnavailable as fault:
-            raise Problem(503, "ironic.unavailable", f"{config.url}: {fault}") from fault
+            raise Problem(503, "ironic.unavailable", f"{hide_password(config.url)}: {fault}") from fault
         finally:
             await api.close()
         nodes = tuple(sorted((node_record(one, classes) for one in raw), key=lambda node: node.uuid))
         states = dict(sorted(Counter(node.state for node in nodes).items()))
-        return MetalView(url=config.url, states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes))
+        return MetalView(
+            url=hide_password(config.url), states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes)
+        )
 
 
 class WebMetal(Handlers):

@@ -19,7 +19,7 @@ from bus.clock import Clock
 from bus.faults import Fault, Transient
 from bus.openstack import answers
 from bus.openstack.login import KeystoneLogin
-from bus.service.settings import SettingsError
+from bus.service.settings import SettingsError, hide_password
 
 TOKEN = "X-Auth-Token"
 JSON = {"Content-Type": "application/json"}
@@ -116,7 +116,7 @@ class KeystoneAuth(httpx.Auth):
                 answer = await answers.request(self._client, "POST", self.url, content=self._body)
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 # The caller would take it for Ironic's.
-                text = f"Keystone at {self.url}: {unanswered(error, self._timeout_s)}"
+                text = f"Keystone at {hide_password(self.url)}: {unanswered(error, self._timeout_s)}"
                 raise SignInUnavailable(text) from error
             self._token, self._renew_at = self._parse_token(answer)
             return self._token

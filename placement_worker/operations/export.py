@@ -25,6 +25,7 @@ from bus.contracts.base import MAX_AMOUNT, reason_of
 from bus.faults import Transient
 from bus.openstack.answers import request
 from bus.retrying import Retrying, RetryPolicy
+from bus.service.settings import hide_password
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import MAX_NAME, ConsumerState, Provider, StoredInventory, capacity, is_custom
 from placement_worker.rest.allocations import UNKNOWN
@@ -270,7 +271,7 @@ class CopySource:
         try:
             self._client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT_S)
         except httpx.InvalidURL as error:
-            raise InvalidExport(f"not a URL: {url!r}: {error}") from error
+            raise InvalidExport(f"not a URL: {hide_password(url)!r}") from error
         self._clock = clock if clock is not None else SystemClock()
         self._free_slots = asyncio.Semaphore(AT_ONCE)
         self._version = 0
@@ -400,7 +401,7 @@ class CopySource:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidExport(f"{url}: {reason_of(error)}") from error
 
-        url = f"{self._client.base_url}{path[:200]!r}"
+        url = f"{hide_password(str(self._client.base_url))}{path[:200]!r}"
         try:
             return await Retrying(ASK, self._clock).call(ask)
         except Transient as error:

@@ -20,7 +20,7 @@ from bus.faults import Fault, Transient
 from bus.openstack import answers
 from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable, checked_address, unanswered
 from bus.openstack.rest import auth_of, error_text, tls_of
-from bus.service.settings import SettingsError
+from bus.service.settings import SettingsError, hide_password
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
 from scheduler_worker.nova.metrics import UNREADABLE
@@ -270,7 +270,9 @@ class NovaRest:
             text = found.get("version") if isinstance(found, dict) else None
             digits = _VERSION.match(text) if isinstance(text, str) else None
             if digits is None:
-                raise NovaRefused(f"{self.url} does not answer as Nova's API v2.1 does", code="nova.not_nova")
+                raise NovaRefused(
+                    f"{hide_password(self.url)} does not answer as Nova's API v2.1 does", code="nova.not_nova"
+                )
             newest = (int(digits[1]), int(digits[2]))
             if newest < OLDEST:
                 reason = f"Nova has microversions up to {text}, and {_dotted(OLDEST)} is needed"
@@ -320,6 +322,7 @@ class NovaRest:
         return found
 
     async def _decoded(self, url: str, params: Mapping[str, str], version: str, *, or_none: bool = False) -> Any:
+        shown = hide_password(url)
         try:
             answer = await answers.request(
                 self._client,
@@ -334,23 +337,23 @@ class NovaRest:
         except SignInRefused as error:
             raise NovaRefused(error.reason, code=error.code) from error
         except answers.AnswerTooLarge as error:
-            raise NovaRefused(f"{url}: {error}", code="nova.too_large") from error
+            raise NovaRefused(f"{shown}: {error}", code="nova.too_large") from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise NovaUnavailable(f"{url}: {unanswered(error, self._timeout_s)}") from error
+            raise NovaUnavailable(f"{shown}: {unanswered(error, self._timeout_s)}") from error
         if answer.status_code == httpx.codes.NOT_FOUND and or_none:
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
-            raise NovaUnavailable(f"{url}: HTTP {answer.status_code}")
+            raise NovaUnavailable(f"{shown}: HTTP {answer.status_code}")
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             self._version = None  # another Nova answers than the one that named its versions: older, or one of two
         if answer.status_code != httpx.codes.OK:
             text = error_text(answer.content)
-            reason = f"{url}: HTTP {answer.status_code}{': ' if text else ''}{text}"
+            reason = f"{shown}: HTTP {answer.status_code}{': ' if text else ''}{text}"
             raise NovaRefused(reason, code=f"nova.http_{answer.status_code}")
         try:
             return msgspec.json.decode(answer.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise NovaUnavailable(f"{url}: the answer is not JSON", code="nova.not_json") from error
+            raise NovaUnavailable(f"{shown}: the answer is not JSON", code="nova.not_json") from error
 
 
 def _check_token(token: str, *, setting: str) -> None:

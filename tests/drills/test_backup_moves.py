@@ -321,7 +321,7 @@ async def test_machines_of_forgotten_moves_are_given_back_to_their_records() -> 
         facts = await reached(it, is_given_back)
         assert {(one.instance_uuid, one.host_uuid) for one in facts.running or ()} == set(place.items())
         for one in facts.breakers or ():
-            assert (await berth(it, "breaker", "reset", one.service))[0] == 0
+            assert (await berth(it, "breaker", "reset", one.service, "--cell", one.cell, "--yes"))[0] == 0
         await age(it.servers.database_url)
         done = await repaired(it.site)
         assert not (done["doubled"] or done["unclaimed"]), done

@@ -71,7 +71,7 @@ async def test_a_silent_host_is_switched_off_and_fenced_without_a_person() -> No
             fencer = Fencer(whole.client, plugin, settings, clock=SystemClock())
 
             async def fence(host: HostRecord) -> None:
-                node["name"] = host.name
+                node["properties"] = {"berth_host": f"{host.cell}/{host.uuid}"}
                 running = asyncio.create_task(fencer.run())
                 try:
                     fenced = await until(lambda: in_state(whole.client, host, AdminState.FENCED), PATIENCE_S)

@@ -175,11 +175,11 @@ def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None
 
 def test_a_host_that_its_service_reports_is_not_forgotten(berth: Berth) -> None:
     name, unknown = "cell2-c1-00001", "f0000000-0000-4000-8000-00000000000f"
-    refused = berth("hosts", "forget", name, "nowhere", "--reason", "scrapped", "--json")
+    refused = berth("hosts", "forget", name, "nowhere", "--reason", "scrapped", "--json", "--yes")
     assert refused.status == NO and refused.data["hosts"] == []
     assert [one["code"] for one in refused.data["refused"]] == ["host.service_up", "host.unknown"]
-    assert "host.service_up" in berth("hosts", "forget", name, "--reason", "scrapped").err
-    nothing = berth("hosts", "forget", unknown, "--reason", "scrapped", "--by", "ann")
+    assert "host.service_up" in berth("hosts", "forget", name, "--reason", "scrapped", "--yes").err
+    nothing = berth("hosts", "forget", unknown, "--reason", "scrapped", "--by", "ann", "--yes")
     assert (nothing.status, nothing.out) == (0, f"{unknown}: nothing of it was on record\n")
     assert berth("hosts", "forget", name).status == USAGE  # without a reason
     assert name in berth("hosts").out
@@ -238,7 +238,7 @@ def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None
     assert next(one for one in counts if one["queue"] == "scheduler.requests")["dead"] >= 1
     assert berth("dead-letters", "replay", *letters, mine[0]["id"]).data["replayed"] == [mine[0]["id"]]
     assert len(parked(berth, instance)) == 1, "it is no better now"
-    assert berth("dead-letters", "purge", "scheduler.requests", given="n\n").status == NO
+    assert berth("dead-letters", "purge", "scheduler.requests", given="y\n").status == USAGE
     assert berth("dead-letters", "purge", *letters, "--yes").data["purged"] >= 1
     assert berth("dead-letters", "list", *letters).data == []
 
@@ -310,7 +310,7 @@ def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Bert
     assert "no record: see `berth quarantine list`" in broken["quarantine_decided"][0]
     output = berth("check")
     assert output.status == 1 and "BROKEN no breaker is open" in output.out and "`berth breaker list`" in output.out
-    assert berth("breaker", "reset", "s", "--cell", "cell1").status == 0
+    assert berth("breaker", "reset", "s", "--cell", "cell1", "--yes").status == 0
     assert berth("quarantine", "release", UNKNOWN, "--keep", "--cell", "cell1").status == 0
     assert berth("check").status == 0
 
@@ -753,7 +753,8 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
     wrong = berth("apply", str(file), "--prune")
     assert (wrong.status, "flavor.invalid" in wrong.err) == (NO, True)
     file.write_text(before)
-    pruned = berth("apply", str(file), "--prune")
+    assert berth("apply", str(file), "--prune").status == USAGE
+    pruned = berth("apply", str(file), "--prune", "--yes")
     assert pruned.out.startswith("- flavor file.one\n"), pruned.out
     assert "file.one" not in berth("objects").out
 

@@ -40,7 +40,7 @@ def instance(berth: Berth) -> Iterator[str]:
     """An active instance in cell2; gone afterwards."""
     (build,) = boot(berth, "--host", TARGET)
     yield build["instance_uuid"]
-    assert berth("delete", build["instance_uuid"], "--wait").status == 0
+    assert berth("delete", build["instance_uuid"], "--wait", "--yes").status == 0
 
 
 def shown(berth: Berth, instance: str) -> dict[str, object]:
@@ -79,7 +79,7 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         (["start"], "active"),
         (["rescue", "--password", "sesame"], "rescued"),
         (["unrescue"], "active"),
-        (["rebuild", "--image", "other"], "active"),
+        (["rebuild", "--image", "other", "--yes"], "active"),
         (["shelve"], "shelved"),
         (["offload"], "offloaded"),
         (["unshelve"], "active"),
@@ -171,7 +171,7 @@ def test_a_host_is_drained_by_the_plan(berth: Berth) -> None:
         assert berth("check").status == 0
     finally:
         berth("hosts", "enable", host)
-        berth("delete", *mine, "--wait")
+        berth("delete", *mine, "--wait", "--yes")
 
 
 def test_a_service_is_drained(berth: Berth) -> None:
@@ -197,7 +197,7 @@ def test_a_service_is_drained(berth: Berth) -> None:
         for one in berth("hosts", "--cell", "cell2", "--json").data:
             if one["service"] == "cell2-c1":
                 berth("hosts", "enable", one["name"])
-        berth("delete", *mine, "--wait")
+        berth("delete", *mine, "--wait", "--yes")
 
 
 def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) -> None:
@@ -214,7 +214,7 @@ def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
     listed = berth("list", "--gang", str(gang), "--json").data
     assert {one["instance_uuid"] for one in listed} == {one["instance_uuid"] for one in together.data}
     for one in together.data:
-        assert berth("delete", one["instance_uuid"], "--wait").status == 0
+        assert berth("delete", one["instance_uuid"], "--wait", "--yes").status == 0
     # There are nodes for some of them, so all fail without a limit below their number, and only the rest with one.
     none = berth("boot", "--flavor", "bm.gold", "--count", "40", "--together", "--wait", "--json")
     assert (none.status, len(none.data), {one["state"] for one in none.data}) == (NO, 40, {"failed"})
@@ -223,7 +223,7 @@ def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
     assert some.status == NO and 0 < len(started) < 40
     assert {one["code"] for one in some.data if one["state"] == "failed"} <= {"no_valid_host", "gang.left_out"}
     for uuid_ in started:
-        assert berth("delete", uuid_, "--wait").status == 0
+        assert berth("delete", uuid_, "--wait", "--yes").status == 0
     assert berth("check").status == 0
 
 
@@ -242,9 +242,9 @@ def test_what_no_gang_can_be_is_a_mistake_of_use(berth: Berth, arguments: tuple[
 def test_a_delete_ends_and_ends_again(berth: Berth) -> None:
     (build,) = boot(berth, "--project", "gone")
     found = build["instance_uuid"]
-    assert berth("delete", found.upper(), "--wait").status == 0
+    assert berth("delete", found.upper(), "--wait", "--yes").status == 0
     assert berth("show", found, "--json").data["state"] == "deleted"
-    again = berth("delete", found, "--wait", "--json", "--timeout", "20")
+    again = berth("delete", found, "--wait", "--json", "--timeout", "20", "--yes")
     assert (again.status, again.data[0]["state"]) == (0, "deleted")
     assert berth("list", "--project", "gone", "--state", "active", "--json").data == []
 
@@ -253,7 +253,7 @@ def test_an_operator_deletes_in_its_cell_what_no_client_can_delete(berth: Berth)
     """A restore may leave an instance whose request has ended: a second delete of that changes nothing."""
     (build,) = boot(berth, "--project", "left")
     found, cell = build["instance_uuid"], build["cell"]
-    refused = berth("delete", found, "--cell", cell)
+    refused = berth("delete", found, "--cell", cell, "--yes")
     assert (refused.status, "delete it without --cell" in refused.err) == (NO, True)
     (runtime,) = berth.directory.rglob("runtime.json")
     end = "UPDATE build_requests SET state = 'deleted' WHERE instance_uuid = $1 RETURNING state"
@@ -272,7 +272,7 @@ def test_an_operator_deletes_in_its_cell_what_no_client_can_delete(berth: Berth)
     assert asyncio.run(read("scheduler", end)) == "deleted"
     (finding,) = [json.loads(line) for line in berth("audit", "--json").out.splitlines()]
     assert (finding["kind"], finding["repair"]) == ("unrequested", f"berth delete {found} --cell {cell}")
-    assert berth("delete", found, "--cell", cell).status == 0
+    assert berth("delete", found, "--cell", cell, "--yes").status == 0
     until = time.monotonic() + TIMEOUT_S
     while asyncio.run(read(f"cell_{cell}", left)) != "deleted":
         assert time.monotonic() < until, "its cell has it"

@@ -210,7 +210,7 @@ def test_a_compute_service_that_is_restarted_has_its_machines(small: Small, end:
         assert berth(small, kind, instance)["state"] == "done"
     assert "compute.in_memory" not in worker.log.read_text()
     assert list((small.processes.directory / "state" / "machines").iterdir())
-    berth(small, "delete", instance)
+    berth(small, "delete", instance, "--yes")
 
 
 def test_one_that_is_to_keep_nothing_warns(small: Small) -> None:

@@ -37,7 +37,9 @@ from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 # --- The fencing plug-in `ironic` before an API over HTTP; how plug-ins are found; what an unproved one leads to.
 
 
-HOST = HostRecord(uuid="00000000-0000-4000-8000-000000000001", name="rack1-h1")
+HOST = HostRecord(uuid="00000000-0000-4000-8000-000000000001", name="rack1-h1", cell="cell1")
+MINE = {"berth_host": f"{HOST.cell}/{HOST.uuid}"}
+OTHER = "00000000-0000-4000-8000-000000000002"
 PLUGIN = """
 class Switch:
     @classmethod
@@ -58,9 +60,11 @@ class Switch:
 async def ironic(behaviour: Behaviour | None = None, **node: Any) -> AsyncIterator[tuple[dict[str, Any], IronicPower]]:
     """A node that is on, and the plug-in."""
     stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1), behaviour=behaviour)
-    made = stand_in.pool.add(**{"name": HOST.name, "power_state": "power on", "provision_state": "active", **node})
+    made = stand_in.pool.add(
+        **{"name": "u7", "properties": MINE, "power_state": "power on", "provision_state": "active", **node}
+    )
     config = IronicConfig(url=await stand_in.start(), poll_interval_s=0.01)
-    settings = FencingSettings(plugin="ironic", ironic=config, nodes={"other": made["name"]})
+    settings = FencingSettings(plugin="ironic", ironic=config, nodes={"cell1": {OTHER: made["name"]}})
     power = IronicPower.from_settings(settings, SystemClock())
     try:
         yield made, power
@@ -72,7 +76,7 @@ async def ironic(behaviour: Behaviour | None = None, **node: Any) -> AsyncIterat
 @pytest.mark.parametrize("power_s", [0.0, 0.3])
 async def test_it_returns_when_the_node_is_reported_off(power_s: float) -> None:
     async with ironic(Behaviour(power_s=power_s)) as (node, power):
-        assert HOST.name in await power.switch_off(HOST)
+        assert node["uuid"] in await power.switch_off(HOST)
         assert node["power_state"] == "power off"
         assert await power.switch_off(HOST)  # it may be called again
 
@@ -114,14 +118,13 @@ async def test_a_locked_node_is_tried_again() -> None:
         assert node["power_state"] == "power off"
 
 
-async def test_the_node_may_have_another_name_than_the_host() -> None:
-    async with ironic() as (node, power):
-        await power.switch_off(HostRecord(uuid=HOST.uuid, name="other"))
+async def test_the_settings_may_name_the_node() -> None:
+    async with ironic(properties={}) as (node, power):
+        with pytest.raises(FencingFailed):
+            await power.switch_off(HOST)
+        assert node["power_state"] == "power on"
+        await power.switch_off(HostRecord(uuid=OTHER, name="other", cell="cell1"))
         assert node["power_state"] == "power off"
-        with pytest.raises(FencingFailed, match="no node"):
-            await power.switch_off(HostRecord(uuid=HOST.uuid, name="unknown"))
-        with pytest.raises(FencingFailed):  # a 404 that is none of Ironic's
-            await power.switch_off(HostRecord(uuid=HOST.uuid, name="../unknown"))
 
 
 async def test_a_bare_metal_host_is_not_switched_off() -> None:

@@ -378,7 +378,11 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
     status, output = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL_NAME)
     assert status == 2 and "--keep" in output
-    status, _ = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL_NAME)
+    status, output = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--cell", CELL_NAME)
+    assert status == 2 and "command.unconfirmed" in output
+    status, _ = await berth(
+        postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL_NAME, "--yes"
+    )
     assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.records()} == {
         ("destroy", "op"),
         ("", ""),
@@ -386,7 +390,9 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
 
     status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL_NAME, "--json")
     assert status == 1 and listed[0]["breaker"]["lost"] == 6
-    status, reset = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "--json")
+    status, reset = await berth(
+        postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "--json", "--yes"
+    )
     assert (status, reset) == (0, {"service": "s", "cells": [CELL_NAME]})
     assert (await safety.breakers())[0].reset_by == "op"
     status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL_NAME)

@@ -7,11 +7,13 @@ import base64
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from starlette.responses import JSONResponse, Response
@@ -19,8 +21,11 @@ from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner
 
 from berth.cli import app
+from berth.commands import baremetal
+from berth.settings import Settings
 from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
+from bus.contracts.objects import ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 from ironic_sync.app import rest_source
@@ -28,6 +33,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
+from scheduler_worker.config import DEFAULT_FLAVORS
 from tests.integration.compute.harness import guarded
 from tests.kit.certificates import Authority
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
@@ -470,6 +476,23 @@ async def commands_ironic() -> AsyncIterator[IronicStandIn]:
 def berth(commands_ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("BERTH_COMPUTE__IRONIC__URL", commands_ironic.url)
     monkeypatch.setenv("BERTH_STATE_DIR", str(tmp_path))
+    flavors = [
+        StoredObject(kind=ObjectKind.FLAVOR, name=name, body=msgspec.to_builtins(flavor), version=1)
+        for name, flavor in sorted(DEFAULT_FLAVORS.items())
+    ]
+
+    class Client:
+        async def request(self, query: ObjectsQuery, *_: Any, **__: Any) -> ObjectsPage:
+            return ObjectsPage(revision=1, objects=tuple(flavors))
+
+        def __init__(self) -> None:
+            self.bus = self
+
+    @asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[Client]:
+        yield Client()
+
+    monkeypatch.setattr(baremetal, "client", client)
 
     async def command(*arguments: str) -> Any:
         return await asyncio.to_thread(CliRunner().invoke, app, ["baremetal", *arguments])

@@ -286,9 +286,15 @@ COMMAND_TIMEOUT_S = 120.0
 
 async def audited(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
     env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
-    words = ("placement", "audit", "--json", *words)
+    words = ("placement", "audit", "--json", *words, *(["--yes"] if "--repair" in words else []))
     done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}
+
+
+async def age(placement: Placement) -> None:
+    """All was claimed an hour ago."""
+    async with placement.postgres.rows.database.raw() as connection:
+        await connection.execute("UPDATE consumers SET updated_at = updated_at - interval '1 hour'")
 
 
 @on_postgres
@@ -307,6 +313,14 @@ async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, t
     await placement.call("PUT", f"/allocations/{doubled}", body, status=204)
     names = tmp_path / "ids"
     names.write_text(f"{alive.upper()}\n\n{doubled}\n")
+
+    status, found = await audited(placement, "--consumers", str(names), "--repair")
+    assert (found["orphaned"], found["repaired"]) == ([], []), "claimed since, perhaps"
+    await age(placement)
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+    words = ("placement", "audit", "--consumers", str(names), "--repair")
+    asked = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    assert asked.returncode == 2 and "1 consumer" in asked.stderr and orphan in asked.stderr
 
     status, found = await audited(placement, "--consumers", str(names))
     assert (status, found["orphaned"], len(found["doubled"]), found["unsound"]) == (1, [orphan], 1, [])
@@ -460,14 +474,15 @@ async def test_what_has_changed_since_it_was_judged_is_not_released(placement: P
     names = tmp_path / "ids"
     names.write_text(new_uuid(placement.rng))
     database = placement.postgres.rows.database
+    await age(placement)
     judged, _ = await _unnamed(database, names)
     entry = ConsumerAllocations(
         consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
     )
     await placement.store.apply([Swap(consumers=(entry,))])
-    assert sorted(await _repair(placement.postgres, database, judged, [], evict=False)) == sorted(
-        (f"{moved}: left alone, consumer_changed", f"{orphan}: released")
-    )
+    done: list[str] = []
+    await _repair(placement.postgres, database, judged, [], False, done)
+    assert sorted(done) == sorted((f"{moved}: left alone, consumer_changed", f"{orphan}: released"))
     async with database.raw() as connection:
         assert await questions.allocations(connection) == {moved: {other: {"VCPU": 3}}}
 

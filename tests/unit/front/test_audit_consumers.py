@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from berth.commands import book
+from berth.commands.common import Stop
 
 OLD, NEW = "11111111-2222-4333-8444-555555555555", "22222222-2222-4333-8444-555555555555"
 
 
-class Connection:
-    """Both hold something; NEW by Nova's claim of a second ago, for a server that was booted after the list."""
+CLAIMED_S = {OLD: 86_400.0, NEW: 1.0}  # ago; NEW by Nova's claim for a server that was booted after the list
 
-    async def fetch(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
-        assert statement == book.HELD, "a query that knows ages would filter them here"
-        return [(one, 0, "", 1, "p", "u") for one in (OLD, NEW)]
+
+class Connection:
+    """The book's rows of both, as the query asks for them."""
+
+    async def fetch(self, statement: str, older_than_s: float) -> list[tuple[Any, ...]]:
+        assert statement == book.HELD and "updated_at" in statement
+        return [(one, 0, "", 1, "p", "u") for one, age_s in CLAIMED_S.items() if age_s >= older_than_s]
 
 
 class Database:
@@ -27,18 +33,52 @@ class Database:
         yield Connection()
 
 
-@pytest.mark.xfail(strict=True, reason="Found A3")
-async def test_a_consumer_that_is_younger_than_the_list_is_left_alone(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.fixture
+def database(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def none_doubled(_: Any) -> list[str]:
         return []
 
     monkeypatch.setattr(book.questions, "doubled", none_doubled)
+    return Database()
+
+
+def listed(tmp_path: Path, *uuids: str, age_s: float) -> Path:
+    """`openstack server list --all-projects`, so long ago."""
     names = tmp_path / "ids"
-    names.write_text(f"{OLD}\n")  # `openstack server list --all-projects`, a minute ago
-    orphans, _ = await book._unnamed(Database(), names)  # type: ignore[arg-type]
-    assert [book._consumer_of(one) for one in orphans] == []
+    names.write_text("".join(f"{one}\n" for one in uuids))
+    os.utime(names, (time.time() - age_s,) * 2)
+    return names
 
 
-@pytest.mark.xfail(strict=True, reason="Found A3")
-def test_there_is_a_grace_as_without_the_file() -> None:
-    assert "updated_at" in book.HELD
+@pytest.mark.parametrize(
+    ("age_s", "grace_s", "orphans"),
+    [
+        (60.0, 900.0, [OLD]),
+        (0.0, 0.0, [OLD, NEW]),  # NEW was there, and is not in it
+        (2.0, 0.0, [OLD]),
+        (60.0, 90_000.0, []),  # there is a grace as without the file
+    ],
+)
+async def test_what_was_claimed_since_the_list_was_written_is_left_alone(
+    tmp_path: Path, database: Any, age_s: float, grace_s: float, orphans: list[str]
+) -> None:
+    other = "33333333-2222-4333-8444-555555555555"
+    found, _ = await book._unnamed(database, listed(tmp_path, other, age_s=age_s), grace_s)
+    assert [book._consumer_of(one) for one in found] == orphans
+
+
+@pytest.mark.parametrize("wrong", ["future", "empty", "missing", "no uuid", "a directory"])
+async def test_nothing_is_released_by_a_file_that_proves_nothing(tmp_path: Path, database: Any, wrong: str) -> None:
+    path = tmp_path / "ids"
+    match wrong:
+        case "future":
+            listed(tmp_path, OLD, age_s=-3600.0)
+        case "empty":
+            path.write_text("\n")
+        case "no uuid":
+            path.write_text("{}\n")
+        case "a directory":
+            path.mkdir()
+    with pytest.raises(Stop) as stop:
+        await book._unnamed(database, path)
+    assert stop.value.code == "audit.consumers"

@@ -126,7 +126,9 @@ def test_a_shell_completes_commands_options_and_values(words: str, offered: str)
     assert offered in done.output.split(), done.output
 
 
-@pytest.mark.parametrize("arguments", [["fencer"], ["hosts", "fence", "h1", "--reason", "dead", "--switch-off"]])
+@pytest.mark.parametrize(
+    "arguments", [["fencer"], ["hosts", "fence", "h1", "--reason", "dead", "--switch-off", "--yes"]]
+)
 def test_nothing_is_switched_off_without_a_plug_in(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "berth.toml").write_text("")
     done = CliRunner().invoke(app, ["--config", str(tmp_path / "berth.toml"), *arguments])

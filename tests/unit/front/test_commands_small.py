@@ -2,51 +2,129 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import asyncpg
 import pytest
 import typer
 
 from berth.audit.quarantine import InCells
-from berth.commands import safety
-from berth.commands.run import _http
+from berth.commands import audits, moves, safety
+from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
 from berth.settings import Settings
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
 
 
-@pytest.mark.xfail(strict=True, reason="Found B24")
 def test_an_odd_digit_is_no_port() -> None:
 
     with pytest.raises(typer.BadParameter):
-        _http(":²")
+        host_and_port(":²", "--http")
 
 
-@pytest.mark.xfail(strict=True, reason="Found A3")
-async def test_release_by_service_asks_before_it_destroys_in_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of services are per cell: both cells have a `c1-compute`; the operator has looked at one of them."""
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (asyncpg.InsufficientPrivilegeError("permission denied"), Exit.USAGE, "database.forbidden"),
+        (asyncpg.UndefinedTableError("no table"), Exit.UNAVAILABLE, "database.unprepared"),
+        (asyncpg.CannotConnectNowError("starting"), Exit.UNAVAILABLE, "database.unavailable"),
+    ],
+)
+def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, code: str) -> None:
+    """`berth db current` by a user without rights was a traceback."""
+    stop = explain(error)
+    assert stop is not None and (stop.status, stop.code) == (status, code)
+    assert explain(asyncpg.DivisionByZeroError("x")) is None
 
-    def record(cell: str, n: int) -> Any:
+
+class TwoCells:
+    """Both cells have a service `compute` with machines in quarantine, and what is asked and decided."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, terminal: bool, answer: bool) -> None:
+        self.told: list[Any] = []
+        self.asked: list[str] = []
+
+        async def read(_: Any, cell: str | None = None) -> InCells:
+            found = {"a": [self.record(0)], "b": [self.record(n) for n in range(1, 9)]}
+            breakers = {name: [Breaker(service="compute", tripped_at=1.0, lost=6)] for name in found}
+            chosen = found if cell is None else {cell: found[cell]}
+            return InCells(chosen, {name: breakers[name] for name in chosen})
+
+        async def decide(_: Any, machines: Any, verdict: str, by: str) -> Any:
+            self.told.append((verdict, {cell: len(of) for cell, of in machines.items()}))
+            return {cell: [(one.host_uuid, one.uuid) for one in of] for cell, of in machines.items()}, {}
+
+        async def reset(_: Any, seen: Any, by: str) -> Any:
+            self.told.append(seen)
+            return dict.fromkeys(seen, True), {}
+
+        monkeypatch.setattr(safety.records, "read", read)
+        monkeypatch.setattr(safety.records, "decide", decide)
+        monkeypatch.setattr(safety.records, "reset", reset)
+        monkeypatch.setattr(safety, "environment", lambda _: None)
+        monkeypatch.setattr(typer, "confirm", lambda text, **_: self.asked.append(text) or answer)
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: terminal))
+
+    @staticmethod
+    def record(n: int) -> Any:
         machine = SimpleNamespace(
             uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnexplainedKind.QUARANTINED
         )
         return SimpleNamespace(machine=machine, service="compute", verdict="")
 
-    async def read(_: Any, cell: str | None = None) -> InCells:
-        return InCells({"a": [record("a", 0)], "b": [record("b", n) for n in range(1, 9)]}, {})
 
-    told: list[Any] = []
+RELEASE = partial(safety.release, Settings(), None, True, "compute", by="me")
+RELEASE_ONE = partial(safety.release, Settings(), [INSTANCES[0], INSTANCES[1]], True, None, by="me")
+RESET = partial(safety.reset, Settings(), "compute", by="me")
 
-    async def decide(_: Any, machines: Any, verdict: str, by: str) -> Any:
-        told.append((verdict, {cell: len(of) for cell, of in machines.items()}))
-        return {cell: [(one.host_uuid, one.uuid) for one in of] for cell, of in machines.items()}, {}
 
-    asked: list[str] = []
-    monkeypatch.setattr(safety.records, "read", read)
-    monkeypatch.setattr(safety.records, "decide", decide)
-    monkeypatch.setattr(safety, "environment", lambda _: None)
-    monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text) or False)
-    await safety.release(Settings(), None, True, "compute", None, "me", False)
-    assert asked and not told, f"destroyed without a question: {told}"
+@pytest.mark.parametrize(
+    ("command", "terminal", "answer", "code"),
+    [
+        (RELEASE, True, True, "service.ambiguous"),  # the operator has looked at one of them
+        (RESET, True, True, "service.ambiguous"),
+        (partial(RELEASE, yes=True), True, True, "service.ambiguous"),
+        (partial(RELEASE, cell="b"), True, False, "command.declined"),
+        (partial(RELEASE, cell="b"), False, True, "command.unconfirmed"),
+        (RELEASE_ONE, True, False, "command.declined"),
+        (partial(RESET, cell="b"), True, False, "command.declined"),
+        (partial(RESET, cell="b"), False, True, "command.unconfirmed"),
+    ],
+)
+async def test_nothing_is_destroyed_in_a_cell_that_nobody_named_or_unasked(
+    monkeypatch: pytest.MonkeyPatch, command: Any, terminal: bool, answer: bool, code: str
+) -> None:
+    cells = TwoCells(monkeypatch, terminal=terminal, answer=answer)
+    with pytest.raises(Stop) as stop:
+        await command()
+    assert (stop.value.code, cells.told) == (code, [])
+
+
+async def test_the_question_counts_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = TwoCells(monkeypatch, terminal=True, answer=True)
+    await RELEASE_ONE()
+    assert cells.told == [("destroy", {"a": 1, "b": 1})]
+    assert "2 machines" in cells.asked[0] and "a 1" in cells.asked[0] and "b 1" in cells.asked[0]
+    await RELEASE(cell="b", yes=True)
+    await RESET(cell="b", yes=True)
+    assert len(cells.asked) == 1 and cells.told[1:] == [("destroy", {"b": 8}), [("b", "compute", 1.0)]]
+
+
+async def test_a_disk_is_replaced_and_a_book_repaired_after_a_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a server nor a database is there: nothing is reached."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    rebuild = moves.rebuild(Settings(), INSTANCES[0], "image", request=cast(Any, None))
+    for command in (rebuild, audits.audit(Settings(), follow=True, repair=True)):
+        with pytest.raises(Stop) as stop:
+            await command
+        assert stop.value.code == "command.unconfirmed"
+
+
+def test_a_question_counts_by_cell_and_names_the_first() -> None:
+    found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
+    assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
+    assert by_cell({"orphaned": []}, "consumer") == "0 consumers"

@@ -28,7 +28,6 @@ async def test_a_redelivered_call_of_nine_waits_for_its_ninth() -> None:
     assert await keeper.waits_for_host(INSTANCES)
 
 
-@pytest.mark.xfail(strict=True, reason="Found B24")
 async def test_an_address_with_a_password_is_not_in_an_error() -> None:
 
     config = NovaApiConfig(url="http://nova:s3cret-pw@controller:8774/v2.1")
