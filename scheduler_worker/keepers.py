@@ -29,9 +29,11 @@ from bus.cell_links import CellLinks
 from bus.clock import Clock
 from bus.contracts.moves import MoveRequest
 from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, FenceRecord
+from bus.contracts.operations import CellFence
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
 from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
+from bus.retrying import doubled_s
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import (
@@ -200,7 +202,7 @@ class AggregateKeeper:
 
 
 REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
-REPEAT_S = 300.0  # to every cell all of its fences are published again after this: its record may have been set back
+REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fence: its cell may have been set back
 
 
 class FencePublisher:
@@ -210,21 +212,18 @@ class FencePublisher:
         self._registry = registry
         self._cells = cells
         self._clock = clock
+        # {(host, cell): what was published, how often, and when the last time (monotonic)}
+        self._published: dict[tuple[str, str], tuple[CellFence, int, float]] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
-        repeated_s = self._clock.monotonic()
         while True:
             await self._clock.sleep(REPUBLISH_S)
-            everything = self._clock.monotonic() - repeated_s >= REPEAT_S
-            if everything:
-                repeated_s = self._clock.monotonic()
-            for uuid in tuple(self._registry.fences):
+            known = self._registry.fences
+            self._published = {place: one for place, one in self._published.items() if place[0] in known}
+            for uuid in tuple(known):
                 fence = self._registry.fences.get(uuid)
-                if fence is None:  # its host is used again: its cell has lifted it while another one was published
-                    continue
-                is_open = fence.acknowledged < fence.version or fence.lifting
-                if everything or (is_open and not fence.forced):  # a forced fence's cell may be gone for good
+                if fence is not None:  # else its host is used again: its cell has lifted it during another's publishing
                     await self._publish(uuid, fence)
 
     async def _publish(self, uuid: str, fence: FenceRecord) -> None:
@@ -233,10 +232,26 @@ class FencePublisher:
         for bus in [one for name, one in self._cells.items() if fence.cell in (None, name)]:
             if bus.unavailable_reason:  # it is published again; other cells' fences would wait for the confirm
                 continue
+            times = self._due(order, fence, bus.name)
+            if times is None:
+                continue
             try:
                 await bus.publish(order, cause=uuid)
             except BusError as fault:
                 log.info("fence.not_published", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))
+            else:
+                self._published[uuid, bus.name] = order, times + 1, self._clock.monotonic()
+
+    def _due(self, order: CellFence, fence: FenceRecord, cell: str) -> int | None:
+        """How often it was published to this cell as it is now; None: it is not due."""
+        now_s = self._clock.monotonic()
+        is_open = (fence.acknowledged < fence.version or fence.lifting) and not fence.forced
+        last, times, at_s = self._published.setdefault((order.host_uuid, cell), (order, 0, now_s))
+        if is_open and (last != order or not times):
+            return 0
+        # A forced fence's cell may be gone for good.
+        pause_s = doubled_s(REPUBLISH_S, REPEAT_S, times - 1) if is_open else REPEAT_S
+        return times if now_s - at_s >= pause_s else None
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision

@@ -337,7 +337,14 @@ class ObjectRegistry:
         return after
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
-        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient."""
+        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient.
+
+        Those that change nothing of the fence as it is in force here are not looked up: each look reads all objects,
+        under the lock of all operators' changes. The cell repeats what it has on record.
+        """
+        reports = [one for one in reports if not self._is_known(one)]
+        if not reports:
+            return
         changed: dict[str, ChangedObject] = {}
 
         async def make(_unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
@@ -352,12 +359,18 @@ class ObjectRegistry:
                     change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
-            by = f"cell {reports[0].cell}" if reports else ""
+            by = f"cell {reports[0].cell}"
             return tuple(changed.values()), ChangeAuthor(by, "its word about the fence", self._clock.time())
 
         await self.write(make)
         for one in reports if changed else ():
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
+
+    def _is_known(self, report: HostFence) -> bool:
+        fence = self.fences.get(report.host_uuid)
+        if fence is None or fence.version != report.version:
+            return False
+        return fences.acknowledge(report.host_uuid, fence, report) is None
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""

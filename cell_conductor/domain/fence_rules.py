@@ -31,9 +31,14 @@ def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """Active there: it stays on record, unless its policy is that it fails with its host."""
+    """Active there: it stays on record, unless its policy is that it fails with its host. Not by a fence that is being
+    taken back: its host runs it again.
+    """
     assert instance.spec is not None
-    if event.host_uuid != instance.host_uuid or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
+    fence = context.fences.get(event.host_uuid)
+    is_taken_back = fence is not None and fence.lifting
+    is_here = event.host_uuid == instance.host_uuid
+    if not is_here or is_taken_back or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
     return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
 
