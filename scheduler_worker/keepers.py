@@ -35,8 +35,10 @@ from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
 from bus.retrying import doubled_s
 from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.admission import DUPLICATE
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import (
+    MAX_REQUESTS,
     MAX_TRIES,
     FencedHost,
     command,
@@ -45,8 +47,9 @@ from scheduler_worker.domain.fences import (
     is_restarted,
     pause_s,
 )
+from scheduler_worker.domain.moves import BUSY
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
-from scheduler_worker.domain.recorded_moves import RecordedMove, RequestKey
+from scheduler_worker.domain.recorded_moves import RequestKey
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import hosts_of_services
 from scheduler_worker.objects import ObjectRegistry
@@ -280,6 +283,7 @@ BUSY_S = 1.0  # between two passes while evacuations are under way, or wait for 
 IDLE_S = 60.0  # otherwise: a policy may have been changed since
 AGAIN_S = 10.0  # a request that is not on record this long after it was published is published again
 PAGE = 500  # instances read at a time
+NO_TRIES = 0, 0
 
 
 class OpenRequest(Struct, frozen=True):
@@ -313,7 +317,8 @@ class EvacuationTask:
         self._clock = clock
         self._rng = rng
         self._fenced: frozenset[FencedHost] = frozenset()
-        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have failed
+        # {(host, instance): its requests that have ended, and those of them that have failed}
+        self._tried: dict[tuple[FencedHost, str], tuple[int, int]] = {}
         self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
         self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
 
@@ -372,32 +377,34 @@ class EvacuationTask:
                 host = None if known.build is None else hosts.get(known.build.host_uuid or "")
                 if host is not None and is_restarted(known, self._selector.config):
                     on_fenced[uuid] = host
-            while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
+            while on_fenced:  # at most MAX_REQUESTS rounds, and one where they have been counted before
                 requests: list[RequestKey] = []
                 for uuid, host in list(on_fenced.items()):
-                    if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
+                    tried, failed = self._tried.get((host, uuid), NO_TRIES)
+                    if tried < MAX_REQUESTS and failed < MAX_TRIES:
                         requests.append((host.request_id(uuid, tried), uuid))
                     else:
                         del on_fenced[uuid]
                 for (request_id, uuid), known in (await unit.known(requests)).items():
-                    host = on_fenced[uuid]
-                    if known.build is not None and known.move is not None and known.move.terminal:
-                        self._count_failure(host, known.move)
+                    host, move = on_fenced[uuid], known.move_of(uuid)
+                    if known.build is not None and known.move is not None and (move is None or move.terminal):
+                        self._count_failure(host, uuid, request_id, DUPLICATE if move is None else move.code)
                         continue
                     del on_fenced[uuid]
                     if known.build is not None:
                         due_s = self._due_s.get((host, uuid), 0.0)
-                        is_under_way = known.move is not None or known.now.under_way is not None
+                        is_under_way = move is not None or known.now.under_way is not None
                         found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
         return found
 
-    def _count_failure(self, host: FencedHost, move: RecordedMove) -> None:
-        key = host, move.instance_uuid
-        tried = self._tried[key] = self._tried.get(key, 0) + 1
-        self._due_s[key] = self._clock.monotonic() + pause_s(tried)
-        self._published_s.pop(move.request_id, None)
-        emit = log.info if tried < MAX_TRIES else log.error
-        emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
+    def _count_failure(self, host: FencedHost, uuid: str, request_id: str, code: str) -> None:
+        """One that was refused as busy is no failure: it waits for the end of the other request."""
+        tried, failed = self._tried.get((host, uuid), NO_TRIES)
+        tried, failed = self._tried[host, uuid] = tried + 1, failed + (code != BUSY)
+        self._due_s[host, uuid] = self._clock.monotonic() + pause_s(tried)
+        self._published_s.pop(request_id, None)
+        emit = log.info if tried < MAX_REQUESTS and failed < MAX_TRIES else log.error
+        emit("evacuation.failed", instance=uuid, host=host.name, tried=tried, code=code)
 
     async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
         """As many as there are free slots for: requests that were published and are not on record
