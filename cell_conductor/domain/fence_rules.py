@@ -75,10 +75,14 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
 
     Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
-    source is seen first.
+    source is seen first. One that has its new size there is confirmed: it would wait for its client on a dead host.
     """
-    if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
+    if event.host_uuid != instance.host_uuid:
         return Step(instance)
+    if instance.is_in_place and instance.state is State.RESIZED:
+        fence = context.fences.get(event.host_uuid)
+        is_taken_back = fence is not None and fence.lifting
+        return Step(instance) if is_taken_back else way_back.stay_on_fenced(instance, event.at, context)
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:

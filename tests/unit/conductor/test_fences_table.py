@@ -73,7 +73,8 @@ NEXT = (State.CLAIMING, State.PREPARING)
         (at(AWAY, State.FINISHING), SOURCE, None),
         (at(IN_PLACE, State.RESIZING), HERE, UNDONE),
         (at(IN_PLACE, State.RESIZING), SOURCE, None),
-        (at(IN_PLACE, State.RESIZED), HERE, None),
+        (at(IN_PLACE, State.RESIZED), HERE, (State.RELEASING, State.ACTIVE)),
+        (at(IN_PLACE, State.RESIZED), OTHER, None),
         (at(AWAY, State.RESIZED), SOURCE, None),
         (at(AWAY, UNDONE), HERE, (State.REVERTING, None)),
         (at(AWAY, UNDONE), SOURCE, None),
@@ -101,7 +102,11 @@ def test_a_fence_in_each_state(before: Instance, n: int, after: Phase | None) ->
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(FAILING, (State.ACTIVE, None)), (BUILDING, (State.CLAIMING, State.BUILDING))],
+    [
+        (FAILING, (State.ACTIVE, None)),
+        (at(IN_PLACE, State.RESIZED), (State.RESIZED, None)),
+        (BUILDING, (State.CLAIMING, State.BUILDING)),
+    ],
 )
 def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before: Instance, after: Phase) -> None:
     context = replace(CONTEXT, fences={host(HERE): LIFTING})
