@@ -339,10 +339,9 @@ class ObjectRegistry:
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
         """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient.
 
-        Those that change nothing of the fence as it is in force here are not looked up: each look reads all objects,
-        under the lock of all operators' changes. The cell repeats what it has on record.
+        One that changes nothing of the fence in force here reads no objects under the lock of operators' changes.
         """
-        reports = [one for one in reports if not self._is_known(one)]
+        reports = [one for one in reports if not fences.is_told(self.fences.get(one.host_uuid), one)]
         if not reports:
             return
         changed: dict[str, ChangedObject] = {}
@@ -359,18 +358,12 @@ class ObjectRegistry:
                     change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
-            by = f"cell {reports[0].cell}"
-            return tuple(changed.values()), ChangeAuthor(by, "its word about the fence", self._clock.time())
+            cell, why = f"cell {reports[0].cell}", "its word about the fence"
+            return tuple(changed.values()), ChangeAuthor(cell, why, self._clock.time())
 
         await self.write(make)
         for one in reports if changed else ():
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
-
-    def _is_known(self, report: HostFence) -> bool:
-        fence = self.fences.get(report.host_uuid)
-        if fence is None or fence.version != report.version:
-            return False
-        return fences.acknowledge(report.host_uuid, fence, report) is None
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""

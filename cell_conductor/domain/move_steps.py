@@ -13,6 +13,7 @@ from bus.contracts.moves import (
     RESCUE_FAILED,
     CellMove,
     ChangeKind,
+    Condition,
     MoveKind,
     MoveState,
 )
@@ -472,7 +473,7 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     """
     relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     begins = relies and not relied and move_of(after).kind is MoveKind.EVACUATE
-    fails = desire_of(before).here is Wish.RUN and after.phase == (State.RELEASING, State.FAILED)
+    fails = desire_of(before).here is Wish.RUN and desire_of(after).condition is Condition.FAILED
     if not begins and not (fails and after.code == FENCED):
         return ()
     fence = fences.get(after.source_host_uuid or after.here.host_uuid)

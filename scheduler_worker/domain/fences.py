@@ -106,6 +106,13 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
     return None if after == known else changed_object(ObjectKind.FENCE, host_uuid, known, after)
 
 
+def is_told(known: FenceRecord | None, report: HostFence) -> bool:
+    """Whether a report about the newest decision tells what is on record already."""
+    if known is None or known.version != report.version:
+        return False
+    return acknowledge(report.host_uuid, known, report) is None
+
+
 def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
     """The answer to a cell's fence that is not on record: a request to lift it. None: a fence is on record, or will be.
 

@@ -193,6 +193,7 @@ async def test_a_fence_that_is_delivered_again_after_its_lift_ends_nothing(cell:
     cell.conduct()  # one that was started since
     await cell.fence(1, 5)
     await cell.fence(2, 4, lift=True)  # overtakes its fence
+    await until(lambda: cell.states(4) == [FenceState.LIFTED])
     await cell.fence(2, 3)
     await until(lambda: cell.states(6)[:2] == cell.states(4)[:2] == [FenceState.LIFTED] * 2)
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.states(3) == []
