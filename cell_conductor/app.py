@@ -110,7 +110,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
     _add_rounds(service, env.clock, config, store, bus, engine)
-    service.add_task("fences", fences.run)
+    service.add_task("fences", partial(fences.run, engine))
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
     service.add_bus_check("bus", lambda: bus.unavailable_reason)

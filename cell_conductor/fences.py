@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 
 import structlog
 from msgspec import convert
@@ -29,6 +30,7 @@ from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
 from .domain.fences import Fence, Loss
 from .domain.report import has_just_changed
+from .domain.set_back import SetBack
 from .engine import Engine
 from .store.port import InstanceStore
 from .store.safety import KEEP
@@ -40,6 +42,8 @@ RECENT_S = 2.0  # a copy that was read longer ago does not prove that a fence is
 RELOAD_S = 30.0  # the record is read again after this, in case an announcement of another conductor was lost
 ANNOUNCE_S = 60.0  # between two announcements of all fences on record
 NO_UUID = "00000000-0000-0000-0000-000000000000"
+
+_version_of = attrgetter("version")
 
 
 class FenceKeeper:
@@ -54,6 +58,9 @@ class FenceKeeper:
         self._fences: Mapping[str, Fence] | None = None  # they are not read
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
+        # {host: the decision whose waiting steps this conductor has ended, and the database's set-back then}
+        self._in_effect: dict[str, tuple[int, SetBack]] = {}
+        self._asked: dict[str, Fence] = {}  # decisions that came again: what is on record of them is announced soon
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -118,35 +125,51 @@ class FenceKeeper:
         if change.cell == self._cell and (is_lifted or version < change.version):
             self._is_fresh = False
 
-    async def run(self) -> None:
-        """Until cancelled: read again the changes that others have recorded, and lift the fences that may be lifted."""
+    async def run(self, engine: Engine) -> None:
+        """Until cancelled: read again the changes that others have recorded, end the steps that wait for their hosts,
+        answer decisions that came again, and lift the fences that may be lifted.
+        """
         while True:
             await self._clock.sleep(CHECK_S)
-            is_due = self._clock.monotonic() >= self._reload_at
             try:
-                if is_due or not self._is_fresh:
-                    await self.load()
-                if self._clock.monotonic() >= self._announce_at:
-                    self._announce_at = self._clock.monotonic() + ANNOUNCE_S
-                    # Schedulers whose record was set back to before a decision do not have the request to lift it.
-                    for fence in list(self.known.values()):
-                        await self._announce(fence)
-                for fence in [one for one in self.known.values() if one.lifting]:
-                    await self._lift(fence)
+                await self.look(engine)
             except (Transient, BusError) as fault:
                 self._is_fresh = False
                 log.warning("fences.waiting", code=fault.code, reason=str(fault))
 
+    async def look(self, engine: Engine) -> None:
+        """One round of `run`. Raises Transient or BusError."""
+        if not self._is_fresh or self._clock.monotonic() >= self._reload_at:
+            await self.load()
+        await self._put_in_effect(list(self.known.values()), engine)
+        if self._clock.monotonic() >= self._announce_at:
+            self._announce_at = self._clock.monotonic() + ANNOUNCE_S
+            # Schedulers whose record was set back to before a decision do not have the request to lift it.
+            for fence in list(self.known.values()):
+                await self._announce(fence)
+        for fence in [one for one in self.known.values() if one.lifting]:
+            await self._lift(fence)
+        for asked in list(self._asked.values()):
+            await self._announce_known(asked)
+            self._asked.pop(asked.host_uuid, None)
+
     # --- the operator's decisions
 
     async def take(self, decisions: Sequence[CellFence], engine: Engine) -> None:
-        """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record."""
-        for decision in decisions:
+        """Queue conductor.requests: record these, end the steps that wait for the hosts, and publish the record.
+
+        Of the decisions about one host the newest alone counts: what it takes back has ended nothing yet. A copy of one
+        that is on record, and in effect, reads nothing and is answered by `run`, with all that came meanwhile.
+        """
+        asked: dict[str, Fence] = {}
+        is_new = False
+        for decision in {one.host_uuid: one for one in sorted(decisions, key=_version_of)}.values():
             state = FenceState.LIFTING if decision.lift else FenceState.FENCED
             # A lift has a time in any case, by which its record goes; a fence without one proves less.
             at = decision.at or (self._clock.time() if decision.lift else 0.0)
             fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
-            on_record = await self._store.fences.put(fence)
+            on_record = asked[fence.host_uuid] = await self._store.fences.put(fence)
+            is_new |= on_record is fence or self._is_due(on_record)
             if on_record is fence:
                 log.warning(
                     "host.fenced" if not fence.lifting else "host.fence_lifting",
@@ -156,13 +179,33 @@ class FenceKeeper:
                     reason=fence.reason,
                     cause=fence.host_uuid,
                 )
+        if not is_new:
+            self._asked.update(asked)
+            return
+        await self.load()
+        if due := [one for host, one in self.known.items() if host in asked and self._is_due(one)]:
+            await self._put_in_effect(due, engine)
             await self.load()
-            if fence.host_uuid in self.known:
-                # Also of a decision that was on record: a conductor may have died between recording it and ending the
-                # steps.
-                await self._end_what_waits(fence.host_uuid, engine)
-                await self.load()
+        for on_record in asked.values():
             await self._announce_known(on_record)
+
+    def _is_due(self, fence: Fence) -> bool:
+        """Whether this conductor has yet to end the steps that wait for the host. A lift ends none.
+
+        Each does once for each decision: another may have ended before it could, or have stepped an instance before it
+        knew of the fence.
+        """
+        return fence.state is FenceState.FENCED and self._in_effect.get(fence.host_uuid) != self._mark_of(fence)
+
+    def _mark_of(self, fence: Fence) -> tuple[int, SetBack]:
+        return fence.version, self._store.set_back
+
+    async def _put_in_effect(self, fences: Sequence[Fence], engine: Engine) -> None:
+        self._in_effect = {host: mark for host, mark in self._in_effect.items() if host in self.known}
+        for fence in filter(self._is_due, fences):
+            mark = self._mark_of(fence)
+            await self._end_what_waits(fence.host_uuid, engine)
+            self._in_effect[fence.host_uuid] = mark
 
     async def _end_what_waits(self, host_uuid: str, engine: Engine) -> None:
         last = NO_UUID
@@ -178,7 +221,11 @@ class FenceKeeper:
             last = uuids[-1]
 
     async def _announce_known(self, fence: Fence) -> None:
+        await self.ensure_known()
         known = self.known.get(fence.host_uuid)
+        if known is not None and known.version < fence.version:
+            await self.load()
+            known = self.known.get(fence.host_uuid)
         if known is None:
             # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
             await self._announce(replace(fence, state=FenceState.LIFTED))

@@ -29,12 +29,16 @@ from bus.cell_links import CellLinks
 from bus.clock import Clock
 from bus.contracts.moves import MoveRequest
 from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, FenceRecord
+from bus.contracts.operations import CellFence
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
 from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
+from bus.retrying import doubled_s
 from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.admission import DUPLICATE
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import (
+    MAX_REQUESTS,
     MAX_TRIES,
     FencedHost,
     command,
@@ -43,8 +47,9 @@ from scheduler_worker.domain.fences import (
     is_restarted,
     pause_s,
 )
+from scheduler_worker.domain.moves import BUSY
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
-from scheduler_worker.domain.recorded_moves import RecordedMove, RequestKey
+from scheduler_worker.domain.recorded_moves import RequestKey
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import hosts_of_services
 from scheduler_worker.objects import ObjectRegistry
@@ -200,7 +205,7 @@ class AggregateKeeper:
 
 
 REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
-REPEAT_S = 300.0  # to every cell all of its fences are published again after this: its record may have been set back
+REPEAT_S = 300.0  # the pause is doubled up to this, and is that of any other fence: its cell may have been set back
 
 
 class FencePublisher:
@@ -210,21 +215,18 @@ class FencePublisher:
         self._registry = registry
         self._cells = cells
         self._clock = clock
+        # {(host, cell): what was published, how often, and when the last time (monotonic)}
+        self._published: dict[tuple[str, str], tuple[CellFence, int, float]] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
-        repeated_s = self._clock.monotonic()
         while True:
             await self._clock.sleep(REPUBLISH_S)
-            everything = self._clock.monotonic() - repeated_s >= REPEAT_S
-            if everything:
-                repeated_s = self._clock.monotonic()
-            for uuid in tuple(self._registry.fences):
+            known = self._registry.fences
+            self._published = {place: one for place, one in self._published.items() if place[0] in known}
+            for uuid in tuple(known):
                 fence = self._registry.fences.get(uuid)
-                if fence is None:  # its host is used again: its cell has lifted it while another one was published
-                    continue
-                is_open = fence.acknowledged < fence.version or fence.lifting
-                if everything or (is_open and not fence.forced):  # a forced fence's cell may be gone for good
+                if fence is not None:  # else its host is used again: its cell has lifted it during another's publishing
                     await self._publish(uuid, fence)
 
     async def _publish(self, uuid: str, fence: FenceRecord) -> None:
@@ -233,10 +235,26 @@ class FencePublisher:
         for bus in [one for name, one in self._cells.items() if fence.cell in (None, name)]:
             if bus.unavailable_reason:  # it is published again; other cells' fences would wait for the confirm
                 continue
+            times = self._due(order, fence, bus.name)
+            if times is None:
+                continue
             try:
                 await bus.publish(order, cause=uuid)
             except BusError as fault:
                 log.info("fence.not_published", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))
+            else:
+                self._published[uuid, bus.name] = order, times + 1, self._clock.monotonic()
+
+    def _due(self, order: CellFence, fence: FenceRecord, cell: str) -> int | None:
+        """How often it was published to this cell as it is now; None: it is not due."""
+        now_s = self._clock.monotonic()
+        is_open = (fence.acknowledged < fence.version or fence.lifting) and not fence.forced
+        last, times, at_s = self._published.setdefault((order.host_uuid, cell), (order, 0, now_s))
+        if is_open and (last != order or not times):
+            return 0
+        # A forced fence's cell may be gone for good.
+        pause_s = doubled_s(REPUBLISH_S, REPEAT_S, times - 1) if is_open else REPEAT_S
+        return times if now_s - at_s >= pause_s else None
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
@@ -265,6 +283,7 @@ BUSY_S = 1.0  # between two passes while evacuations are under way, or wait for 
 IDLE_S = 60.0  # otherwise: a policy may have been changed since
 AGAIN_S = 10.0  # a request that is not on record this long after it was published is published again
 PAGE = 500  # instances read at a time
+NO_TRIES = 0, 0
 
 
 class OpenRequest(Struct, frozen=True):
@@ -298,7 +317,8 @@ class EvacuationTask:
         self._clock = clock
         self._rng = rng
         self._fenced: frozenset[FencedHost] = frozenset()
-        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have failed
+        # {(host, instance): its requests that have ended, and those of them that have failed}
+        self._tried: dict[tuple[FencedHost, str], tuple[int, int]] = {}
         self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
         self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
 
@@ -357,32 +377,34 @@ class EvacuationTask:
                 host = None if known.build is None else hosts.get(known.build.host_uuid or "")
                 if host is not None and is_restarted(known, self._selector.config):
                     on_fenced[uuid] = host
-            while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
+            while on_fenced:  # at most MAX_REQUESTS rounds, and one where they have been counted before
                 requests: list[RequestKey] = []
                 for uuid, host in list(on_fenced.items()):
-                    if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
+                    tried, failed = self._tried.get((host, uuid), NO_TRIES)
+                    if tried < MAX_REQUESTS and failed < MAX_TRIES:
                         requests.append((host.request_id(uuid, tried), uuid))
                     else:
                         del on_fenced[uuid]
                 for (request_id, uuid), known in (await unit.known(requests)).items():
-                    host = on_fenced[uuid]
-                    if known.build is not None and known.move is not None and known.move.terminal:
-                        self._count_failure(host, known.move)
+                    host, move = on_fenced[uuid], known.move_of(uuid)
+                    if known.build is not None and known.move is not None and (move is None or move.terminal):
+                        self._count_failure(host, uuid, request_id, DUPLICATE if move is None else move.code)
                         continue
                     del on_fenced[uuid]
                     if known.build is not None:
                         due_s = self._due_s.get((host, uuid), 0.0)
-                        is_under_way = known.move is not None or known.now.under_way is not None
+                        is_under_way = move is not None or known.now.under_way is not None
                         found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
         return found
 
-    def _count_failure(self, host: FencedHost, move: RecordedMove) -> None:
-        key = host, move.instance_uuid
-        tried = self._tried[key] = self._tried.get(key, 0) + 1
-        self._due_s[key] = self._clock.monotonic() + pause_s(tried)
-        self._published_s.pop(move.request_id, None)
-        emit = log.info if tried < MAX_TRIES else log.error
-        emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
+    def _count_failure(self, host: FencedHost, uuid: str, request_id: str, code: str) -> None:
+        """One that was refused as busy is no failure: it waits for the end of the other request."""
+        tried, failed = self._tried.get((host, uuid), NO_TRIES)
+        tried, failed = self._tried[host, uuid] = tried + 1, failed + (code != BUSY)
+        self._due_s[host, uuid] = self._clock.monotonic() + pause_s(tried)
+        self._published_s.pop(request_id, None)
+        emit = log.info if tried < MAX_REQUESTS and failed < MAX_TRIES else log.error
+        emit("evacuation.failed", instance=uuid, host=host.name, tried=tried, code=code)
 
     async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
         """As many as there are free slots for: requests that were published and are not on record

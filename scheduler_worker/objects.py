@@ -337,7 +337,13 @@ class ObjectRegistry:
         return after
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
-        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient."""
+        """Put cells' reports about fences on record, and announce them to every scheduler. Raises Transient.
+
+        One that changes nothing of the fence in force here reads no objects under the lock of operators' changes.
+        """
+        reports = [one for one in reports if not fences.is_told(self.fences.get(one.host_uuid), one)]
+        if not reports:
+            return
         changed: dict[str, ChangedObject] = {}
 
         async def make(_unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
@@ -352,8 +358,8 @@ class ObjectRegistry:
                     change = fences.acknowledge(one.host_uuid, fences.fence_of(stored), one)
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
-            by = f"cell {reports[0].cell}" if reports else ""
-            return tuple(changed.values()), ChangeAuthor(by, "its word about the fence", self._clock.time())
+            cell, why = f"cell {reports[0].cell}", "its word about the fence"
+            return tuple(changed.values()), ChangeAuthor(cell, why, self._clock.time())
 
         await self.write(make)
         for one in reports if changed else ():

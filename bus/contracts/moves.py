@@ -240,7 +240,8 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it has another
     one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
     attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
-    what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take. to_cell: the
+    what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
+    place that is not answered is given twice as long each time. to_cell: the
     selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
     cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
     than the cell has on record, unless that was set back. stay: the ordinal of the instance's stay in this cell. The

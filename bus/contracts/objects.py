@@ -144,6 +144,7 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
     that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`. forced: an
     operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it.
+    token: random; the ids of the evacuations follow from it, so that no client can use one of them before.
     """
 
     host: Label
@@ -153,6 +154,7 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     forced: bool = False
     acknowledged: Version = 0
     losses: Count = 0
+    token: str = ""
 
 
 class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -194,6 +194,8 @@ EVACUATED_IN_DOUBT = states_where(
 )
 
 
+# What was to be destroyed has been answered for: by its host, or by the host's fence.
+ANSWERED_FOR = states_where(lambda row: row.asks not in (None, Ask.CLAIM) and row.condition is not Condition.FAILED)
 # A report of its host that leaves it out is compared with the record.
 EXPECTED_HERE = states_where(lambda row: row.here in EXPECTED)
 NOT_HERE = states_where(lambda row: row.here is Wish.NONE)

@@ -31,9 +31,14 @@ def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> S
 
 
 def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """Active there: it stays on record, unless its policy is that it fails with its host."""
+    """Active there: it stays on record, unless its policy is that it fails with its host. Not by a fence that is being
+    taken back: its host runs it again.
+    """
     assert instance.spec is not None
-    if event.host_uuid != instance.host_uuid or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
+    fence = context.fences.get(event.host_uuid)
+    is_taken_back = fence is not None and fence.lifting
+    is_here = event.host_uuid == instance.host_uuid
+    if not is_here or is_taken_back or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
     return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
 
@@ -70,10 +75,14 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
 
     Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
-    source is seen first.
+    source is seen first. One that has its new size there is confirmed: it would wait for its client on a dead host.
     """
-    if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
+    if event.host_uuid != instance.host_uuid:
         return Step(instance)
+    if instance.is_in_place and instance.state is State.RESIZED:
+        fence = context.fences.get(event.host_uuid)
+        is_taken_back = fence is not None and fence.lifting
+        return Step(instance) if is_taken_back else way_back.stay_on_fenced(instance, event.at, context)
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:

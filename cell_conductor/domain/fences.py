@@ -13,6 +13,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 from bus.contracts.operations import FenceState
 
+from .desires import ANSWERED_FOR, WANTED, desire_of
 from .instance import FENCED, NOT_TRIED, Instance
 from .leases import Lease
 from .report import is_over, rescan_of
@@ -92,13 +93,13 @@ def losses_of(
     """The machines of an instance that this host may have by the previous record, and that the new record gave up.
 
     Whatever their numbers: the fence answers for its host. unsure: it was given up because nobody knows its outcome: an
-    operator decides about its machine.
+    operator decides about its machine. Nothing is lost twice: of what was over its host has answered by now.
     """
     proof = replace(after, doubted=unsure, reused_from=0)
-    machines = []
-    if before.host_uuid == host_uuid:
+    machines, desire, is_answered = [], desire_of(before), before.phase in ANSWERED_FOR
+    if before.host_uuid == host_uuid and (not is_answered or desire.here in WANTED):
         machines.append((before.attempt, before.here.service))
-    if before.source_host_uuid == host_uuid:
+    if before.source_host_uuid == host_uuid and (not is_answered or desire.source in WANTED):
         machines.append((before.source_attempt, before.source_service))
     return tuple(
         Loss(host_uuid=host_uuid, instance_uuid=before.uuid, attempt=attempt, service=service, at=at)

@@ -91,6 +91,7 @@ ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
 ACROSS_CELLS = "move.across_cells"
+MIGRATION_IN_USE = "claim.migration_in_use"  # placement's reason for a refused claim
 _OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, MoveKind.EVACUATE})
 
 
@@ -261,7 +262,11 @@ def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepConte
     late copy of that, or takes back what a copy has claimed.
     """
     tried = replace(note_not_claimed(instance, event.outcomes, event.at), newest=event.attempt)
-    if move_of(instance).delete:
+    move = move_of(instance)
+    if move.delete and event.reason.startswith(MIGRATION_IN_USE) and not move.claimed:
+        # Another instance keeps its source under this uuid: it is not this one's to release.
+        tried = replace(tried, move=replace(move_of(tried), source=None))
+    if move.delete:
         return leave(tried, event.at, context)
     if (known := _with_books_generation(instance, event)) is not None:
         return Step(known)
@@ -457,7 +462,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
         return close(over(back, event.at, context), ending, event.at, context)
     if move.kind is MoveKind.SHELVE:
         kept = replace(instance, power=Power.SHELVED, image=event.image)
-        if move.offload:
+        if move.offload and not move.answered:  # its client was told that it had failed: the machine stays
             return offload(kept, event.at, context)
         return close(over(kept, event.at, context), DONE, event.at, context)
     if move.kind in (MoveKind.START, MoveKind.UNSHELVE):

@@ -13,6 +13,7 @@ from bus.contracts.moves import (
     RESCUE_FAILED,
     CellMove,
     ChangeKind,
+    Condition,
     MoveKind,
     MoveState,
 )
@@ -25,7 +26,7 @@ from .events import (
     MoveRequested,
 )
 from .fences import Fence, RunningAfterFence
-from .instance import NO_HOST, Instance, Move, Power, State
+from .instance import FENCED, NO_HOST, Instance, Move, Power, State
 from .leases import Lease, LeaseState
 from .move_events import (
     DONE,
@@ -468,10 +469,12 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
 
 def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
-    host of a shelved instance up.
+    host of a shelved instance up; and of an instance that was active there, and fails by its policy.
     """
     relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
-    if relied or not relies or move_of(after).kind is not MoveKind.EVACUATE:
+    begins = relies and not relied and move_of(after).kind is MoveKind.EVACUATE
+    fails = desire_of(before).here is Wish.RUN and desire_of(after).condition is Condition.FAILED
+    if not begins and not (fails and after.code == FENCED):
         return ()
     fence = fences.get(after.source_host_uuid or after.here.host_uuid)
     return () if fence is None or fence.lifting else (fence.host_uuid,)  # else the client's statement is the proof

@@ -70,10 +70,20 @@ def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
 
 
 def repeated(instance: Instance, at: float, context: StepContext) -> Step:
-    """No answer: every order is sent again, without a limit, a change under a new number."""
-    is_queried = instance.queried or desire_of(instance).here is Wish.BUILD
+    """No answer: every order is sent again, without a limit, a change under a new number.
+
+    A new number ends what its host has begun. So the host is given twice the time for a change of a machine that stays,
+    and no other order before that is over: what takes longer than its step comes to its end.
+    """
+    desire, move = desire_of(instance), instance.move
+    is_queried = instance.queried or desire.here is Wish.BUILD
     again = replace(instance, queried=is_queried, deadline=repeat_at(instance, at, context))
-    return Step(again if change_of(again) is None else numbered(again, at), again=True)
+    if move is None or change_of(again) is None:
+        return Step(again, again=True)
+    if desire.here is Wish.STAY:
+        longer_s = min(2 * move.step_timeout_s, MAX_STEP_S)
+        again = replace(again, move=replace(move, step_timeout_s=longer_s), deadline=at + longer_s)
+    return Step(numbered(again, at), again=True)
 
 
 def repeat_at(instance: Instance, at: float, context: StepContext) -> float:

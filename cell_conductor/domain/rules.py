@@ -33,7 +33,7 @@ from .events import (
 )
 from .fences import Closed
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
-from .move_events import MoveEnd, after, end_with_instance
+from .move_events import DELETED, MoveEnd, after, end_with_instance
 from .report import is_later, is_over, is_renumbered
 from .set_back import doubted_from, numbered_on
 from .steps import Step, StepContext
@@ -474,8 +474,9 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
-    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, move=None)
-    return steps.announce(gone, BuildState.DELETED, at, context, terminal=True)
+    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at)
+    moved = end_with_instance(gone, MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted"), at, context)
+    return after(moved, steps.announce(moved.instance, BuildState.DELETED, at, context, terminal=True))
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:

@@ -46,10 +46,12 @@ from .move_events import (
     answer_other,
     move_of,
     refuse_request,
+    report_progress,
     report_silent,
+    report_waiting,
     source_of,
 )
-from .move_steps import change, end_undone, ending_of, is_awaited, revert_book, undo
+from .move_steps import change, confirm, end_undone, ending_of, is_awaited, revert_book, undo
 from .orders import numbered, repeat_at, repeated
 from .steps import Step, StepContext
 
@@ -131,9 +133,10 @@ def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> 
 
 def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
-    reason = f"no conductor has an answer of compute service {source_of(move_of(instance)).service}"
-    silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
-    return _stay(numbered(instance, at), silent, at, context)
+    source = source_of(move_of(instance))
+    reason = f"no conductor has an answer of compute service {source.service}"
+    why = why_fenced(source, context) or MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
+    return _stay(numbered(instance, at), why, at, context)
 
 
 def end_without_source(instance: Instance, at: float, context: StepContext) -> Step:
@@ -190,7 +193,21 @@ def _stay(instance: Instance, refused: MoveEnd, at: float, context: StepContext)
         return answer_other(_rested(instance), refused, at, context)
     if not _is_wanted(instance, context):
         return Step(_rested(instance))
+    assert instance.spec is not None
+    if refused.code in _NO_WAY_BACK and instance.spec.on_host_failure is not None:
+        return stay_on_fenced(instance, at, context)
     return Step(replace(instance, deadline=at + _wait_s(context)))
+
+
+_NO_WAY_BACK = frozenset({SOURCE_FENCED, SOURCE_LOST})
+
+
+def stay_on_fenced(instance: Instance, at: float, context: StepContext) -> Step:
+    """The destination was fenced, and there is no way back: the move is confirmed, and the instance is on record there,
+    as any instance of a dead host. Its source is given up for that, where its policy says that it does not wait.
+    """
+    earlier = report_progress(kept_here(instance), MoveState.CONFIRMED, at, context)
+    return after(earlier, confirm(earlier.instance, at, context))
 
 
 def _rested(instance: Instance) -> Instance:
@@ -308,6 +325,7 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
         reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
         ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
         waits = answer(again.instance, ending, event.at, context)
+        waits = after(waits, report_waiting(waits.instance, SOURCE_SILENT, reason, event.at, context))
     else:
         return again
     return after(again, waits)

@@ -28,6 +28,7 @@ from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
 from bus.retrying import doubled_s
+from scheduler_worker.domain.admission import DUPLICATE
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
@@ -284,9 +285,11 @@ def next_of(
 
 def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove:
     """The end of a request's move, applied to its row."""
-    move = known.move
+    move = known.move_of(row.instance_uuid)
     if known.build is None:
         return replace(row, state=State.LEFT, code="instance.deleted")
+    if move is None and known.move is not None:
+        return failed(row, DUPLICATE, "its request's id is that of a request about another instance", now)
     if move is None:  # it is not on record yet; sent long ago, it is sent again
         return replace(row, begun_at=now) if now - row.begun_at >= AGAIN_S else row
     if not move.terminal:
@@ -297,6 +300,8 @@ def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove:
         return replace(row, state=State.LEFT, code="instance.deleted")
     if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
         return replace(row, state=State.WAITING, kind=MoveKind.MIGRATE)
+    if move.code == BUSY:
+        return _busy(row, move.reason, now)
     return failed(row, move.code, move.reason, now)
 
 
@@ -316,7 +321,7 @@ def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
     )
     if not one.code:
         if one.known.now.under_way is not None:
-            return failed(row, BUSY, "another request about it is under way", now)
+            return _busy(row, "another request about it is under way", now)
         return failed(row, host.code, host.reason, now) if host.code else row
     if host.code:
         return failed(row, one.code, f"{one.reason}; {host.name}: {host.code}", now)
@@ -324,6 +329,15 @@ def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
     if most == inf:  # what other schedulers have counted of it stays: they may not reach its service
         return replace(row, due_at=now + LOOK_S)
     return failed(row, one.code, one.reason, now, most)
+
+
+def _busy(row: DrainMove, reason: str, now: float) -> DrainMove:
+    """The row of an instance whose other request is under way: that ends by itself, and is no failure of this one.
+
+    It waits longer the more requests were made in vain.  (until: simpler)
+    """
+    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.tries)
+    return replace(row, state=State.WAITING, code=BUSY, reason=reason[:MAX_REASON], due_at=due_at)
 
 
 def _done_with(row: DrainMove, known: MoveContext, host: DrainedHost | None) -> DrainMove:

@@ -56,9 +56,10 @@ def followed(
     cell_of: Callable[[str], str | None],
     *,
     force: bool = False,
+    token: str = "",
 ) -> tuple[ChangedObject, ...]:
     """The changes of fences that decisions about hosts lead to, under this revision. cell_of: of a host, where it is
-    known.
+    known. token: random, of a fence that begins.
 
     A decision to fence creates a fence. Any other decision, or none, about a fenced host requests that its fence is
     lifted: the host stays fenced until its cell has done so. force: the fence ends at once, because its cell may be
@@ -82,6 +83,7 @@ def followed(
             version=max(revision, before.version + 1),
             lifting=not is_fenced,
             forced=not is_fenced and (force or before.forced),
+            token=before.token or token,
         )
         found.append(changed_object(ObjectKind.FENCE, one.name, known, after))
     return tuple(found)
@@ -102,6 +104,13 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
         return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.lifting else None
     after = replace(known, acknowledged=report.version, losses=report.losses)
     return None if after == known else changed_object(ObjectKind.FENCE, host_uuid, known, after)
+
+
+def is_told(known: FenceRecord | None, report: HostFence) -> bool:
+    """Whether a report about the newest decision tells what is on record already."""
+    if known is None or known.version != report.version:
+        return False
+    return acknowledge(report.host_uuid, known, report) is None
 
 
 def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
@@ -157,7 +166,8 @@ def is_fenced(decision: HostAdminState | None) -> bool:
 
 
 USER = "evacuation"  # the user_id of these requests
-MAX_TRIES = 24  # tries of one instance under one fence; after that it waits for an operator
+MAX_TRIES = 24  # failed tries of one instance under one fence; after that it waits for an operator
+MAX_REQUESTS = 1000  # with those that were refused because another request was under way: a week  (until: simpler)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 600.0  # between a try that has failed and the next; doubled with each
 _NAMESPACE = UUID("6b0f4c9e-3f0e-5d0a-9c55-2f6c8e1d7a41")
 # The states of an instance that has a machine, or the claim of one, on its host. A move that has not been confirmed is
@@ -166,15 +176,16 @@ _ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Co
 
 
 class FencedHost(Struct, frozen=True):
-    """A host that its cell has on record as fenced. version: of the decision."""
+    """A host that its cell has on record as fenced. version: of the decision. token: of the fence (`FenceRecord`)."""
 
     uuid: str
     name: str
     version: int
+    token: str = ""
 
     def request_id(self, instance_uuid: str, tried: int) -> str:
         """The id of the request for one instance after this many failures."""
-        return str(uuid5(_NAMESPACE, f"{self.uuid} {self.version} {instance_uuid} {tried}"))
+        return str(uuid5(_NAMESPACE, f"{self.token} {self.uuid} {self.version} {instance_uuid} {tried}"))
 
 
 def fenced_hosts(fences: Mapping[str, FenceRecord]) -> frozenset[FencedHost]:
@@ -182,7 +193,7 @@ def fenced_hosts(fences: Mapping[str, FenceRecord]) -> frozenset[FencedHost]:
     used again.
     """
     return frozenset(
-        FencedHost(uuid, fence.host, fence.version)
+        FencedHost(uuid, fence.host, fence.version, fence.token)
         for uuid, fence in fences.items()
         if fence.acknowledged >= fence.version and not fence.lifting
     )

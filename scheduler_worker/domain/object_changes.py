@@ -228,5 +228,10 @@ def fence_changes(
         cells[uuid] = cell
     revision = present.revision + 1
     return followed(
-        planned.changed, present.objects, revision, lambda uuid: last_cell_of(uuid) or cells.get(uuid), force=force
+        planned.changed,
+        present.objects,
+        revision,
+        lambda uuid: last_cell_of(uuid) or cells.get(uuid),
+        force=force,
+        token=present.token,
     )

@@ -108,6 +108,10 @@ class MoveContext(Struct, frozen=True, kw_only=True):
         assert self.build is not None
         return self.build.now
 
+    def move_of(self, instance_uuid: str) -> RecordedMove | None:
+        """The request, if it is about this instance: a client may have given its id to one about another."""
+        return self.move if self.move is not None and self.move.instance_uuid == instance_uuid else None
+
 
 def flavor_of(known: MoveContext) -> str:
     """The flavor that the instance has now."""
@@ -279,7 +283,7 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     """Whether placement is asked this for a cell: its own instance leaves it by a move on record, for hosts that were
     chosen for that, or nothing more is claimed.
     """
-    build, move, question, request_id = known.build, known.move, book.question, book.asked_by.request_id
+    build, question, request_id = known.build, book.question, book.asked_by.request_id
     if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
         return False
     # What follows a claim that was given back is of the stay before: its migration is released after it.
@@ -291,7 +295,8 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
         return False
     if isinstance(question, Revert):
         return question.migration.uuid == request_id
-    command = None if move is None or move.instance_uuid != book.instance_uuid else move.command
+    move = known.move_of(book.instance_uuid)
+    command = None if move is None else move.command
     if command is None or command.to_cell is None or question.project_id != build.project_id:
         return False
     chosen = [one.allocations for one in command.selections]

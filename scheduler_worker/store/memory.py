@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.moves import MoveQuery, MoveRecord
+from bus.contracts.moves import Condition, MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.domain.builds import (
@@ -116,10 +116,11 @@ class MemoryBuilds(UnitStore):
             ]
             gone = [one for one in over if transaction.is_free(key_of(one.instance_uuid))][:limit]
             await transaction.lock([key_of(uuid) for uuid in sorted(one.instance_uuid for one in gone)])
+            resized = {uuid for uuid, build in table.recorded.items() if build.now.condition is Condition.RESIZED}
             moves = [
                 one.request_id
                 for one, at in sorted(table.moves.values(), key=lambda kept: kept[0].created_at)
-                if one.terminal and one.created_at < before and at < before
+                if one.terminal and one.created_at < before and at < before and one.instance_uuid not in resized
             ][:limit]
             transaction.will(partial(delete, table, [one.instance_uuid for one in gone], moves))
             return Purged(len(gone), len(moves), gone[-1].created_at if gone else start_at)

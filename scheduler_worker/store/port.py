@@ -176,6 +176,9 @@ class SchedulerStore(Flushed, Protocol):
         """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
         oldest first, builds from a creation time on. limit: of each.
 
+        Those of an instance that awaits a confirm or a revert stay: the id of its move is that of a migration, and no
+        other request may have it.
+
         A build's cell mapping goes with it. A build that has a machine, or may get one, is kept whatever its age.
         """
 

@@ -88,7 +88,9 @@ WITH gone AS (
     RETURNING instance_uuid, created_at
 ), moved AS (
     DELETE FROM moves WHERE request_id IN (
-        SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
+        SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal AND NOT EXISTS (
+            SELECT FROM build_requests b
+            WHERE b.instance_uuid = moves.instance_uuid AND b.instance::json ->> 'condition' = 'resized')
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING request_id
 )

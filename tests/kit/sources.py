@@ -227,6 +227,7 @@ OTHER_NAMES = {
         "messaging.batch.message_count messaging.destination.name service.instance.id service.namespace "
         "service.version url.path"
     ),
+    "reasons of placement": "claim.migration_in_use",
     "messages of ASGI": "http.disconnect http.response.body http.response.start",
     "fields of Nova's objects": "nova_object.data nova_object.name",
     "Nova's notifications": "*.info scheduler.select_destinations.start scheduler.select_destinations.end",

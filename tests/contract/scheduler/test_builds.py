@@ -519,6 +519,24 @@ async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) 
     assert [one for one in (A, B, C) if found[one, A].move is not None] == [B, C]
 
 
+async def test_the_moves_of_an_instance_that_awaits_its_confirm_are_kept(store: SchedulerStore) -> None:
+    """Its migration holds the source: another request under that id would release it."""
+    async with store.unit() as unit:
+        await unit.insert([new(A)], 1.0)
+    async with store.operation() as unit:
+        await unit.insert_moves([moved(B, terminal=True)], 2.0)
+        known = (await unit.known([(B, A)], lock=True))[B, A]
+        assert known.build is not None
+        resized = replace(known.build, instance=replace(known.now, condition=Condition.RESIZED))
+        await unit.update([BuildUpdate(build=resized)], 2.0)
+    assert (await store.purge(10.0, 10)).moves == 0
+    async with store.operation() as unit:
+        await unit.known([(B, A)], lock=True)
+        confirmed = replace(resized, instance=replace(known.now, condition=Condition.ACTIVE))
+        await unit.update([BuildUpdate(build=confirmed)], 2.0)
+    assert (await store.purge(10.0, 10)).moves == 1
+
+
 async def test_open_moves_are_those_without_an_end_that_a_cell_has_page_by_page(store: SchedulerStore) -> None:
     async with store.operation() as unit:
         await unit.insert_moves([moved(A), moved(B, terminal=True), moved(C), moved(FOURTH, cell=None)], 6.0)

@@ -36,7 +36,7 @@ class FencedCell(Cell):
             await consumer.drain(WAIT_S)
         self.consumers.clear()
         self.conduct()
-        running = asyncio.create_task(self.fences.run())
+        running = asyncio.create_task(self.fences.run(self.engine))
         stack.push_async_callback(self._stop, running)
         requests = requests_of(self.engine, self.clock, fences=self.fences)
         for consumer in (
@@ -176,7 +176,7 @@ async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_
     other = FenceKeeper(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
     await cell.fence(1, 1)
     await until(lambda: cell.states(1)[:1] == [FenceState.FENCED])
-    running = asyncio.create_task(other.run())
+    running = asyncio.create_task(other.run(cell.engine))
     clock.offset = ANNOUNCE_S
     await until(lambda: len(cell.states(1)) == 2)
     assert cell.states(1)[-1] is FenceState.FENCED
@@ -193,6 +193,7 @@ async def test_a_fence_that_is_delivered_again_after_its_lift_ends_nothing(cell:
     cell.conduct()  # one that was started since
     await cell.fence(1, 5)
     await cell.fence(2, 4, lift=True)  # overtakes its fence
+    await until(lambda: cell.states(4) == [FenceState.LIFTED])
     await cell.fence(2, 3)
     await until(lambda: cell.states(6)[:2] == cell.states(4)[:2] == [FenceState.LIFTED] * 2)
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.states(3) == []

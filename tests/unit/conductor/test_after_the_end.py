@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MoveKind
@@ -15,7 +14,6 @@ from tests.unit.conductor.move_scenario import MOVE, active, begun
 from tests.unit.conductor.scenario import DELETE, PATIENCE, host
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_what_a_refused_claim_did_not_give_to_its_migration_is_not_released() -> None:
     made = begun(MoveKind.MIGRATE, 2)
     made.apply(DELETE)
@@ -40,7 +38,6 @@ def test_what_a_refused_claim_did_not_give_to_its_migration_is_not_released() ->
     assert MOVE not in asked, asked
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_a_loss_that_its_host_has_answered_is_not_recorded_again() -> None:
     context = replace(PATIENCE, fences={host(1): Fence(host_uuid=host(1), host="h1", version=1, at=1.0)})
     one, found = active(), []

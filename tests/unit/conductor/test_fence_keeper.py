@@ -99,19 +99,27 @@ async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None
 async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fence() -> None:
     """One read that there was none, the other recorded it, the first announced it as lifted: nobody lifted it."""
     store = await opened_store()
-    fences = HeldReads(store)
-    keeper = keeper_of(fences)
+    keeper = keeper_of(HeldReads(store))
     sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    fences.answer.clear()
     nothing: Any = None
-    lift = asyncio.create_task(keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, lift=True)], nothing))
-    await fences.reading.wait()
+    await keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, lift=True)], nothing)
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
-    fences.answer.set()
-    await lift
+    await keeper.look(nothing)
     assert await store.fences.fences() == []
     reports: list[Any] = sent.orders
     assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.LIFTED)]
+
+
+async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_record() -> None:
+    store = await opened_store()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5, state=FenceState.FENCED))
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.LIFTING))
+    assert await store.fences.lift(HOST, 6, 9.0)
+    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
+    await keeper._announce_known(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.LIFTED))
+    assert [(one.version, one.state) for one in cast(Any, sent.orders)] == [(6, FenceState.LIFTED)]
 
 
 @pytest.mark.parametrize(

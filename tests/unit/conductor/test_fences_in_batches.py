@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.operations import CellFence, EvacuationPolicy, FenceState
+from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import State
@@ -43,7 +44,6 @@ async def made(*instances: Any) -> tuple[Any, FenceKeeper, Any]:
     return store, keeper, engine
 
 
-@pytest.mark.xfail(strict=True, reason="Found A4")
 async def test_a_fence_that_was_taken_back_before_its_cell_had_it_ends_no_machine() -> None:
     runs = active()
     runs = replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
@@ -56,15 +56,18 @@ async def test_a_fence_that_was_taken_back_before_its_cell_had_it_ends_no_machin
     assert now.state is State.ACTIVE and not losses, (now.phase, now.code, losses)
 
 
-@pytest.mark.xfail(strict=True, reason="Found A4")
-async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lift", [False, True])
+async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
+    monkeypatch: pytest.MonkeyPatch, *, lift: bool
+) -> None:
     store, keeper, engine = await made(active())
-    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=5))
+    await keeper.take([CellFence(host_uuid=host(1), host="h1", version=5)], engine)
     async with store.transaction() as transaction:
         await transaction.lose(
             [host(1)], [Loss(host_uuid=host(1), instance_uuid="a" + UUID[1:], attempt=1, service="s1", at=1.0)]
         )
-    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.LIFTING, at=1.0))
+    again = CellFence(host_uuid=host(1), host="h1", version=6, lift=lift)
+    await keeper.take([again], engine)
 
     scans, reads = 0, 0
     touching, losses = FenceStore.touching, FenceStore.losses
@@ -81,7 +84,45 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(monkeypa
 
     monkeypatch.setattr(FenceStore, "touching", count_scan)
     monkeypatch.setattr(FenceStore, "losses", count_read)
-    again = CellFence(host_uuid=host(1), host="h1", version=6, lift=True)
+    published = len(keeper._bus.published)  # type: ignore[attr-defined]
     for _ in range(24):  # 40 hosts, 3 schedulers: in one second
         await keeper.take([again], engine)
     assert (scans, reads) == (0, 0), f"{scans} scans of the table of instances, {reads} reads of all losses"
+    await keeper.look(engine)
+    sent = keeper._bus.published[published:]  # type: ignore[attr-defined]
+    state = FenceState.LIFTING if lift else FenceState.FENCED
+    assert [(one.version, one.state, one.losses) for one in sent] == [(6, state, 1)], "one answer to all of them"
+    assert (scans, reads) == (0, 0)
+
+
+async def test_what_one_conductor_stepped_before_it_knew_of_a_fence_is_ended_by_its_own_look() -> None:
+    """The scan of the one that took the fence came before. Each scans once for each fence that it learns of."""
+    store, keeper, engine = await made()
+    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=5))
+    runs = active()
+    await insert(store, replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
+    keeper._asked[host(1)] = Fence(host_uuid=host(1), host="h1", version=5)
+    await keeper.look(engine)
+    assert store._table.instances[UUID].phase == (State.RELEASING, State.FAILED)
+
+
+async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() -> None:
+    """The conductor that scans has not read the lift yet, which another one has recorded."""
+    runs = active()
+    store, keeper, engine = await made(replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL)))
+    fence = CellFence(host_uuid=host(1), host="h1", version=5)
+    load, loads = keeper.load, 0
+
+    async def lifted_after() -> None:
+        nonlocal loads
+        await load()
+        loads += 1
+        if loads == 1:
+            await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.LIFTING, at=1.0))
+
+    keeper.load = lifted_after  # type: ignore[method-assign]
+    with pytest.raises(Transient):
+        await keeper.take([fence], engine)
+    await keeper.take([fence], engine)  # the consumer calls again with the same batch
+    assert store._table.instances[UUID].state is State.ACTIVE
+    assert not await store.fences.losses()

@@ -73,7 +73,8 @@ NEXT = (State.CLAIMING, State.PREPARING)
         (at(AWAY, State.FINISHING), SOURCE, None),
         (at(IN_PLACE, State.RESIZING), HERE, UNDONE),
         (at(IN_PLACE, State.RESIZING), SOURCE, None),
-        (at(IN_PLACE, State.RESIZED), HERE, None),
+        (at(IN_PLACE, State.RESIZED), HERE, (State.RELEASING, State.ACTIVE)),
+        (at(IN_PLACE, State.RESIZED), OTHER, None),
         (at(AWAY, State.RESIZED), SOURCE, None),
         (at(AWAY, UNDONE), HERE, (State.REVERTING, None)),
         (at(AWAY, UNDONE), SOURCE, None),
@@ -97,6 +98,19 @@ def test_a_fence_in_each_state(before: Instance, n: int, after: Phase | None) ->
         assert stepped.instance is before and stepped.commands == ()
     else:
         assert stepped.instance.phase == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FAILING, (State.ACTIVE, None)),
+        (at(IN_PLACE, State.RESIZED), (State.RESIZED, None)),
+        (BUILDING, (State.CLAIMING, State.BUILDING)),
+    ],
+)
+def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before: Instance, after: Phase) -> None:
+    context = replace(CONTEXT, fences={host(HERE): LIFTING})
+    assert step(before, fence(HERE), context).instance.phase == after
 
 
 def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
@@ -260,6 +274,7 @@ def test_a_fence_is_needed_while_the_destination_of_an_evacuation_may_run(
 
 PREPARED = at(EVACUATED, State.PREPARING)
 SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVACUATE)
+FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, then=State.FAILED, code=FENCED)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +287,9 @@ SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVA
         (PREPARED, PREPARED, (SOURCE,), False, []),
         (at(AWAY, State.PREPARING), at(AWAY, State.FINISHING), (SOURCE,), False, []),
         (ACTIVE, SHELVED, (HERE,), False, [HERE]),
+        (FAILING, FAILED_BY_FENCE, (HERE,), False, [HERE]),
+        (FAILING, replace(FAILED_BY_FENCE, code="instance.lost"), (HERE,), False, []),
+        (BUILDING, FAILED_BY_FENCE, (HERE,), False, []),
     ],
 )
 def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bus.contracts.moves import ChangeMachine, MoveEvent, MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
@@ -17,7 +15,6 @@ from tests.unit.conductor.records import BY_REVERT, in_place
 from tests.unit.conductor.scenario import DELETE, RELEASED, missed
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_instance_is_deleted() -> None:
     made = Scenario(
         in_place(State.RESIZED, move={**BY_REVERT, "answered": True}, queried=False, code="", doubted=False, newest=0)
@@ -37,7 +34,6 @@ def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_insta
     assert ends, "the revert never gets its end"
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_a_change_that_takes_longer_than_its_step_comes_to_an_end() -> None:
     made = begun(MoveKind.SHELVE, offload=True)
     assert made.instance.state is State.CHANGING

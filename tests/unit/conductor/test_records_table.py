@@ -134,7 +134,10 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),
             replace(RELEASED, consumer=MOVE),
-            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 130.0, "move": None},
+            {"sequence": 22, "build_sequence": 21, "state": State.DELETED, "then": None, "deadline": None,
+             "since": 130.0, "move": None, "ended_attempts": (1, 4),
+             "ended": (EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED, "instance.deleted",
+                                 "the instance was deleted"),)},
         ),
         (moving(RELEASING, State.FAILED), RELEASED, {"deadline": 145.0, "move_instance_released": True}),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import Condition
 from bus.contracts.operations import EvacuationPolicy
@@ -17,7 +15,6 @@ from tests.unit.conductor.test_single_conditions import fenced, in_place
 VM = "a0000000-0000-4000-8000-000000000000"
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_it_is_restarted_elsewhere_or_its_move_is_ended_by_its_cell() -> None:
     made = in_place()
     made.apply(fenced(1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bus.contracts.moves import MoveEvent, MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
@@ -12,7 +10,6 @@ from tests.unit.conductor.move_scenario import OTHER, request, seen, to_resized
 from tests.unit.conductor.scenario import host
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_why_a_revert_waits_for_the_start_of_its_source_is_reported() -> None:
     made = to_resized()
     made.apply(request(MoveKind.REVERT, request_id=OTHER))

@@ -19,6 +19,7 @@ from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import (
+    BY_REVERT,
     GONE,
     IN_DOUBT,
     ON_1,
@@ -257,6 +258,14 @@ RELEASES: list[Case] = [
         moving(S.RELEASING, S.DELETED, {"instance_released": True}),
         replace(RELEASED, consumer=MOVE),
         "deleted",
+        "migrate: failed instance.deleted",
+        "build: deleted",
+    ),
+    case(
+        moving(S.RELEASING, S.DELETED, {"instance_released": True, "answered": True, **BY_REVERT}),
+        replace(RELEASED, consumer=MOVE),
+        "deleted",
+        "revert: failed instance.deleted",
         "build: deleted",
     ),
     case(record(S.RELEASING, S.DELETED), RELEASED, "deleted", "build: deleted"),

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MACHINE_ABSENT, MoveKind, MoveState
+from bus.contracts.operations import EvacuationPolicy
 from cell_conductor.domain import events as e
 from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
@@ -36,7 +37,7 @@ from tests.unit.conductor.records import (
     restarting,
     unshelving,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, host
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host
 
 K, S = MoveKind, State
 BY_FENCE: dict[str, Any] = {"lost_code": "host.fenced"}
@@ -50,6 +51,15 @@ FENCED = e.HostFenced(at=220.0, host_uuid=host(2))
 
 def wants(kind: MoveKind) -> e.MoveRequested:
     return request(kind, request_id=OTHER)
+
+
+def restarts() -> Instance:
+    """On a fenced destination, with a policy that does not wait for a person."""
+    waits = moving(S.RESIZED, move=BY_FENCE)
+    return replace(waits, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
+
+
+CONFIRMED = "destroying/active", "destroy 1@1", "migrate: confirmed"
 
 
 def reverted(attempt: int) -> e.Reverted:
@@ -81,6 +91,14 @@ SOURCES: list[Case] = [
     case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized", context=fenced(1, 2)),
     case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized"),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized", context=fenced(2)),
+    case(restarts(), UNSEEN, *CONFIRMED, context=fenced(2)),
+    case(restarts(), UNSEEN, "resized"),
+    case(restarts(), replace(UNSEEN, code="move.source_silent"), "resized", context=fenced(2)),
+    case(restarts(), replace(UNSEEN, code="move.source_unreported"), "resized", context=fenced(2)),
+    case(restarts(), seen(), *CONFIRMED, context=fenced(1, 2)),
+    case(restarts(), LATE, *CONFIRMED, context=fenced(1, 2)),
+    case(restarts(), LATE, "resized", context=fenced(2)),
+    case(restarts(), seen(), "reverting", "migrate: undoing", context=fenced(2)),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized"),
     case(in_place(S.RESIZED, move=BY_REVERT), seen(), "destroying/reverting", "resize 1@1", "resize: undoing"),
     case(moving(S.RESIZED), wants(K.REVERT), "resized"),
@@ -218,6 +236,21 @@ AGAIN: list[Case] = [
     case(changing(K.STOP), LATE, "changing", "stop 2@2", "stop: failed change.timeout"),
     case(changing(K.STOP, answered=True), LATE, "changing", "stop 2@2"),
     case(restarting(), LATE, "restarting", "start 1@1", "migrate: failed x"),
+    case(
+        restarting(answered=True, by=OTHER, by_kind=K.REVERT),
+        LATE,
+        "restarting",
+        "start 1@1",
+        "revert: undoing move.source_silent",
+    ),
+    case(
+        restarting(by=OTHER, by_kind=K.ABORT),
+        LATE,
+        "restarting",
+        "start 1@1",
+        "migrate: failed x",
+        "abort: undoing move.source_silent",
+    ),
     case(moving(S.FINISHING, queried=False), LATE, "finishing", "end 2@2"),
     case(unshelving(S.DESTROYING, S.OFFLOADED), LATE, "destroying/offloaded", "destroy 2@2"),
     case(moving(S.DESTROYING, S.DEPARTED, {"to_cell": "c2"}), LATE, "destroying/departed", "destroy 1@1"),
@@ -244,6 +277,7 @@ CHANGES: list[Case] = [
         "destroy 2@2",
         "shelve: changing",
     ),
+    case(*answer(changing(K.SHELVE, offload=True, answered=True), 2, image="new"), "active", "shelve: changing"),
     case(given_up(K.SHELVE), replace(RELEASED, consumer=UUID), "offloaded", "shelve: done"),
     case(given_up(K.SHELVE), RELEASED, "offloaded", "shelve: done"),
     case(given_up(K.SHELVE), replace(RELEASED, consumer=MOVE), "releasing/offloaded"),
@@ -293,6 +327,12 @@ RESTED = {"sequence": 21, "ended": REFUSED, "move_lost_code": "", "move_by": "",
          {"deadline": 250.0, "order": 220000, "move_order": 220000, "move_lost_code": "host.fenced",
           "move_lost_reason": "host host-2 was fenced"}),
         (moving(S.RESIZED, move=BY_REVERT), FENCED, fenced(2), {}),
+        (changing(K.SHELVE, answered=True), LATE, PATIENCE,
+         {"deadline": 820.0, "move_step_timeout_s": 600.0, "order": 220000, "move_order": 220000}),
+        (changing(K.SHELVE, answered=True, step_timeout_s=86_000.0), LATE, PATIENCE,
+         {"deadline": 86_620.0, "move_step_timeout_s": 86_400.0, "order": 220000, "move_order": 220000}),
+        (restarting(answered=True), LATE, PATIENCE,
+         {"deadline": 820.0, "move_step_timeout_s": 600.0, "order": 220000, "move_order": 220000}),
         (*answer(restarting(), 1, done=False, runs=True, code="no"), PATIENCE,
          {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,
           "image": "", "ended_attempts": (4,), "ended": (EndedMove(MOVE, K.MIGRATE, MoveState.FAILED, "x",

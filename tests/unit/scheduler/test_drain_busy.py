@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveKind
@@ -14,7 +12,6 @@ from scheduler_worker.domain.recorded_moves import MoveContext
 VM, HOST, DRAIN, REQUEST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 def test_a_drain_waits_for_a_request_that_is_under_way() -> None:
     host = DrainedHost(HOST, "h")
     build = RecordedBuild(

@@ -80,8 +80,8 @@ def known(
     move = None
     if ended is not None:
         move = RecordedMove(
-            request_id="r", instance_uuid=A, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
-            sequence=9, created_at=1.0, **{"terminal": True, "host_uuid": H2, **more},
+            request_id="r", project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
+            sequence=9, created_at=1.0, **{"instance_uuid": A, "terminal": True, "host_uuid": H2, **more},
         )  # fmt: skip
     return MoveContext(move=move, build=build)
 
@@ -123,6 +123,11 @@ TRIED = replace(WAITS, state=S.UNDER_WAY, begun_at=NOW)
 READY = {"code": "", "reason": "", "due_at": 0.0}
 BEGUN = READY | {"state": S.UNDER_WAY, "tries": 2, "begun_at": NOW}
 LEFT, MOVED = {"state": S.LEFT}, {"state": S.MOVED, "code": "", "reason": ""}
+WAITS_FOR_OTHER = {
+    "due_at": NOW + 4.0,
+    "code": "instance.busy",
+    "reason": "another request about it is under way",
+}
 DONE = known(H2, MoveState.DONE, code="told", reason="why")
 LOST = known(ended=MoveState.FAILED, code="told", reason="w" * (MAX_REASON + 1))
 ENDS = known(state=BuildState.DELETING)
@@ -143,7 +148,9 @@ TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_
         (WAITS, known(), {}, LEFT | {"code": "host.left_drain"}, 0),
         (replace(WAITS, host_uuid=H9), known(H9), {}, MOVED, 0),
         (replace(WAITS, host_uuid=H9), known(), None, BEGUN, 1),
-        (WAITS, known(under_way="x"), None, {"failures": 2, "due_at": NOW + 4.0, "code": "instance.busy"}, 0),
+        (WAITS, known(under_way="x"), None, WAITS_FOR_OTHER, 0),
+        (replace(WAITS, failures=3), known(under_way="x"), None, WAITS_FOR_OTHER, 0),
+        (replace(WAITS, tries=9), known(under_way="x"), None, WAITS_FOR_OTHER | {"due_at": NOW + 60.0}, 0),
         (WAITS, known(), DOWN, {"failures": 2, "due_at": NOW + 4.0, "code": "service.down"}, 0),
         (replace(ROW, failures=2), known(), DOWN, {"failures": 3, "due_at": NOW + 8.0, "code": "service.down"}, 0),
         (replace(ROW, failures=3), known(), DOWN, {"state": S.FAILED, "failures": 4, "code": "service.down"}, 0),
@@ -153,6 +160,10 @@ TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_
         (TRIED, known(ended=MoveState.MIGRATING, terminal=False), None, {}, 0),
         (TRIED, DONE, None, MOVED | {"host_uuid": H2, "failures": 0, "due_at": 0.0}, 0),
         (TRIED, LOST, None, {"state": S.WAITING} | TOLD, 0),
+        (replace(TRIED, failures=3), known(ended=MoveState.REFUSED, code="instance.busy", reason="why"), None,
+         WAITS_FOR_OTHER | {"state": S.WAITING, "reason": "why"}, 0),
+        (TRIED, known(ended=MoveState.DONE, instance_uuid=H9), None,
+         {"state": S.WAITING, "failures": 2, "due_at": NOW + 4.0, "code": "request.duplicate"}, 0),
         (replace(TRIED, failures=3), LOST, None, {"state": S.FAILED} | TOLD | {"failures": 4, "due_at": NOW + 16.0}, 0),
         (TRIED, replace(LOST, build=ENDS.build), None, LEFT | {"code": "instance.deleted"}, 0),
         (TRIED, NOT_LIVE, None, {"state": S.WAITING, "kind": MoveKind.MIGRATE}, 0),
@@ -216,7 +227,7 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_begun_at: flo
     contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
     if under_way:
         rows[30:] = [replace(row, begun_at=NOW) for row in rows[30:]]
-        contexts[rows[-1].instance_uuid] = known(H2, MoveState.DONE)
+        contexts[rows[-1].instance_uuid] = known(H2, MoveState.DONE, instance_uuid=rows[-1].instance_uuid)
     else:
         del rows[30:]
     found = OpenDrain(

@@ -25,7 +25,6 @@ MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
 HOST = "10000000-0000-4000-8000-000000000000"
 
 
-@pytest.mark.xfail(strict=True, reason="Found B15")
 async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass() -> None:
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
@@ -74,4 +73,19 @@ async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass() -> None:
         real(*args)  # type: ignore[arg-type]
 
     task._count_failure = count  # type: ignore[method-assign]
-    await asyncio.wait_for(task._open_requests([MINE], {HOST: fenced}), 20)
+    (request,) = await asyncio.wait_for(task._open_requests([MINE], {HOST: fenced}), 20)
+    assert request.request_id == fenced.request_id(MINE, 1)
+
+
+async def test_an_instance_that_is_busy_uses_up_no_try_of_its_evacuation() -> None:
+    """Of one whose former source was silent 24 were refused, and then none was made any more."""
+    store, fenced = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), FencedHost(HOST, "h", 7)
+    task = EvacuationTask(
+        store, SimpleNamespace(), Hosts([]).selector, SimpleNamespace(), clock=SystemClock(), rng=random.Random(1)
+    )  # type: ignore[arg-type]
+    for number in range(40):
+        task._count_failure(fenced, MINE, fenced.request_id(MINE, number), "instance.busy")
+    assert task._tried[fenced, MINE] == (40, 0)
+    for number in range(MAX_TRIES):
+        task._count_failure(fenced, MINE, fenced.request_id(MINE, number), "no_valid_host")
+    assert task._tried[fenced, MINE] == (40 + MAX_TRIES, MAX_TRIES)

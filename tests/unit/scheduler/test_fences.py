@@ -89,6 +89,8 @@ LIFTED = replace(FENCE, version=9, lifting=True)
         (None, FENCE, {}, LIFTED),
         (ENABLED, None, {"force": True}, None),
         (None, None, {}, None),
+        (FENCED, None, {"token": "t"}, replace(OFF, token="t")),
+        (FENCED, replace(FENCE, token="s"), {"token": "t"}, replace(AGAIN, version=9, token="s")),
         (FENCED, FENCE, {"kind": ObjectKind.CELL}, None),
     ],
 )
@@ -101,7 +103,7 @@ def test_what_a_decision_about_a_host_makes_of_its_fence(
         present[ObjectKind.FENCE, HOST] = stored
     decision = None if decided is None else body(decided)
     one = ChangedObject(kind=of.get("kind", ObjectKind.HOST), name=HOST, after=decision)
-    kept = {"force": True} if "force" in of else {}
+    kept = {name: of[name] for name in ("force", "token") if name in of}
     others = [replace(one, kind=ObjectKind.CELL), ChangedObject(kind=ObjectKind.HOST, name=VM, after=body(ENABLED))]
     found = followed([*others, one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
     assert found == (() if after is None else (changed(known, after),))
@@ -227,6 +229,7 @@ def test_one_try_of_an_evacuation_is_one_request() -> None:
     )
     host = FencedHost(HOST, "h", 4)
     ids = [host.request_id(VM, 0), host.request_id(VM, 1), replace(host, version=5).request_id(VM, 0)]
+    assert host.request_id(VM, 0) != replace(host, token="of the fence").request_id(VM, 0), "nobody can guess it"
     assert len({*ids, host.request_id(HOST, 0)}) == 4 and host.request_id(VM, 0) == ids[0]
     assert [pause_s(tried) for tried in (1, 2, 8, 9, 24)] == [4.0, 8.0, 512.0, 600.0, 600.0]
     assert for_cell(WAIT) is None

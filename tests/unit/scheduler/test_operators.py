@@ -31,7 +31,15 @@ from bus.contracts.objects import (
     ObjectsChange,
     ObjectsChanged,
 )
-from bus.contracts.operations import AdminState, CellFence, ForgetService, ServiceForgotten, SetAdminState
+from bus.contracts.operations import (
+    AdminState,
+    CellFence,
+    FenceState,
+    ForgetService,
+    HostFence,
+    ServiceForgotten,
+    SetAdminState,
+)
 from bus.faults import DatabaseUnavailable
 from bus.port import BusUnavailable
 from lab.simulation.loop import SimClock
@@ -41,6 +49,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.object_rules import changed_object
+from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import MAX_SERVICE_HOSTS, Warmup
 from scheduler_worker.forgetting import Forgetter
@@ -127,6 +137,58 @@ async def test_the_fences_of_a_cell_in_reach_do_not_wait_for_one_whose_broker_is
     assert clock.monotonic() - began <= keepers.REPUBLISH_S
     task.cancel()
     await asyncio.wait([task])
+
+
+@on_virtual_time
+async def test_a_fence_of_which_nothing_changes_is_published_less_and_less_often() -> None:
+    """Forty hosts were to be used again before they were switched on: 24 copies came to their cell in a second."""
+    clock, published = SimClock(), list[tuple[str, float]]()
+    store = MemoryBuilds(MemoryBuildTable(clock).session())
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=clock)
+    lifting, settled = replace(FENCED, lifting=True, acknowledged=2, losses=1), replace(FENCED, acknowledged=2)
+    registry.fences = {FIRST: lifting, SECOND: settled}
+    bus = FenceBus(lambda uuid: published.append((uuid, clock.monotonic() - began)))
+    began = clock.monotonic()
+    task = asyncio.create_task(FencePublisher(registry, {"c1": bus}, clock=clock).run())
+    await clock.sleep(1301.0)
+    # The first look comes 5 s after the start; the pause after it is 5 s, and doubled up to 300 s.
+    assert [at for uuid, at in published if uuid == FIRST] == [5, 10, 20, 40, 80, 160, 320, 620, 920, 1220]
+    assert [at for uuid, at in published if uuid == SECOND] == [305, 605, 905, 1205]
+    published.clear()
+    registry.fences = {FIRST: replace(lifting, losses=0), SECOND: replace(FENCED, version=3, acknowledged=2)}
+    await clock.sleep(12.0)
+    assert [uuid for uuid, _ in published] == [SECOND, SECOND], "another decision is published at once"
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_report_that_changes_nothing_of_a_fence_reads_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was put on record under the lock of all operators' changes."""
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    await registry.open()
+    decided = changed_object(ObjectKind.FENCE, FIRST, None, FENCED)
+
+    async def fence(_unit: Any, _present: Any) -> Any:
+        return (decided,), ChangeAuthor("ann", "", 1.0)
+
+    await registry.write(fence)
+    reads, operation = 0, store.operation
+
+    def counted() -> Any:
+        nonlocal reads
+        reads += 1
+        return operation()
+
+    monkeypatch.setattr(store, "operation", counted)
+    report = HostFence(cell="c1", host_uuid=FIRST, version=2, state=FenceState.FENCED, losses=1)
+    for _ in range(24):
+        await registry.record_fences([report])
+    assert reads == 1 and (registry.fences[FIRST].acknowledged, registry.fences[FIRST].losses) == (2, 1)
+    await registry.record_fences([report, replace(report, losses=0)])
+    await registry.record_fences([replace(report, version=1, losses=7)])
+    assert registry.fences[FIRST].losses == 0
 
 
 # --- A compute service that an operator wants forgotten, at a scheduler: the book's hosts keep it.
