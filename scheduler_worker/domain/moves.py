@@ -139,6 +139,11 @@ def under_way(request: MoveRequest, known: MoveContext) -> SinceBuild:
     if request.kind is MoveKind.ABORT:
         return known.now  # it does not replace the request that it ends, which stays under way
     begun = replace(known.now, under_way=request.request_id)
+    if request.kind is MoveKind.RESIZE:
+        assert request.flavor is not None
+        # The cell refuses the resize of a resized instance, which then keeps what it may be reverted to.
+        old = known.now.old_flavor if known.now.condition is Condition.RESIZED else flavor_of(known)
+        begun = replace(begun, new_flavor=request.flavor, old_flavor=old)
     if not changes_image(request, known):
         return begun
     assert request.image is not None

@@ -209,7 +209,9 @@ ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::
 # The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
+# As `builds.present_flavor` and `builds.flavors_in_use`.
 FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
+FLAVORS = f"ARRAY[{FLAVOR}, instance::json ->> 'new_flavor', instance::json ->> 'old_flavor']"
 RECORD = f"""instance_uuid, project_id, {FLAVOR} AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min,
        coalesce(instance::json ->> 'condition', '') AS condition, instance::json ->> 'under_way' AS under_way"""
