@@ -23,7 +23,6 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import MAX_PROJECTS
 from bus.contracts.build import FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
@@ -85,12 +84,11 @@ MAX_SELECTIONS = 9  # the limit of CellMove
 
 class Chosen(Struct, frozen=True, kw_only=True):
     """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
-    funnel. room: of a revert, see CellMove.
+    funnel.
     """
 
     selections: tuple[Selection, ...] = ()
     failure: Refusal | None = None
-    room: Mapping[str, int] = {}
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
     cell: str | None = None
@@ -144,7 +142,6 @@ class MoveEngine:
         sound = [one for one in moves if self.check(one, known[one.key]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
-        results |= await self._room(sound)
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
         located = zip(choosing, await self.locate(choosing, known), strict=True)
         of_choosing = [self._answered(one, known[one.key], page) for one, page in located]
@@ -158,28 +155,6 @@ class MoveEngine:
     def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
-
-    async def _room(self, moves: Sequence[PendingMove]) -> dict[int, Chosen | Outcome]:
-        """How much more the project of each revert may hold, by position: its instance may have been larger."""
-        quotas = {
-            one.position: (one.request.project_id, self._selector.config.quota_of(one.request.project_id))
-            for one in moves
-            if one.request.kind is MoveKind.REVERT
-        }
-        projects = sorted({project for project, quota in quotas.values() if quota})[:MAX_PROJECTS]
-        if not projects:
-            return {}
-        page = await self._claims.usage(projects)
-        asked = {position: of for position, of in quotas.items() if of[0] in projects}
-        if isinstance(page, Fault):
-            return dict.fromkeys(asked, _without_answer(page))
-        used = page.usage
-        return {
-            position: Chosen(
-                room={name: max(0, most - used.get(project, {}).get(name, 0)) for name, most in quota.items()}
-            )
-            for position, (project, quota) in asked.items()
-        }
 
     # --- choose
 
@@ -485,7 +460,6 @@ class MoveEngine:
             selections=chosen.selections,
             server_group=built.server_group,
             limits=config.quota_of(request.project_id) if chosen.selections else {},
-            room=dict(chosen.room),
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,

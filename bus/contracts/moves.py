@@ -244,8 +244,7 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
     cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
     than the cell has on record, unless that was set back. stay: the ordinal of the instance's stay in this cell. The
-    other fields: as in MoveRequest. room: of a revert: the amounts of each class that the project may hold beside its
-    present ones, by its quota (a class without: no limit).
+    other fields: as in MoveRequest.
     """
 
     spec: InstanceSpec | None = None
@@ -253,7 +252,6 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    room: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     to_cell: Word | None = None
     arrival: Departure | None = None

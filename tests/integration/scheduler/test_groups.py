@@ -10,7 +10,6 @@ from typing import Any
 import asyncpg
 import pytest
 from msgspec import structs
-from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.build import (
@@ -23,7 +22,6 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.cell import HostReport
-from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
     GroupPolicy,
@@ -39,13 +37,10 @@ from bus.faults import RequestRefused
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import Flavor, SchedulerConfig
 from tests.integration.scheduler.steps import (
-    DONE,
-    WARM,
     Gate,
     change,
     cut_request_consumer,
     fill,
-    one_active,
     refused_change,
 )
 from tests.integration.scheduler.world import World
@@ -284,31 +279,6 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
     assert refused.reason == "project demo, VCPU: 5 of 5 held, 1 more requested"
     assert sum(amounts["VCPU"] for amounts in (await world.used()).values()) == 13, "what was refused holds nothing"
     assert {tuple(build.limits.items()) for _, build in world.builds} == {(("VCPU", 5),), (("INSTANCES", 1),), ()}
-
-
-# --- A revert names the room that its project's quota has: the cell knows how much larger the instance was.
-
-
-@pytest.mark.parametrize(
-    ("quota", "room"),
-    [
-        ({"VCPU": 4, "INSTANCES": 1, "CUSTOM_GOLD": 2}, {"VCPU": 3, "INSTANCES": 0, "CUSTOM_GOLD": 2}),
-        ({"VCPU": 1}, {"VCPU": 0}),
-        ({}, {}),
-    ],
-)
-async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
-    world: World, quota: dict[str, int], room: dict[str, int]
-) -> None:
-    built = await one_active(world, config=replace(WARM, quotas={"demo": quota} if quota else {}))
-    assert built.project_id == "demo"
-    for number, kind, expected in ((20, MoveKind.REVERT, room), (30, MoveKind.CONFIRM, {})):
-        move = world.move(built, kind)
-        command = await world.commanded(move)
-        assert command.room == expected
-        assert not command.limits
-        await world.move_announced("c1", move, MoveState.DONE, number, **DONE)
-        await world.moved(move)
 
 
 # --- Requests for several machines that start together or not at all, from the message to the book.

@@ -426,6 +426,17 @@ LIMITED = {"limits": {"VCPU": 4}}
                 ),
                 claim(HELD, **LIMITED),
             ],
+            "over_limit",
+        ),
+        (
+            [
+                claim(
+                    HELD, consumer=OTHER, attempt=2, consumer_generation=1,
+                    migration=Migration(uuid=MIGRATION, source={A: {"VCPU": 3}}),
+                ),
+                Release(consumer=MIGRATION, of_migration=True),
+                claim(HELD, **LIMITED),
+            ],
             "claimed",
         ),
         ([ClaimAll(claims=(claim(ONE),)), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),
