@@ -33,13 +33,14 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.placement import LocatePage, LocateRequest
+from bus.contracts.placement import INSTANCES, LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.turns import next_turn
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
@@ -459,7 +460,7 @@ class MoveEngine:
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,
-            limits=config.quota_of(request.project_id) if chosen.selections else {},
+            limits=_limits(request, config) if chosen.selections else {},
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
@@ -469,6 +470,15 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
+
+
+def _limits(request: MoveRequest, config: SchedulerConfig) -> dict[str, int]:
+    """What the claims of a move are held to: the quota, where the instance may hold more than before, as in Nova. It is
+    no other instance.
+    """
+    if request.kind not in (MoveKind.RESIZE, MoveKind.UNSHELVE):
+        return {}
+    return {name: most for name, most in config.quota_of(request.project_id).items() if name != INSTANCES}
 
 
 def _without_answer(fault: Fault) -> Chosen | Outcome:

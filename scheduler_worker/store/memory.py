@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.moves import MoveQuery, MoveRecord
+from bus.contracts.moves import Condition, MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.domain.builds import (
@@ -103,6 +103,17 @@ class MemoryBuilds(UnitStore):
                 and cell in (None, build.cell, coming.get(uuid))
             ]
             return min(len(found), limit)
+
+    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+        """A scan."""
+        async with self._session.transaction():
+            return Counter(
+                build.project_id
+                for build in self._table.recorded.values()
+                if build.project_id in projects
+                and build.state is BuildState.ACTIVE
+                and build.now.condition is Condition.OFFLOADED
+            )
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""

@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.build import (
@@ -22,6 +23,7 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.cell import HostReport
+from bus.contracts.moves import Condition, MoveKind, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
     GroupPolicy,
@@ -37,10 +39,13 @@ from bus.faults import RequestRefused
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import Flavor, SchedulerConfig
 from tests.integration.scheduler.steps import (
+    DONE,
+    WARM,
     Gate,
     change,
     cut_request_consumer,
     fill,
+    one_active,
     refused_change,
 )
 from tests.integration.scheduler.world import World
@@ -279,6 +284,22 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
     assert refused.reason == "project demo, VCPU: 5 of 5 held, 1 more requested"
     assert sum(amounts["VCPU"] for amounts in (await world.used()).values()) == 13, "what was refused holds nothing"
     assert {tuple(build.limits.items()) for _, build in world.builds} == {(("VCPU", 5),), (("INSTANCES", 1),), ()}
+
+
+async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world: World) -> None:
+    built = await one_active(world, config=replace(WARM, quotas={"demo": {"INSTANCES": 1, "VCPU": 1}}))
+    shelve = world.move(built, MoveKind.SHELVE, offload=True)
+    assert not (await world.commanded(shelve)).limits
+    await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
+    done = DONE | {"condition": Condition.OFFLOADED}
+    await world.move_announced("c1", shelve, MoveState.DONE, 20, **done)
+    await world.moved(shelve)
+    other = world.request()
+    await world.ask(other)
+    event = await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)
+    assert (event.state, event.code) == (BuildState.FAILED, "quota.exceeded")
+    unshelve = world.move(built, MoveKind.UNSHELVE)
+    assert (await world.commanded(unshelve)).limits == {"VCPU": 1}, "it is no other instance"
 
 
 # --- Requests for several machines that start together or not at all, from the message to the book.
