@@ -23,7 +23,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.build import FunnelStep
+from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     CellMove,
@@ -33,14 +33,13 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.placement import INSTANCES, LocatePage, LocateRequest
+from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.turns import next_turn
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
-from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
@@ -53,6 +52,7 @@ from scheduler_worker.domain.moves import (
     changes_image,
     check_move,
     leaves_source,
+    limits_of,
     looks_at_hosts,
     may_leave_cell,
     overtaken,
@@ -85,7 +85,7 @@ MAX_SELECTIONS = 9  # the limit of CellMove
 
 class Chosen(Struct, frozen=True, kw_only=True):
     """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
-    funnel.
+    funnel. fenced_hosts: see CellMove.
     """
 
     selections: tuple[Selection, ...] = ()
@@ -93,6 +93,7 @@ class Chosen(Struct, frozen=True, kw_only=True):
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
     cell: str | None = None
+    fenced_hosts: tuple[str, ...] = ()
 
 
 class WrittenMoves(Struct):
@@ -134,6 +135,8 @@ class MoveEngine:
         self._rng = rng
         self._who = process or "scheduler"
         self._expiring: asyncio.TimerHandle | None = None
+        # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
+        self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
@@ -207,6 +210,9 @@ class MoveEngine:
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
         if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
+        fenced_hosts: tuple[str, ...] = ()
+        if request.kind is MoveKind.EVACUATE:
+            fenced_hosts, page = self._group_place(placed_as(request, known), page)
         spec = self._spec(request, known, page, source)
         if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
             if isinstance(spec, Unsatisfiable):
@@ -224,7 +230,9 @@ class MoveEngine:
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
-            return chosen
+            if fenced_hosts and planned is None:
+                self._gather(placed_as(request, known), chosen.selections[0].host_uuid)
+            return replace(chosen, fenced_hosts=fenced_hosts)
         if chosen.may_be_early and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         reason = sentence(spec, chosen.funnel)
@@ -338,6 +346,28 @@ class MoveEngine:
             await self._reload()
         return host is not None and is_fenced(self._selector.table.decision_of(host))
 
+    def _group_place(self, requested: BuildRequest, page: LocatePage) -> tuple[tuple[str, ...], LocatePage]:
+        """The fenced hosts that have members of an evacuated instance's group, and where the others are. Members on
+        fenced hosts keep nobody there: the first that is evacuated chooses, and the next ones follow its choice.
+        """
+        group = requested.server_group
+        if group is None or group.policy is not GroupPolicy.AFFINITY:
+            return (), page
+        fenced = tuple(host for host in page.members if is_fenced(self._selector.table.decision_of(host)))
+        members = {host: count for host, count in page.members.items() if host not in fenced}
+        host, until = self._gathering.get((requested.project_id, group.uuid), ("", 0.0))
+        if fenced and not members and until > self._clock.monotonic():
+            members = {host: 1}
+        return fenced, LocatePage(members=members, hosts=page.hosts)
+
+    def _gather(self, requested: BuildRequest, host: str) -> None:
+        """Have the group's next evacuated members follow, until placement knows of this one."""
+        assert requested.server_group is not None
+        now_s = self._clock.monotonic()
+        self._gathering = {group: place for group, place in self._gathering.items() if place[1] > now_s}
+        until = now_s + self._selector.config.choice_held_s
+        self._gathering[requested.project_id, requested.server_group.uuid] = host, until
+
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
         self._selector.holds.add(key, allocations, self._clock.monotonic() + self._selector.config.choice_held_s)
         self._expire_later()
@@ -449,6 +479,7 @@ class MoveEngine:
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         assert known.build is not None
         built, config = placed_as(request, known), self._selector.config
+        limits = limits_of(request, config.quota_of(request.project_id))
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
         is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
         return CellMove(
@@ -460,7 +491,8 @@ class MoveEngine:
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,
-            limits=_limits(request, config) if chosen.selections else {},
+            limits=limits if chosen.selections else {},
+            fenced_hosts=chosen.fenced_hosts,
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
@@ -470,15 +502,6 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
-
-
-def _limits(request: MoveRequest, config: SchedulerConfig) -> dict[str, int]:
-    """What the claims of a move are held to: the quota, where the instance may hold more than before, as in Nova. It is
-    no other instance.
-    """
-    if request.kind not in (MoveKind.RESIZE, MoveKind.UNSHELVE):
-        return {}
-    return {name: most for name, most in config.quota_of(request.project_id).items() if name != INSTANCES}
 
 
 def _without_answer(fault: Fault) -> Chosen | Outcome:

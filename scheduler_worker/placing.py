@@ -345,7 +345,7 @@ class Dispatcher:
                     concluded.append((pending, not_placed(pending, spec, self._selector, author)))
         return placing, await self._ended_where_held(concluded) if concluded else []
 
-    async def _limits(self, projects: Collection[str]) -> dict[str, Mapping[str, int]]:
+    async def _limits(self, projects: Collection[str]) -> Mapping[str, Mapping[str, int]]:
         """What each project's claims are held to: its quota, of which its offloaded instances, which hold nothing, are
         instances all the same.
         """

@@ -469,6 +469,7 @@ def _claim(instance: Instance) -> Claim:
             for s in ((instance.here,) if is_here else instance.alternates)
         ),
         server_group=instance.server_group,
+        fenced_hosts=() if move is None else move.fenced_hosts,
         limits=instance.limits,
         project_id=instance.spec.project_id,
         user_id=instance.spec.user_id,

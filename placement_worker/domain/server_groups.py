@@ -91,7 +91,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     elif group.policy is GroupPolicy.AFFINITY and claim.foreign:
         allowed = not others or option.host in others
     else:
-        allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host}
+        allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host, *claim.fenced_hosts}
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 

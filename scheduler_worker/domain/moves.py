@@ -22,6 +22,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
+from bus.contracts.placement import INSTANCES
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
@@ -201,6 +202,15 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
         ignore_hosts=request.ignore_hosts,
         max_attempts=request.max_attempts,
     )
+
+
+def limits_of(request: MoveRequest, quota: Mapping[str, int]) -> dict[str, int]:
+    """What its claims are held to: the quota, where the instance may hold more than before, as in Nova. The instances
+    do not become more.
+    """
+    if request.kind not in (MoveKind.RESIZE, MoveKind.UNSHELVE):
+        return {}
+    return {name: most for name, most in quota.items() if name != INSTANCES}
 
 
 def accepted(request: MoveRequest) -> Done:
