@@ -49,6 +49,7 @@ class PeerWatch:
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
         self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves, by migration
+        self._fenced: dict[str, None] = {}  # hosts that ever were
         self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # refused for their project's quota
 
@@ -116,6 +117,7 @@ class PeerWatch:
     def _groups(self, hosts: Mapping[str, str]) -> None:
         """Members of a group with a hard rule, on any host. Raises Breach."""
         members: dict[str, list[tuple[str, str]]] = {}
+        self._fenced |= dict.fromkeys(host for table in self._cells.values() for host in table.fences)
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
             if order is not None and order.group is not None and uuid not in self.exempt:
@@ -126,7 +128,8 @@ class PeerWatch:
             counted = Counter(host for _, host in mates)
             if group.policy is GroupPolicy.ANTI_AFFINITY and max(counted.values()) > group.max_per_host:
                 raise Breach("apart", f"of the group {group.uuid}, {group.max_per_host} a host: {mates}")
-            if group.policy is GroupPolicy.AFFINITY and len(counted) > 1:
+            # Its members leave a fenced host one after the other, or are still there when it comes back.
+            if group.policy is GroupPolicy.AFFINITY and len(counted.keys() - self._fenced.keys()) > 1:
                 raise Breach("together", f"of the group {group.uuid}: {mates}")
 
     # --- cells
