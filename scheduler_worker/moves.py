@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -23,6 +24,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
@@ -37,7 +39,7 @@ from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.turns import next_turn
-from placement_worker.replica.request import QueryTooWide, total_resources
+from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
@@ -96,6 +98,22 @@ class Chosen(Struct, frozen=True, kw_only=True):
     fenced_hosts: tuple[str, ...] = ()
 
 
+Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+
+
+class Located(Struct, frozen=True):
+    """Where an instance and those that it depends on are, and what it holds."""
+
+    instance_uuid: str
+    page: LocatePage
+    held: Holding
+
+    @property
+    def source(self) -> str | None:
+        """The instance's host."""
+        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
+
+
 class WrittenMoves(Struct):
     """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
 
@@ -148,7 +166,7 @@ class MoveEngine:
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
         located = zip(choosing, await self.locate(choosing, known), strict=True)
-        of_choosing = [self._answered(one, known[one.key], page) for one, page in located]
+        of_choosing = [self._answered(one, known[one.key], found) for one, found in located]
         answers = await asyncio.gather(*of_choosing)
         results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
@@ -164,8 +182,8 @@ class MoveEngine:
 
     async def locate(
         self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext]
-    ) -> list[LocatePage | Fault]:
-        """Where the instances and those that they depend on are."""
+    ) -> list[Located | Fault]:
+        """Where the instances and those that they depend on are, and what they hold."""
         if not moves:
             return []
         questions = []
@@ -180,19 +198,22 @@ class MoveEngine:
                     consumers=tuple(dict.fromkeys(consumers)),
                 )
             )
-        return await self._claims.locate(questions)
+        pages, holdings = await asyncio.gather(
+            self._claims.locate(questions), self._claims.holding([one.request.instance_uuid for one in moves])
+        )
+        return [_located(*found) for found in zip(moves, pages, holdings, strict=True)]
 
-    async def _answered(self, pending: PendingMove, known: MoveContext, page: LocatePage | Fault) -> Chosen | Outcome:
-        if isinstance(page, Fault):
-            return _without_answer(page)
+    async def _answered(self, pending: PendingMove, known: MoveContext, located: Located | Fault) -> Chosen | Outcome:
+        if isinstance(located, Fault):
+            return _without_answer(located)
         await next_turn()  # each looks at every host
-        return await self.choose(pending, known, page)
+        return await self.choose(pending, known, located)
 
     async def choose(
         self,
         pending: PendingMove,
         known: MoveContext,
-        page: LocatePage,
+        located: Located,
         *,
         planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
@@ -201,8 +222,7 @@ class MoveEngine:
         planned: it is part of a plan, for which this call holds nothing and does not wait; {host: why it may not be
         chosen}.
         """
-        request = pending.request
-        source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
+        request, page, source = pending.request, located.page, located.source
         if source is None and request.kind is not MoveKind.UNSHELVE and not pending.delivery.last:
             return SOURCE_UNKNOWN
         if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
@@ -226,7 +246,7 @@ class MoveEngine:
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
         try:
-            chosen = await self._pick_on_newest(pending, known, spec, source, planned)
+            chosen = await self._pick_on_newest(pending, known, spec, located, planned)
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
@@ -243,24 +263,24 @@ class MoveEngine:
         pending: PendingMove,
         known: MoveContext,
         spec: RequestSpec,
-        source: str | None,
+        located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
-        chosen = self._pick(pending, known, spec, source, planned)
+        chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen
         if planned is not None:
             self._selector.holds.release()
-            return self._pick(pending, known, spec, source, planned)
+            return self._pick(pending, known, spec, located, planned)
         await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
         await next_turn()
         self._selector.holds.release()
-        chosen = self._pick(pending, known, spec, source, None)
+        chosen = self._pick(pending, known, spec, located, None)
         may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
+        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), located, None)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
@@ -296,11 +316,11 @@ class MoveEngine:
         pending: PendingMove,
         known: MoveContext,
         spec: RequestSpec,
-        source: str | None,
+        located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
-        request, book = pending.request, self._selector.book
+        request, book, source, held = pending.request, self._selector.book, located.source, located.held
         requested = replace(placed_as(request, known), max_attempts=None)
         state = initial_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
@@ -310,7 +330,7 @@ class MoveEngine:
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
         # The present and the future allocation of one provider count once, the larger of the two.
-        book.assume(leaving, self._leaves(known, source))
+        book.assume(leaving, {uuid: {name: -amount for name, amount in row.items()} for uuid, row in held.items()})
         try:
             subset = self._selector.config.host_subset_size
             ranking = self._selector.rank(state.spec, self._rng)
@@ -322,21 +342,9 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, _beside(self._leaves(known, source), choice.selected.options[0].allocations))
+            self._hold(request.request_id, _added(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
-
-    def _leaves(self, known: MoveContext, source: str | None) -> dict[str, dict[str, int]]:
-        """The instance's allocation on its host, as negative amounts, if its host is one provider without children."""
-        row = None if source is None else self._selector.book.row_of(source)
-        flavor = self._selector.flavors.get(flavor_of(known))
-        if source is None or row is None or flavor is None:
-            return {}
-        has = self._selector.book.inventory_of(row)
-        held = total_resources(flavor.query)
-        if not held or not held.keys() <= has.keys():
-            return {}
-        return {source: {name: -amount for name, amount in held.items()}}
 
     async def _is_fenced(self, host: str | None) -> bool:
         """Whether an operator has fenced it, by the newest decision: another scheduler may have answered the operator.
@@ -504,6 +512,14 @@ class MoveEngine:
         )
 
 
+def _located(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:
+    if isinstance(page, Fault):
+        return page
+    if isinstance(held, Fault):
+        return held
+    return Located(pending.request.instance_uuid, page, {} if held is None else held.holding)
+
+
 def _without_answer(fault: Fault) -> Chosen | Outcome:
     """What follows where placement has no answer: the move waits, or ends if placement has refused for good."""
     ended = result_after(fault)
@@ -523,12 +539,10 @@ def _detail(move: RecordedMove, chosen: Chosen) -> str:
     return f"to cell {cell}: {names} of {chosen.passed} candidates"
 
 
-def _beside(
-    leaves: Mapping[str, Mapping[str, int]], allocations: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
+def _added(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
     """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
     added = {
-        uuid: {name: more for name, amount in share.items() if (more := amount + leaves.get(uuid, {}).get(name, 0)) > 0}
+        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
         for uuid, share in allocations.items()
     }
     return {uuid: share for uuid, share in added.items() if share}
