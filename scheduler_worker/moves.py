@@ -82,6 +82,8 @@ log = structlog.get_logger(__name__)
 NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
+# Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
+NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
 MAX_SELECTIONS = 9  # the limit of CellMove
 
 
@@ -223,8 +225,8 @@ class MoveEngine:
         chosen}.
         """
         request, page, source = pending.request, located.page, located.source
-        if source is None and request.kind is not MoveKind.UNSHELVE and not pending.delivery.last:
-            return SOURCE_UNKNOWN
+        if source is None and known.now.condition is not Condition.OFFLOADED:
+            return SOURCE_UNKNOWN if pending.delivery.may_be_early else Chosen(failure=NO_SOURCE)
         if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))

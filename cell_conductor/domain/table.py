@@ -437,8 +437,7 @@ def question_of(instance: Instance) -> Question | None:
         )
     is_instance_over = move is not None and move.instance_released
     if asks is Ask.RELEASE_MIGRATION or (asks is Ask.RELEASE and is_instance_over):
-        assert move is not None
-        assert instance.spec is not None
+        assert move is not None and instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id, of_migration=True)
     if asks is Ask.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
