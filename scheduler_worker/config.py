@@ -135,7 +135,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Quota
     default_quota: Quota = {}
     """The most that one project's instances may hold together: {resource class: amount}; `INSTANCES` is their
-    number. The claim enforces it. Empty: no limit.
+    number. The claim enforces it. As in Nova the source of a move counts until it is confirmed or reverted, and an
+    offloaded instance is one of `INSTANCES`. Empty: no limit.
     """
     quotas: dict[str, Quota] = {}
     """By project, instead of the default quota."""

@@ -48,7 +48,7 @@ from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup, hosts_of_services
-from scheduler_worker.moves import Chosen, MoveEngine
+from scheduler_worker.moves import Chosen, Located, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -360,12 +360,14 @@ class DrainPlanner:
     ) -> list[PlannedMove]:
         pending = [_pending(one, kind, self._clock.time()) for one in instances]
         contexts = {request.key: one.known for request, one in zip(pending, instances, strict=True)}
-        pages = await self._moves.locate(pending, contexts)
+        found = await self._moves.locate(pending, contexts)
         planned: list[PlannedMove] = []
         choices.hold()
         try:
-            for request, one, page in zip(pending, instances, pages, strict=True):
-                chosen = await self._chosen(request, one, choices.seen(one, answered(page)), drained)
+            for request, one, now in zip(pending, instances, found, strict=True):
+                located = answered(now)
+                located = replace(located, page=choices.seen(one, located.page))
+                chosen = await self._chosen(request, one, located, drained)
                 if chosen.selections:
                     choices.add(request.request.request_id, one, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
@@ -376,7 +378,7 @@ class DrainPlanner:
         return planned
 
     async def _chosen(
-        self, pending: PendingMove, one: HeldInstance, page: LocatePage, drained: Mapping[str, str]
+        self, pending: PendingMove, one: HeldInstance, located: Located, drained: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
         verdict = self._moves.check(pending, one.known)
@@ -386,9 +388,9 @@ class DrainPlanner:
             return Chosen(failure=refused)
         if one.source.code:
             return Chosen(failure=Refusal(code=one.source.code, reason=one.source.reason))
-        if one.source.uuid not in page.hosts.get(one.instance_uuid, ()):
+        if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):
             return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        found = await self._moves.choose(pending, one.known, page, planned=drained)
+        found = await self._moves.choose(pending, one.known, located, planned=drained)
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -23,8 +24,8 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import MAX_PROJECTS
-from bus.contracts.build import FunnelStep
+from bus.contracts.book import HeldAllocation
+from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     CellMove,
@@ -34,11 +35,11 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.placement import LocatePage, LocateRequest
+from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.turns import next_turn
-from placement_worker.replica.request import QueryTooWide, total_resources
+from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
@@ -53,6 +54,7 @@ from scheduler_worker.domain.moves import (
     changes_image,
     check_move,
     leaves_source,
+    limits_of,
     looks_at_hosts,
     may_leave_cell,
     overtaken,
@@ -80,20 +82,38 @@ log = structlog.get_logger(__name__)
 NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
+# Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
+NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
 MAX_SELECTIONS = 9  # the limit of CellMove
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
     """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
-    funnel. room: of a revert, see CellMove.
+    funnel. fenced_hosts: see CellMove.
     """
 
     selections: tuple[Selection, ...] = ()
     failure: Refusal | None = None
-    room: Mapping[str, int] = {}
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
     cell: str | None = None
+    fenced_hosts: tuple[str, ...] = ()
+
+
+Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+
+
+class Located(Struct, frozen=True):
+    """Where an instance and those that it depends on are, and what it holds."""
+
+    instance_uuid: str
+    page: LocatePage
+    held: Holding
+
+    @property
+    def source(self) -> str | None:
+        """The instance's host."""
+        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
 
 
 class WrittenMoves(Struct):
@@ -135,6 +155,8 @@ class MoveEngine:
         self._rng = rng
         self._who = process or "scheduler"
         self._expiring: asyncio.TimerHandle | None = None
+        # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
+        self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
@@ -144,10 +166,9 @@ class MoveEngine:
         sound = [one for one in moves if self.check(one, known[one.key]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
-        results |= await self._room(sound)
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
         located = zip(choosing, await self.locate(choosing, known), strict=True)
-        of_choosing = [self._answered(one, known[one.key], page) for one, page in located]
+        of_choosing = [self._answered(one, known[one.key], found) for one, found in located]
         answers = await asyncio.gather(*of_choosing)
         results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
@@ -159,34 +180,12 @@ class MoveEngine:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
-    async def _room(self, moves: Sequence[PendingMove]) -> dict[int, Chosen | Outcome]:
-        """How much more the project of each revert may hold, by position: its instance may have been larger."""
-        quotas = {
-            one.position: (one.request.project_id, self._selector.config.quota_of(one.request.project_id))
-            for one in moves
-            if one.request.kind is MoveKind.REVERT
-        }
-        projects = sorted({project for project, quota in quotas.values() if quota})[:MAX_PROJECTS]
-        if not projects:
-            return {}
-        page = await self._claims.usage(projects)
-        asked = {position: of for position, of in quotas.items() if of[0] in projects}
-        if isinstance(page, Fault):
-            return dict.fromkeys(asked, _without_answer(page))
-        used = page.usage
-        return {
-            position: Chosen(
-                room={name: max(0, most - used.get(project, {}).get(name, 0)) for name, most in quota.items()}
-            )
-            for position, (project, quota) in asked.items()
-        }
-
     # --- choose
 
     async def locate(
         self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext]
-    ) -> list[LocatePage | Fault]:
-        """Where the instances and those that they depend on are."""
+    ) -> list[Located | Fault]:
+        """Where the instances and those that they depend on are, and what they hold."""
         if not moves:
             return []
         questions = []
@@ -201,19 +200,22 @@ class MoveEngine:
                     consumers=tuple(dict.fromkeys(consumers)),
                 )
             )
-        return await self._claims.locate(questions)
+        pages, holdings = await asyncio.gather(
+            self._claims.locate(questions), self._claims.holding([one.request.instance_uuid for one in moves])
+        )
+        return [_located(*found) for found in zip(moves, pages, holdings, strict=True)]
 
-    async def _answered(self, pending: PendingMove, known: MoveContext, page: LocatePage | Fault) -> Chosen | Outcome:
-        if isinstance(page, Fault):
-            return _without_answer(page)
+    async def _answered(self, pending: PendingMove, known: MoveContext, located: Located | Fault) -> Chosen | Outcome:
+        if isinstance(located, Fault):
+            return _without_answer(located)
         await next_turn()  # each looks at every host
-        return await self.choose(pending, known, page)
+        return await self.choose(pending, known, located)
 
     async def choose(
         self,
         pending: PendingMove,
         known: MoveContext,
-        page: LocatePage,
+        located: Located,
         *,
         planned: Mapping[str, str] | None = None,
     ) -> Chosen | Retry:
@@ -222,15 +224,17 @@ class MoveEngine:
         planned: it is part of a plan, for which this call holds nothing and does not wait; {host: why it may not be
         chosen}.
         """
-        request = pending.request
-        source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
-        if source is None and request.kind is not MoveKind.UNSHELVE and not pending.delivery.last:
-            return SOURCE_UNKNOWN
+        request, page, source = pending.request, located.page, located.source
+        if source is None and known.now.condition is not Condition.OFFLOADED:
+            return SOURCE_UNKNOWN if pending.delivery.may_be_early else Chosen(failure=NO_SOURCE)
         if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
         if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
+        fenced_hosts: tuple[str, ...] = ()
+        if request.kind is MoveKind.EVACUATE:
+            fenced_hosts, page = self._group_place(placed_as(request, known), page)
         spec = self._spec(request, known, page, source)
         if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
             if isinstance(spec, Unsatisfiable):
@@ -244,11 +248,13 @@ class MoveEngine:
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
             )
         try:
-            chosen = await self._pick_on_newest(pending, known, spec, source, planned)
+            chosen = await self._pick_on_newest(pending, known, spec, located, planned)
         except QueryTooWide as error:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
-            return chosen
+            if fenced_hosts and planned is None:
+                self._gather(placed_as(request, known), chosen.selections[0].host_uuid)
+            return replace(chosen, fenced_hosts=fenced_hosts)
         if chosen.may_be_early and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         reason = sentence(spec, chosen.funnel)
@@ -259,24 +265,24 @@ class MoveEngine:
         pending: PendingMove,
         known: MoveContext,
         spec: RequestSpec,
-        source: str | None,
+        located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
-        chosen = self._pick(pending, known, spec, source, planned)
+        chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen
         if planned is not None:
             self._selector.holds.release()
-            return self._pick(pending, known, spec, source, planned)
+            return self._pick(pending, known, spec, located, planned)
         await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
         await next_turn()
         self._selector.holds.release()
-        chosen = self._pick(pending, known, spec, source, None)
+        chosen = self._pick(pending, known, spec, located, None)
         may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), source, None)
+        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), located, None)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
@@ -312,11 +318,11 @@ class MoveEngine:
         pending: PendingMove,
         known: MoveContext,
         spec: RequestSpec,
-        source: str | None,
+        located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
-        request, book = pending.request, self._selector.book
+        request, book, source, held = pending.request, self._selector.book, located.source, located.held
         requested = replace(placed_as(request, known), max_attempts=None)
         state = initial_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
@@ -326,7 +332,7 @@ class MoveEngine:
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
         # The present and the future allocation of one provider count once, the larger of the two.
-        book.assume(leaving, self._leaves(known, source))
+        book.assume(leaving, {uuid: {name: -amount for name, amount in row.items()} for uuid, row in held.items()})
         try:
             subset = self._selector.config.host_subset_size
             ranking = self._selector.rank(state.spec, self._rng)
@@ -338,21 +344,9 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, _beside(self._leaves(known, source), choice.selected.options[0].allocations))
+            self._hold(request.request_id, _added(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
-
-    def _leaves(self, known: MoveContext, source: str | None) -> dict[str, dict[str, int]]:
-        """The instance's allocation on its host, as negative amounts, if its host is one provider without children."""
-        row = None if source is None else self._selector.book.row_of(source)
-        flavor = self._selector.flavors.get(flavor_of(known))
-        if source is None or row is None or flavor is None:
-            return {}
-        has = self._selector.book.inventory_of(row)
-        held = total_resources(flavor.query)
-        if not held or not held.keys() <= has.keys():
-            return {}
-        return {source: {name: -amount for name, amount in held.items()}}
 
     async def _is_fenced(self, host: str | None) -> bool:
         """Whether an operator has fenced it, by the newest decision: another scheduler may have answered the operator.
@@ -361,6 +355,28 @@ class MoveEngine:
         if host is not None and not is_fenced(self._selector.table.decision_of(host)):
             await self._reload()
         return host is not None and is_fenced(self._selector.table.decision_of(host))
+
+    def _group_place(self, requested: BuildRequest, page: LocatePage) -> tuple[tuple[str, ...], LocatePage]:
+        """The fenced hosts that have members of an evacuated instance's group, and where the others are. Members on
+        fenced hosts keep nobody there: the first that is evacuated chooses, and the next ones follow its choice.
+        """
+        group = requested.server_group
+        if group is None or group.policy is not GroupPolicy.AFFINITY:
+            return (), page
+        fenced = tuple(host for host in page.members if is_fenced(self._selector.table.decision_of(host)))
+        members = {host: count for host, count in page.members.items() if host not in fenced}
+        host, until = self._gathering.get((requested.project_id, group.uuid), ("", 0.0))
+        if fenced and not members and until > self._clock.monotonic():
+            members = {host: 1}
+        return fenced, LocatePage(members=members, hosts=page.hosts)
+
+    def _gather(self, requested: BuildRequest, host: str) -> None:
+        """Have the group's next evacuated members follow, until placement knows of this one."""
+        assert requested.server_group is not None
+        now_s = self._clock.monotonic()
+        self._gathering = {group: place for group, place in self._gathering.items() if place[1] > now_s}
+        until = now_s + self._selector.config.choice_held_s
+        self._gathering[requested.project_id, requested.server_group.uuid] = host, until
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
         self._selector.holds.add(key, allocations, self._clock.monotonic() + self._selector.config.choice_held_s)
@@ -473,6 +489,7 @@ class MoveEngine:
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         assert known.build is not None
         built, config = placed_as(request, known), self._selector.config
+        limits = limits_of(request, config.quota_of(request.project_id))
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
         is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
         return CellMove(
@@ -484,8 +501,8 @@ class MoveEngine:
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,
-            limits=config.quota_of(request.project_id) if chosen.selections else {},
-            room=dict(chosen.room),
+            limits=limits if chosen.selections else {},
+            fenced_hosts=chosen.fenced_hosts,
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
@@ -495,6 +512,14 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
+
+
+def _located(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:
+    if isinstance(page, Fault):
+        return page
+    if isinstance(held, Fault):
+        return held
+    return Located(pending.request.instance_uuid, page, {} if held is None else held.holding)
 
 
 def _without_answer(fault: Fault) -> Chosen | Outcome:
@@ -516,12 +541,10 @@ def _detail(move: RecordedMove, chosen: Chosen) -> str:
     return f"to cell {cell}: {names} of {chosen.passed} candidates"
 
 
-def _beside(
-    leaves: Mapping[str, Mapping[str, int]], allocations: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
+def _added(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
     """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
     added = {
-        uuid: {name: more for name, amount in share.items() if (more := amount + leaves.get(uuid, {}).get(name, 0)) > 0}
+        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
         for uuid, share in allocations.items()
     }
     return {uuid: share for uuid, share in added.items() if share}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Outcome, Wait
-from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
+from bus.contracts.placement import INSTANCES, Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
@@ -156,8 +156,7 @@ class Placer:
             gangs = claimable(open_)
             if singles or gangs:
                 with metrics.measured("claim", self._clock):
-                    quota_of = self._selector.config.quota_of
-                    claims = [claim_of(one, quota_of(one.request.project_id)) for one in singles]
+                    claims = [claim_of(one) for one in singles]
                     answers = await (self._with_gangs(claims, gangs) if gangs else self._claims.submit(claims))
                     claimed = [*singles, *itertools.chain.from_iterable(gangs)]
                     now, lost = self._clock.time(), 0
@@ -207,8 +206,7 @@ class Placer:
         self, claims: Sequence[Claim], gangs: Sequence[Sequence[PlacementState]]
     ) -> list[ClaimResult | Fault]:
         """Submit claims, and those of each gang's members together; the answers in order."""
-        quota_of = self._selector.config.quota_of
-        of_gangs = [[claim_of(one, quota_of(one.request.project_id)) for one in members] for members in gangs]
+        of_gangs = [[claim_of(one) for one in members] for members in gangs]
         answers, replies = await asyncio.gather(
             self._claims.submit(claims),
             self._claims.submit_gangs([ClaimAll(claims=within_bounds(claims)) for claims in of_gangs]),
@@ -330,15 +328,34 @@ class Dispatcher:
         author = Author(self._who, self._clock.time())
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         concluded: list[tuple[PendingBuild, Conclusion]] = []
+        limits = await self._limits({one.request.project_id for one in builds})
         async for some in InParts(builds, BUILDS_AT_ONCE):
             for pending in some:
                 spec = self._selector.request_spec(pending.request) if pending.delivery.why is None else None
                 if isinstance(spec, RequestSpec):
-                    request = PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
+                    request = PlacementRequest(
+                        request=pending.request,
+                        spec=spec,
+                        run=pending.run,
+                        limits=limits[pending.request.project_id],
+                        gang=pending.gang,
+                    )
                     placing.append((pending, request))
                 else:
                     concluded.append((pending, not_placed(pending, spec, self._selector, author)))
         return placing, await self._ended_where_held(concluded) if concluded else []
+
+    async def _limits(self, projects: Collection[str]) -> Mapping[str, Mapping[str, int]]:
+        """What each project's claims are held to: its quota, of which its offloaded instances, which hold nothing, are
+        instances all the same.
+        """
+        quotas = {project: self._selector.config.quota_of(project) for project in projects}
+        limited = sorted(project for project, quota in quotas.items() if INSTANCES in quota)
+        offloaded = await self._store.offloaded(limited) if limited else {}
+        return quotas | {
+            project: {**quotas[project], INSTANCES: max(0, quotas[project][INSTANCES] - count)}
+            for project, count in offloaded.items()
+        }
 
     async def _ended_where_held(
         self, concluded: Sequence[tuple[PendingBuild, Conclusion]]

@@ -45,9 +45,9 @@ class FindingKind(StrEnum):
 
 
 Kind = FindingKind
-# The findings that `berth placement audit --repair` repairs once they have lasted.
+# The findings that can be repaired once they have lasted: `berth placement audit --repair` looks at that once.
 REPAIRABLE = frozenset({Kind.ORPHANED, Kind.MISSING, Kind.DOUBLED, Kind.MISCOUNTED})
-_BY_AUDIT = "berth placement audit --repair"
+_BY_AUDIT = "berth audit --watch --repair, once it has lasted"
 _PROPOSED: Mapping[FindingKind, str] = {
     Kind.ORPHANED: f"release it: {_BY_AUDIT}",
     Kind.IN_DOUBT: "look whether it runs: berth show, berth quarantine list; then decide: berth delete has its cell"

@@ -18,7 +18,16 @@ from .base import ClassName, Count, ImageName, Label, Message, Reason, Uuid, Wor
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
-from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult, ServerGroup
+from .placement import (
+    MAX_LOCATED_HOSTS,
+    Claim,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+    ServerGroup,
+)
 
 
 class MoveKind(StrEnum):
@@ -245,8 +254,7 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
     cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
     than the cell has on record, unless that was set back. stay: the ordinal of the instance's stay in this cell. The
-    other fields: as in MoveRequest. room: of a revert: the amounts of each class that the project may hold beside its
-    present ones, by its quota (a class without: no limit).
+    other fields: as in MoveRequest. fenced_hosts: as in the Claim of an evacuation.
     """
 
     spec: InstanceSpec | None = None
@@ -254,7 +262,7 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
-    room: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     to_cell: Word | None = None
     arrival: Departure | None = None

@@ -270,6 +270,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     fences it, and what the consumer holds is of no attempt from then on; it is idempotent by (consumer, by). With a
     consumer_generation the option is added to what the consumer holds, as an evacuation holds its source besides; an
     amount that both take of one provider counts once. It neither releases first nor moves.
+    fenced_hosts: where the members of its server group do not hold the place of an affinity group, because the machines
+    there are off: of an evacuation.
     group_members: further members of its server group, that control plane's: the book counts those that hold something
     from now on, whoever claimed it. In a ClaimAll those of any one of its claims.
     """
@@ -288,6 +290,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     migration: Migration | None = None
     foreign: bool = False
+    fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
     group_members: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
 
 

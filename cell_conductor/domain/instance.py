@@ -107,7 +107,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
     instance_released: of an instance that is being deleted, or whose release is under way; the first also of one in
     doubt whose next cell is asked. to_cell: which has the hosts that it goes to.
-    fenced, force: as in the request, of an evacuation.
+    fenced, force, fenced_hosts: as in the request, of an evacuation.
     """
 
     request_id: str
@@ -142,6 +142,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     to_cell: str | None = None
     fenced: bool = False
     force: bool = False
+    fenced_hosts: tuple[str, ...] = ()
 
     @property
     def is_given_up(self) -> bool:

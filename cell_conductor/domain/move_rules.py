@@ -10,14 +10,10 @@ Changes of a machine in place (stop, start, rebuild, rescue, shelve), and how an
 
 from __future__ import annotations
 
-from collections import Counter
-
 from msgspec.structs import replace
 
-from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     MACHINE_ABSENT,
-    CellMove,
     MoveKind,
     MoveState,
 )
@@ -38,7 +34,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
+from .instance import Instance, Power, State, why_not_claimed
 from .later_machine import take_over_later
 from .move_events import (
     DELETED,
@@ -177,8 +173,6 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
     if (answered := way_back.ending_instead(instance, event, context)) is not None:
         return answered
-    if request.kind is MoveKind.REVERT and (past := _past_quota(instance, request)):
-        return refuse_request(instance, event, context, OVER_QUOTA, past)
     if request.kind is MoveKind.REVERT:
         return way_back.revert(instance, event, context, REVERTED)
     named = replace(move_of(instance), by=request.request_id, by_kind=request.kind)
@@ -187,28 +181,6 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
     if not waits or source.host_uuid in context.fences or source.service not in context.down:
         return confirmed
     return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
-
-
-def _past_quota(instance: Instance, request: CellMove) -> str:
-    """Which class the project would hold too much of, if the instance had the amounts of its move's source again; "":
-    none.
-
-    A smaller instance may have left room that the project has used since. A move that fails is not compared: it has to
-    go back.
-    """
-    before, now = _by_class(source_of(move_of(instance))), _by_class(instance.here)
-    for name, left in sorted(request.room.items()):
-        more = before[name] - now[name]
-        if more > left:
-            return f"{name}: {more} more than now, and {left} of the quota are left; confirm it, or make room"
-    return ""
-
-
-def _by_class(selection: Selection) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for resources in selection.allocations.values():
-        total.update(resources)
-    return total
 
 
 def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Step:

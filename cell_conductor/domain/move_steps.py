@@ -136,6 +136,7 @@ def adopt(
         rescue_password=request.rescue_password,
         fenced=request.fenced,
         force=request.force,
+        fenced_hosts=request.fenced_hosts,
         began=event.at,
         to_cell=request.to_cell,
     )

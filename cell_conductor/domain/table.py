@@ -437,8 +437,7 @@ def question_of(instance: Instance) -> Question | None:
         )
     is_instance_over = move is not None and move.instance_released
     if asks is Ask.RELEASE_MIGRATION or (asks is Ask.RELEASE and is_instance_over):
-        assert move is not None
-        assert instance.spec is not None
+        assert move is not None and instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id, of_migration=True)
     if asks is Ask.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
@@ -469,6 +468,7 @@ def _claim(instance: Instance) -> Claim:
             for s in ((instance.here,) if is_here else instance.alternates)
         ),
         server_group=instance.server_group,
+        fenced_hosts=() if move is None else move.fenced_hosts,
         limits=instance.limits,
         project_id=instance.spec.project_id,
         user_id=instance.spec.user_id,

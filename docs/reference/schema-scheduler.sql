@@ -35,6 +35,8 @@ CREATE INDEX build_requests_of_gang ON build_requests (gang) WHERE gang IS NOT N
 
 CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
 
+CREATE INDEX build_requests_offloaded ON build_requests (project_id) WHERE instance::json ->> 'condition' = 'offloaded';
+
 CREATE TABLE moves (
     request_id UUID NOT NULL,
     instance_uuid UUID NOT NULL,

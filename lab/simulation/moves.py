@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 
 from msgspec.structs import replace
 
@@ -15,7 +14,6 @@ from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
 from bus.contracts.moves import CellMove, MoveAccepted, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
-from bus.contracts.placement import INSTANCES
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from cell_conductor.domain.desires import ELSEWHERE
@@ -28,7 +26,6 @@ from lab.simulation.peer_watch import resources_of_flavor
 from lab.simulation.plan import Order
 from lab.simulation.widening import FORGETFUL, METAL, Widening
 from lab.simulation.world import World
-from placement_worker.domain.moves import MIGRATION_TYPES
 
 STEP_S = 10.0
 ABROAD = 0.7  # the share of moves that name a host of another cell, where that is allowed
@@ -155,7 +152,6 @@ class Mover:
             expected_flavor="" if kind is MoveKind.RESIZE else spec.flavor,
             selections=self._selections(cell, instance, spec, kind, rng),
             limits=self._world.plan.quota_of(spec.project_id),
-            room=self._room(spec.project_id) if kind is MoveKind.REVERT else {},
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
             offload=rng.random() < 0.5,
             fenced=order.verb == FENCE
@@ -165,17 +161,6 @@ class Mover:
         await self._send(cell, request)
         if rng.random() < 0.1:
             await self._send(cell, request)  # the same once more
-
-    def _room(self, project: str) -> dict[str, int]:
-        """The amounts of each class that the project's quota has left."""
-        held: Counter[str] = Counter()
-        for kept in self._world.book.consumers.values():
-            one = kept.consumer
-            if one.project_id == project and one.consumer_type not in MIGRATION_TYPES:
-                held.update({INSTANCES: 1} if one.holding else {})
-                for resources in one.holding.values():
-                    held.update(resources)
-        return {name: max(0, most - held[name]) for name, most in self._world.plan.quota_of(project).items()}
 
     def _is_up(self, cell: str, instance: Instance) -> bool:
         """Whether the cell has to refuse the false statement that this host is off. While its service is silent, the

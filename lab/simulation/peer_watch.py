@@ -16,7 +16,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan
 from lab.simulation.watch import Breach
-from placement_worker.domain.moves import COUNTED_MIGRATION_TYPE, MIGRATION_TYPE, MIGRATION_TYPES
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
@@ -48,6 +48,8 @@ class PeerWatch:
         self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
+        self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves, by migration
+        self._fenced: dict[str, None] = {}  # hosts that ever were
         self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # refused for their project's quota
 
@@ -66,73 +68,56 @@ class PeerWatch:
         gone = [uuid for uuid in self._seen if uuid not in consumers]
         if not changed and not gone:
             return
-        reverted = self._reverted(changed, gone)
         self._seen = dict(consumers)
         for uuid in (*changed, *gone):
             host = self._root(uuid)
             where = self._hosts.setdefault(uuid, [])
             if host != (where[-1][1] if where else None):
                 where.append((self._now(), host))
-        self._quotas(reverted)
+        self._quotas()
         self._groups({uuid: host for uuid, where in self._hosts.items() if (host := where[-1][1] if where else None)})
-
-    def _reverted(self, changed: Iterable[str], gone: Iterable[str]) -> set[str]:
-        """Projects of which this commit gave a migration's source back to its instance, or left the source alone."""
-        consumers = self._book.consumers
-        ended = [
-            before.consumer
-            for uuid in (*changed, *gone)
-            if (before := self._seen.get(uuid)) is not None
-            and before.consumer.consumer_type in MIGRATION_TYPES
-            and (uuid not in consumers or not consumers[uuid].consumer.holding)
-        ]
-        moved = {
-            consumers[uuid].consumer.project_id
-            for uuid in changed
-            if (before := self._seen.get(uuid)) is not None
-            and before.consumer.holding
-            and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
-        }
-        # After a claim for the next destination that has released the last one and found no room, the source counts at
-        # its own size, which may be larger than the destination's, as it would after a revert (seed 1795401028).
-        left_alone = {
-            consumers[uuid].consumer.project_id
-            for uuid in changed
-            if consumers[uuid].consumer.consumer_type == COUNTED_MIGRATION_TYPE
-        }
-        return {one.project_id for one in ended} & moved | left_alone
 
     def _root(self, uuid: str) -> str | None:
         kept = self._book.consumers.get(uuid)
         holding = kept.consumer.holding if kept is not None else {}
         return next((self._book.providers[provider].root for provider in holding), None)
 
-    def _quotas(self, reverted: Collection[str]) -> None:
-        """A total that grows stays within its quota; but a revert is not held to it, as in Nova. Raises Breach."""
-        held: dict[str, Counter[str]] = {}
-        for kept in self._book.consumers.values():
+    def _quotas(self) -> None:
+        """A project's total grows only within its quota, but for what moves keep on their sources, as in Nova.
+
+        A move takes its destination beside its source, and is held to its quota with what it needs more. Raises Breach.
+        """
+        claimed: dict[str, Counter[str]] = {}
+        sources: dict[str, dict[str, Counter[str]]] = {}
+        for uuid, kept in self._book.consumers.items():
             # Other clients claim by themselves, without limits: a claim carries those that it is held to.
-            # A migration counts nothing: the instance counts at its new size.
-            is_counted = kept.consumer.project_id in self._projects and kept.consumer.consumer_type != MIGRATION_TYPE
-            if kept.consumer.holding and is_counted:
-                total = held.setdefault(kept.consumer.project_id, Counter())
-                total[INSTANCES] += 1
-                for amounts in kept.consumer.holding.values():
-                    total.update(amounts)
-        for project in sorted(held.keys() | self._held.keys()):
-            now = held.get(project, Counter())
-            known = self._held.setdefault(project, [])
-            if known and known[-1][1] == now:
+            if not kept.consumer.holding or kept.consumer.project_id not in self._projects:
                 continue
+            amounts = Counter[str]()
+            for resources in kept.consumer.holding.values():
+                amounts.update(resources)
+            if kept.consumer.consumer_type == MIGRATION_TYPE:
+                sources.setdefault(kept.consumer.project_id, {})[uuid] = amounts
+            else:
+                claimed.setdefault(kept.consumer.project_id, Counter()).update(amounts + Counter({INSTANCES: 1}))
+        for project in sorted(claimed.keys() | sources.keys() | self._held.keys()):
+            known, now = self._held.setdefault(project, []), claimed.get(project, Counter())
+            kept_before, kept_now = self._sources.get(project, {}), sources.get(project, {})
             before = known[-1][1] if known else Counter[str]()
-            known.append((self._now(), now))
+            total = sum(kept_now.values(), now)
+            # A source that this commit has changed may have come after what it was held to.
+            held = sum((kept_now[one] for one in kept_now if kept_before.get(one) == kept_now[one]), now)
+            self._sources[project] = kept_now
+            if not known or before != total:
+                known.append((self._now(), total))
             for name, most in self._plan.quota_of(project).items():
-                if now[name] > max(most, before[name]) and project not in reverted:
-                    raise Breach("quota", f"{project} holds {now[name]} {name} of {most}")
+                if held[name] > max(most, before[name]):
+                    raise Breach("quota", f"{project} holds {held[name]} {name} of {most}")
 
     def _groups(self, hosts: Mapping[str, str]) -> None:
         """Members of a group with a hard rule, on any host. Raises Breach."""
         members: dict[str, list[tuple[str, str]]] = {}
+        self._fenced |= dict.fromkeys(host for table in self._cells.values() for host in table.fences)
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
             if order is not None and order.group is not None and uuid not in self.exempt:
@@ -143,7 +128,8 @@ class PeerWatch:
             counted = Counter(host for _, host in mates)
             if group.policy is GroupPolicy.ANTI_AFFINITY and max(counted.values()) > group.max_per_host:
                 raise Breach("apart", f"of the group {group.uuid}, {group.max_per_host} a host: {mates}")
-            if group.policy is GroupPolicy.AFFINITY and len(counted) > 1:
+            # Its members leave a fenced host one after the other, or are still there when it comes back.
+            if group.policy is GroupPolicy.AFFINITY and len(counted.keys() - self._fenced.keys()) > 1:
                 raise Breach("together", f"of the group {group.uuid}: {mates}")
 
     # --- cells

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts import placement as messages
-from bus.contracts.placement import GroupPolicy
+from bus.contracts.placement import MAX_LOCATED_HOSTS, GroupPolicy
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE, is_migration
@@ -55,6 +55,7 @@ class ClaimGroup:
         self._keys: set[GroupKey] = set()
         self._hosts: set[tuple[str, str, str]] = set()
         self._together: set[GroupKey] = set()
+        self._leaves_fenced = False
         self._grouped: set[tuple[str, str, str]] = set()
         self._ungrouped: list[str] = []  # consumers that are claimed without a group, or moved
         for item in items:
@@ -103,6 +104,8 @@ class ClaimGroup:
         if known is not None:
             moved = {one for one in moved if one[2] in known}
         most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
+        if self._leaves_fenced:  # the few that have left them decide
+            most += MAX_LOCATED_HOSTS
         return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 
     def _add(self, item: messages.Claim | messages.Release | messages.Revert | messages.Swap) -> None:
@@ -150,6 +153,7 @@ class ClaimGroup:
             self._hosts.update((*key, option.host) for option in claim.options if option.host is not None)
         if group.policy is GroupPolicy.AFFINITY:
             self._together.add(key)
+            self._leaves_fenced |= bool(claim.fenced_hosts)
 
     def _name(self, holding: Holding) -> None:
         self.providers.update(holding)

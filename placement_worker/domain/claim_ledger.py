@@ -212,7 +212,8 @@ class ClaimLedger:
         """Describe the first class of which the project would exceed its limit when the consumer holds `after` instead
         of `held`; empty when there is none.
 
-        A claim that does not increase the consumer's amount of a class is allowed.
+        A claim that does not increase the consumer's amount of a class is allowed, and what a move keeps on its source
+        is not compared, as for a resize in Nova. A revert has no limit: all of its source counts already.
         """
         now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
         wanted = held_by_class(after)

@@ -17,8 +17,7 @@ from placement_worker.domain.values import ConsumerState, Holding
 
 MIGRATION_TYPE = "MIGRATION"
 # The type of a migration whose instance holds nothing, because the claim for its next destination has released the last
-# one and found no room. It counts against the project's quota in the instance's place, so that no other claim takes the
-# instance's share meanwhile.
+# one and found no room. It counts as an instance of the project's quota, so that no other claim takes its share.
 COUNTED_MIGRATION_TYPE = "MIGRATION_COUNTED"
 MIGRATION_TYPES = (MIGRATION_TYPE, COUNTED_MIGRATION_TYPE)
 

@@ -91,7 +91,7 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     elif group.policy is GroupPolicy.AFFINITY and claim.foreign:
         allowed = not others or option.host in others
     else:
-        allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host}
+        allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host, *claim.fenced_hosts}
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
@@ -123,12 +123,13 @@ def held_by_class(holding: Holding) -> dict[str, int]:
 
 
 def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
-    """Return the amounts of a consumer that count against its project's quota.
-
-    A migration does not count, because its instance does, as in Nova; one whose instance holds nothing has another
-    type, and counts.
+    """Return the amounts of a consumer that count against its project's quota: all that it holds, as Nova counts by the
+    usages of Placement. A migration is not another instance; one whose instance holds nothing has another type.
     """
-    return {} if consumer.consumer_type == MIGRATION_TYPE else held_by_class(consumer.holding)
+    held = held_by_class(consumer.holding)
+    if consumer.consumer_type == MIGRATION_TYPE:
+        held.pop(INSTANCES, None)
+    return held
 
 
 def usage_changes(

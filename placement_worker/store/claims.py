@@ -192,7 +192,7 @@ def purge_empty(limit: int) -> ReturningDelete[Any]:
 def _wrong() -> sa.Select[Any]:
     """(project, class id, recorded amount, correct amount) where the amounts differ."""
     usage, held = project_usage.c, allocations.c
-    counts = sa.and_(consumers.c.released_at.is_(None), consumers.c.consumer_type != MIGRATION_TYPE)
+    counts, holds = consumers.c.released_at.is_(None), sa.exists().where(held.consumer == consumers.c.uuid)
     by_class = (
         sa.select(
             consumers.c.project_id, held.class_id, sa.cast(sa.func.sum(held.amount), sa.BigInteger).label("amount")
@@ -203,7 +203,7 @@ def _wrong() -> sa.Select[Any]:
     )
     instances = (
         sa.select(consumers.c.project_id, sa.literal(INSTANCES_ID, sa.Integer), sa.func.count())
-        .where(counts, sa.exists().where(held.consumer == consumers.c.uuid))
+        .where(counts, holds, consumers.c.consumer_type != MIGRATION_TYPE)
         .group_by(consumers.c.project_id)
     )
     right = by_class.union_all(instances).subquery()

@@ -63,7 +63,8 @@ class Author(Struct, frozen=True):
 class SinceBuild(Struct, frozen=True, kw_only=True):
     """What an instance has become since its build.
 
-    flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
+    flavor, image: its present ones; "": as it was built. new_flavor, old_flavor: of the resize that is not
+    confirmed or ended yet ("": of none). image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
     yet. stay: the ordinal of its stay in the cell that has it: how often it has left one, or what it was to leave for
     was given back.
@@ -71,6 +72,8 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
 
     condition: Condition = Condition.ACTIVE
     flavor: str = ""
+    new_flavor: str = ""
+    old_flavor: str = ""
     image: str = ""
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
@@ -78,6 +81,19 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
 
 
 AS_BUILT = SinceBuild()
+
+
+def present_flavor(built: str, now: SinceBuild | None) -> str:
+    """The flavor that an instance has now (`tables.FLAVOR`). built: that of its build."""
+    return (now or AS_BUILT).flavor or built
+
+
+def flavors_in_use(built: str, now: SinceBuild | None) -> tuple[str, ...]:
+    """The flavors by which an instance may claim: its present one, and those that it may have next
+    (`tables.FLAVORS`).
+    """
+    now = now or AS_BUILT
+    return present_flavor(built, now), now.new_flavor, now.old_flavor
 
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):

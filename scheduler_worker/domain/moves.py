@@ -22,6 +22,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
+from bus.contracts.placement import INSTANCES
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
@@ -139,6 +140,11 @@ def under_way(request: MoveRequest, known: MoveContext) -> SinceBuild:
     if request.kind is MoveKind.ABORT:
         return known.now  # it does not replace the request that it ends, which stays under way
     begun = replace(known.now, under_way=request.request_id)
+    if request.kind is MoveKind.RESIZE:
+        assert request.flavor is not None
+        # The cell refuses the resize of a resized instance, which then keeps what it may be reverted to.
+        old = known.now.old_flavor if known.now.condition is Condition.RESIZED else flavor_of(known)
+        begun = replace(begun, new_flavor=request.flavor, old_flavor=old)
     if not changes_image(request, known):
         return begun
     assert request.image is not None
@@ -196,6 +202,15 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
         ignore_hosts=request.ignore_hosts,
         max_attempts=request.max_attempts,
     )
+
+
+def limits_of(request: MoveRequest, quota: Mapping[str, int]) -> dict[str, int]:
+    """What its claims are held to: the quota, where the instance may hold more than before, as in Nova. The instances
+    do not become more.
+    """
+    if request.kind not in (MoveKind.RESIZE, MoveKind.UNSHELVE):
+        return {}
+    return {name: most for name, most in quota.items() if name != INSTANCES}
 
 
 def accepted(request: MoveRequest) -> Done:

@@ -163,7 +163,7 @@ class ForeignClaim(Struct, frozen=True, kw_only=True):
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. run: its claims are by it.
+    """A request to place. run: its claims are by it; limits: and held to these.
 
     gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
     foreign: None of berth's own instances.
@@ -172,6 +172,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True):
     request: Placeable
     spec: RequestSpec
     run: str = ""
+    limits: Mapping[str, int] = {}
     gang: Gang | None = None
     foreign: ForeignClaim | None = None
 
@@ -183,7 +184,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     selected one. same_host: the chosen host's shape had changed; claim it again. looked_again: how often nothing
     fitted, and another choice was made on the newest state of the replica, as each later one is.
     partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
-    run was found. run, gang, foreign: as in PlacementRequest.
+    run was found. run, limits, gang, foreign: as in PlacementRequest.
     """
 
     request: Placeable
@@ -201,6 +202,7 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     looked_again: int = 0
     recovered: str | None = None
     result: PlacementResult | None = None
+    limits: Mapping[str, int] = {}
     gang: Gang | None = None
     foreign: ForeignClaim | None = None
 
@@ -221,6 +223,7 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
+        limits=placement.limits,
         gang=placement.gang,
         foreign=placement.foreign,
     )
@@ -249,7 +252,7 @@ def result_of(state: PlacementState) -> PlacementResult:
     return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost, claims=state.claims)
 
 
-def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
+def claim_of(state: PlacementState) -> Claim:
     """The claim of this round: the options of the chosen host."""
     request = state.request
     assert state.choice is not None
@@ -265,7 +268,7 @@ def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
         project_id=request.project_id,
         user_id=request.user_id,
         server_group=request.server_group,
-        limits=dict(limits) if foreign is None else {},  # its control plane has limits of its own
+        limits=dict(state.limits),
         foreign=foreign is not None,
         consumer_generation=None if foreign is None else foreign.adds_to,
         group_members=() if foreign is None or request.server_group is None else foreign.group_members,

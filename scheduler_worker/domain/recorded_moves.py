@@ -43,6 +43,7 @@ from scheduler_worker.domain.builds import (
     delete_of,
     is_early,
     is_known,
+    present_flavor,
 )
 from scheduler_worker.domain.requests import (
     OFF_RECORD,
@@ -116,7 +117,7 @@ class MoveContext(Struct, frozen=True, kw_only=True):
 def flavor_of(known: MoveContext) -> str:
     """The flavor that the instance has now."""
     assert known.build_request is not None
-    return known.now.flavor or known.build_request.flavor
+    return present_flavor(known.build_request.flavor, known.now)
 
 
 def image_of(known: MoveContext) -> str:
@@ -173,6 +174,9 @@ def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
 
 # --- what cells announce
 
+# A resize may still give the instance its new flavor, or its old one again.
+_MAY_CHANGE_FLAVOR = (Condition.MOVING, Condition.RESIZED, Condition.UNKNOWN)
+
 ANNOUNCED, LATE, EARLY = "announced", "late", "early"
 
 
@@ -222,6 +226,8 @@ def announced_move(
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
+    if instance.under_way is None and instance.condition not in _MAY_CHANGE_FLAVOR:
+        instance = replace(instance, new_flavor="", old_flavor="")
     return after, replace(build, instance=instance, sequence=max(number, build.sequence)), event
 
 

@@ -19,7 +19,9 @@ from scheduler_worker.domain.builds import (
     OPEN,
     NewBuild,
     SinceBuild,
+    flavors_in_use,
     is_search,
+    present_flavor,
 )
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.domain.recorded_moves import RecordedMove
@@ -96,11 +98,22 @@ class MemoryBuilds(UnitStore):
                 uuid
                 for uuid, build in self._table.recorded.items()
                 if build.state in BUILDS_WITH_A_MACHINE
-                and flavor in (None, self._table.records[uuid].flavor)
+                and flavor in (None, *flavors_in_use(self._table.records[uuid].flavor, build.instance))
                 and group in (None, _group_of(self._table.requested[uuid].request))
                 and cell in (None, build.cell, coming.get(uuid))
             ]
             return min(len(found), limit)
+
+    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+        """A scan."""
+        async with self._session.transaction():
+            return Counter(
+                build.project_id
+                for build in self._table.recorded.values()
+                if build.project_id in projects
+                and build.state is BuildState.ACTIVE
+                and build.now.condition is Condition.OFFLOADED
+            )
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""
@@ -236,7 +249,7 @@ def _as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
     """A build's record with what the instance has become since."""
     if instance is None:
         return record
-    flavor = instance.flavor or record.flavor
+    flavor = present_flavor(record.flavor, instance)
     return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
 
 

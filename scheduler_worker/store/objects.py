@@ -26,6 +26,7 @@ from sqlalchemy import (
     cast,
     func,
     literal,
+    literal_column,
     or_,
     select,
     tuple_,
@@ -263,7 +264,7 @@ def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: 
     columns = build_requests.c
     found: Any = select(literal(1)).where(columns.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text))))
     if flavor is not None:
-        found = found.where(columns.flavor == flavor)
+        found = found.where(literal(flavor) == any_(literal_column(tables.FLAVORS, ARRAY(Text))))
     if group is not None:
         named = cast(columns.request, JSON)[("server_group", "uuid")].astext
         found = found.where(columns.project_id == group[0], named == group[1])

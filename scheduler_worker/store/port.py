@@ -172,6 +172,9 @@ class SchedulerStore(Flushed, Protocol):
         `limit`. A cell has one, too, that an instance moves to, or may go back to. Reads all builds.
         """
 
+    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+        """How many instances of each of these projects are offloaded; of those that have one. Along an index."""
+
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
         oldest first, builds from a creation time on. limit: of each.

@@ -97,6 +97,10 @@ WITH gone AS (
 SELECT count(*), (SELECT count(*) FROM moved), coalesce(max(created_at), $3) FROM gone
 """
 
+OFFLOADED = f"""
+SELECT project_id, count(*) FROM build_requests
+WHERE project_id = ANY($1::text[]) AND state = 'active' AND {tables.IS_OFFLOADED} GROUP BY project_id
+"""
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
 WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
@@ -312,6 +316,11 @@ class PostgresBuilds(UnitStore):
         async with self._database.raw() as connection:
             ((found,),) = await fetch(connection, objects.machines(limit, flavor, group, cell))
         return int(found)
+
+    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+        """Along the index of them."""
+        async with self._database.raw() as connection:
+            return dict(await connection.fetch(OFFLOADED, projects))
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""

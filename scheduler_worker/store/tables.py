@@ -58,6 +58,8 @@ def _request_columns() -> list[Column[Any]]:
     ]
 
 
+IS_OFFLOADED = "instance::json ->> 'condition' = 'offloaded'"
+
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
 # run: names this row to placement; a scheduler claims and releases by it.
@@ -66,7 +68,7 @@ def _request_columns() -> list[Column[Any]]:
 # instance: JSON, what the instance has become since its build (NULL: it is as it was built). sequence: of its newest
 # event, of the build or of a later request.
 # fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
-# Nothing that changes is indexed, for the same reason.
+# Nothing that changes by then is indexed, for the same reason.
 build_requests = Table(
     "build_requests",
     METADATA,
@@ -83,6 +85,7 @@ build_requests = Table(
     Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
+    Index("build_requests_offloaded", "project_id", postgresql_where=text(IS_OFFLOADED)),
     Index("build_requests_of_gang", "gang", postgresql_where=text("gang IS NOT NULL")),
     postgresql_with={"fillfactor": 50},
 )
@@ -209,7 +212,9 @@ ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::
 # The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
+# As `builds.present_flavor` and `builds.flavors_in_use`.
 FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
+FLAVORS = f"ARRAY[{FLAVOR}, instance::json ->> 'new_flavor', instance::json ->> 'old_flavor']"
 RECORD = f"""instance_uuid, project_id, {FLAVOR} AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min,
        coalesce(instance::json ->> 'condition', '') AS condition, instance::json ->> 'under_way' AS under_way"""

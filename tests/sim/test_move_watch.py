@@ -322,19 +322,30 @@ def test_a_migration_counts_in_place_of_an_instance_that_holds_nothing(consumer_
 
 
 @pytest.mark.parametrize("reverted", [True, False])
-def test_the_source_of_a_resize_exceeds_a_quota_by_its_own_size_alone(*, reverted: bool) -> None:
+def test_the_source_of_a_resize_is_held_already_and_no_more_of_it_is(*, reverted: bool) -> None:
     """Seed 1795401028: a resize to a smaller size, whose claim for the next destination found no room."""
-    peers = PeerWorld({"VCPU": 3})
+    peers = PeerWorld({"VCPU": 4})
     for vm in range(2):
         peers.ask(vm)
     peers.migrate("MIGRATION", 2)
     peers.hold(0, 1)
-    peers.hold(1, 1, 2)
+    peers.hold(1, 1, 1)
     peers.migrate("MIGRATION_COUNTED", 2)
     peers.hold(0, None)
     del peers.book.consumers["migration"]
-    with nullcontext() if reverted else pytest.raises(Breach, match="quota: red holds 5 VCPU of 3"):
-        peers.hold(0, 0, 2 if reverted else 3)
+    with nullcontext() if reverted else pytest.raises(Breach, match="quota: red holds 5 VCPU of 4"):
+        peers.hold(0, 0, 2 if reverted else 4)
+
+
+def test_what_a_move_keeps_counts_for_others_and_not_for_itself() -> None:
+    peers = PeerWorld({"VCPU": 4})
+    for vm in range(2):
+        peers.ask(vm)
+    peers.hold(0, 0, 4)
+    peers.migrate("MIGRATION", 4)
+    peers.hold(0, 1, 1)
+    with pytest.raises(Breach, match="quota: red holds 6 VCPU of 4"):
+        peers.hold(1, 1, 1)
 
 
 def test_hints_are_about_where_others_have_been_all_the_time() -> None:

@@ -207,6 +207,25 @@ def test_no_wait_answers_at_once_and_time_runs_out(berth: Berth, instance: str) 
     assert late.status in (0, NO, TIME)  # done, refused as the stop is under way, or late
 
 
+def test_an_affinity_group_leaves_a_dead_host_together(berth: Berth) -> None:
+    group = ("--project", "near", "--group", "g")
+    assert berth("groups", "set", "near/g", "--policy", "affinity").status == 0
+    built = [boot(berth, *group)[0]["instance_uuid"] for _ in range(3)]
+    (dead,) = {shown(berth, one)["host"] for one in built}
+    assert berth("hosts", "fence", str(dead), "--reason", "burnt", "--force").status == 0
+    try:
+        for one in built:
+            done = berth("evacuate", one, "--force", "--wait")
+            assert done.status == 0, done.out + done.err
+        (there,) = {shown(berth, one)["host"] for one in built}
+        assert there != dead
+    finally:
+        enabled = berth("hosts", "enable", str(dead))
+        assert enabled.status == 0, enabled.err
+    for one in built:
+        assert berth("delete", one, "--wait").status == 0
+
+
 def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
     together = berth("boot", "--flavor", "m1.tiny", "--count", "3", "--together", "--wait", "--json")
     assert (together.status, {one["state"] for one in together.data}) == (0, {"active"}), together.out

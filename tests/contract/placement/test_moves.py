@@ -195,20 +195,22 @@ async def test_a_pool_that_both_hosts_share_is_not_counted_twice(store: Resource
     assert await used(store) == at(0, 4) | {POOL: {"DISK_GB": 15}}
 
 
-async def test_a_quota_counts_the_instance_and_not_its_migration(store: ResourceBook) -> None:
+async def test_a_quota_counts_both_sizes_and_one_instance_until_the_move_is_confirmed(store: ResourceBook) -> None:
     limits = {"VCPU": 6, "INSTANCES": 1}
     await claimed(store, build(0, 0, limits=limits))
     (moved,) = await claimed(store, move(option(1), source=option(0), limits=limits))
     assert moved.outcome == "claimed"
     (over,) = await claimed(store, build(1, 2, 1, limits={"INSTANCES": 1}))
     assert over.outcome == "over_limit"
-    (within,) = await claimed(store, build(2, 2, 2, limits={"VCPU": 6}))
-    assert within.outcome == "claimed"
-    await store.apply([Release(consumer=VMS[2])])
+    (besides,) = await claimed(store, build(2, 2, 2, limits={"VCPU": 6}))
+    assert besides.outcome == "over_limit"
     (larger,) = await claimed(
         store, move(option(3, 7), source=option(0), attempt=3, generation=2, again=True, limits=limits)
     )
     assert larger.outcome == "over_limit"
+    await store.apply([Release(consumer=MOVE, of_migration=True)])
+    (within,) = await claimed(store, build(2, 2, 2, limits={"VCPU": 6}))
+    assert within.outcome == "claimed"
 
 
 async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store: ResourceBook) -> None:
@@ -223,7 +225,7 @@ async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store:
     await store.apply([Release(consumer=VMS[1])])
     moved, other = await claimed(store, again, build(2, 3, 1, limits=limits))
     assert (moved.outcome, other.outcome) == ("claimed", "over_limit")
-    (other,) = await claimed(store, build(2, 3, 1, limits={"VCPU": 5, "INSTANCES": 2}))
+    (other,) = await claimed(store, build(2, 3, 1, limits={"VCPU": 9, "INSTANCES": 2}))
     assert other.outcome == "claimed"
 
 

@@ -44,7 +44,7 @@ LEFT JOIN resource_classes c ON c.id = u.class_id WHERE u.amount <> 0
 """
 HELD = """
 SELECT c.project_id, n.name, sum(a.amount)::bigint FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-JOIN resource_classes n ON n.id = a.class_id WHERE c.consumer_type <> 'MIGRATION' GROUP BY 1, 2
+JOIN resource_classes n ON n.id = a.class_id GROUP BY 1, 2
 UNION ALL SELECT c.project_id, 'INSTANCES', count(DISTINCT c.uuid) FROM consumers c
 JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' GROUP BY 1
 """
@@ -61,9 +61,7 @@ async def kept_and_held(store: ResourceBook) -> tuple[Amounts, Amounts]:
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
         project = row.consumer.project_id
-        if row.consumer.consumer_type == MIGRATION_TYPE:
-            continue
-        if row.consumer.holding:
+        if row.consumer.holding and row.consumer.consumer_type != MIGRATION_TYPE:
             sums[project, INSTANCES] += 1
         for resources in row.consumer.holding.values():
             for name, amount in resources.items():

@@ -13,7 +13,7 @@ from bus.consuming.outcome import Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import Condition, MoveKind
 from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
@@ -29,7 +29,7 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.objects import ObjectRegistry
@@ -218,6 +218,45 @@ async def test_builds_of_a_flavor_are_counted_up_to_a_limit(built: SchedulerStor
     assert await built.machines(10, flavor="small") == 1
     assert await built.machines(0, flavor="small") == 0
     assert await built.machines(10, flavor="large") == 0
+
+
+@pytest.mark.parametrize(
+    ("instance", "counted"),
+    [
+        (SinceBuild(), {"small"}),
+        (SinceBuild(new_flavor="large", old_flavor="small"), {"small", "large"}),
+        (SinceBuild(flavor="large"), {"large"}),
+        (SinceBuild(flavor="large", new_flavor="large", old_flavor="small"), {"small", "large"}),
+    ],
+)
+async def test_an_instance_counts_for_each_flavor_that_it_may_have_next(
+    built: SchedulerStore, instance: SinceBuild, counted: set[str]
+) -> None:
+    async with built.operation() as unit:
+        build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
+        assert build is not None
+        await unit.update([BuildUpdate(build=replace(build, instance=instance))], 1.0)
+    assert {name for name in ("small", "large") if await built.machines(10, flavor=name)} == counted
+
+
+@pytest.mark.parametrize(
+    ("state", "condition", "counted"),
+    [
+        (BuildState.ACTIVE, Condition.OFFLOADED, {"p": 1}),
+        (BuildState.ACTIVE, Condition.SHELVED, {}),
+        (BuildState.DELETED, Condition.OFFLOADED, {}),
+    ],
+)
+async def test_the_offloaded_instances_of_projects_are_counted(
+    built: SchedulerStore, state: BuildState, condition: Condition, counted: dict[str, int]
+) -> None:
+    async with built.operation() as unit:
+        build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
+        assert build is not None
+        instance = SinceBuild(condition=condition)
+        await unit.update([BuildUpdate(build=replace(build, state=state, instance=instance))], 1.0)
+    assert await built.offloaded(["other", "p"]) == counted
+    assert await built.offloaded(["other"]) == {}
 
 
 async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:

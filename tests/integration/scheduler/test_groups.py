@@ -23,7 +23,7 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.cell import HostReport
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import Condition, MoveKind, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
     GroupPolicy,
@@ -286,29 +286,20 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
     assert {tuple(build.limits.items()) for _, build in world.builds} == {(("VCPU", 5),), (("INSTANCES", 1),), ()}
 
 
-# --- A revert names the room that its project's quota has: the cell knows how much larger the instance was.
-
-
-@pytest.mark.parametrize(
-    ("quota", "room"),
-    [
-        ({"VCPU": 4, "INSTANCES": 1, "CUSTOM_GOLD": 2}, {"VCPU": 3, "INSTANCES": 0, "CUSTOM_GOLD": 2}),
-        ({"VCPU": 1}, {"VCPU": 0}),
-        ({}, {}),
-    ],
-)
-async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
-    world: World, quota: dict[str, int], room: dict[str, int]
-) -> None:
-    built = await one_active(world, config=replace(WARM, quotas={"demo": quota} if quota else {}))
-    assert built.project_id == "demo"
-    for number, kind, expected in ((20, MoveKind.REVERT, room), (30, MoveKind.CONFIRM, {})):
-        move = world.move(built, kind)
-        command = await world.commanded(move)
-        assert command.room == expected
-        assert not command.limits
-        await world.move_announced("c1", move, MoveState.DONE, number, **DONE)
-        await world.moved(move)
+async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world: World) -> None:
+    built = await one_active(world, config=replace(WARM, quotas={"demo": {"INSTANCES": 1, "VCPU": 1}}))
+    shelve = world.move(built, MoveKind.SHELVE, offload=True)
+    assert not (await world.commanded(shelve)).limits
+    await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
+    done = DONE | {"condition": Condition.OFFLOADED}
+    await world.move_announced("c1", shelve, MoveState.DONE, 20, **done)
+    await world.moved(shelve)
+    other = world.request()
+    await world.ask(other)
+    event = await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)
+    assert (event.state, event.code) == (BuildState.FAILED, "quota.exceeded")
+    unshelve = world.move(built, MoveKind.UNSHELVE)
+    assert (await world.commanded(unshelve)).limits == {"VCPU": 1}, "it is no other instance"
 
 
 # --- Requests for several machines that start together or not at all, from the message to the book.

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.clock import new_uuid
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
@@ -32,7 +33,7 @@ from bus.contracts.operations import (
     ForgetHost,
     SetAdminState,
 )
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.contracts.queues import COMMANDS
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
@@ -356,6 +357,19 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     await until(partial(is_begun, world, len(builds) + 1))
     builds.append(last)
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
+
+
+async def test_a_group_with_affinity_leaves_a_fenced_host_for_one_other_host(world: World) -> None:
+    await world.scheduler("s1", replace(EVACUATING, host_subset_size=5, max_attempts=1))
+    (uuid,) = await world.add_hosts("c1", 1)
+    group = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.AFFINITY)
+    builds = await active(world, 4, on_host_failure=RESTART, server_group=group)
+    await world.add_hosts("c1", 6)
+    await fence(world, uuid)
+    await until(lambda: len(evacuated(world)) >= len(builds))
+    chosen = {tuple(one.host_uuid for one in command.selections) for command in evacuated(world)}
+    assert len(chosen) == 1 and uuid not in chosen.pop()
+    assert {command.fenced_hosts for command in evacuated(world)} == {(uuid,)}
 
 
 async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(world: World) -> None:

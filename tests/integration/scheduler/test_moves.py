@@ -102,6 +102,19 @@ async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> 
     assert record is not None and record.under_way is None
 
 
+async def test_what_has_lost_its_allocations_is_told_so_and_is_not_moved(world: World) -> None:
+    built = await one_active(world)
+    await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
+    for kind, more in (
+        (MoveKind.LIVE_MIGRATE, {}),
+        (MoveKind.MIGRATE, {}),
+        (MoveKind.RESIZE, {"flavor": "m1.large"}),
+        (MoveKind.REBUILD, {"image": "other"}),
+        (MoveKind.EVACUATE, {"fenced": True}),
+    ):
+        assert await refused(world, world.move(built, kind, **more)) == "instance.unlocated"
+
+
 @pytest.mark.parametrize(
     ("word", "traits", "is_refused"),
     [

@@ -364,9 +364,8 @@ RESIZED: list[Case] = [
     case(
         moving(S.RESIZED), wants(K.CONFIRM), "destroying/active", "destroy 1@1", context=fenced(1, context=SERVICE_DOWN)
     ),
-    case(moving(S.RESIZED), wants(K.CONFIRM, room={"VCPU": -5}), "destroying/active", "destroy 1@1"),
-    case(moving(S.RESIZED), wants(K.REVERT, room={"VCPU": -1}), "resized"),
-    case(moving(S.RESIZED), wants(K.REVERT, room={"VCPU": -2}), "resized", "revert: refused quota.exceeded"),
+    case(moving(S.RESIZED), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
+    case(moving(S.RESIZED), wants(K.REVERT), "resized"),
     case(moving(S.RESIZED, move=BY_REVERT), wants(K.REVERT), "resized"),
     case(
         moving(S.RESIZED, move=BY_REVERT),

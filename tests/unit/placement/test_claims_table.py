@@ -364,6 +364,25 @@ def test_a_move_is_shown_no_migration_of_its_own() -> None:
     assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
 
 
+@pytest.mark.parametrize(
+    ("others", "fenced_hosts", "outcome"),
+    [
+        ({OTHER: (A,)}, (), "ruled_out"),
+        ({OTHER: (A,)}, (A,), "claimed"),
+        ({OTHER: (A,), MIGRATION: (A,)}, (A,), "claimed"),
+        ({OTHER: (B,), MIGRATION: (A,)}, (A,), "claimed"),
+        ({OTHER: (CELL,), MIGRATION: (A,)}, (A,), "ruled_out"),
+        ({OTHER: (CELL,), MIGRATION: (A,)}, (A, CELL), "claimed"),
+    ],
+)
+def test_members_on_fenced_hosts_do_not_keep_an_affinity_group_there(
+    others: dict[str, tuple[str, ...]], fenced_hosts: tuple[str, ...], outcome: str
+) -> None:
+    asked = replace(member(VM, B, "affinity"), fenced_hosts=fenced_hosts)
+    (reply,) = run(asked, groups={("p", GROUP): others}).replies
+    assert reply.outcome == outcome
+
+
 def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> None:
     two = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
     options = [
@@ -424,6 +443,17 @@ LIMITED = {"limits": {"VCPU": 4}}
                     HELD, consumer=OTHER, attempt=2, consumer_generation=1,
                     migration=Migration(uuid=MIGRATION, source={A: {"VCPU": 3}}),
                 ),
+                claim(HELD, **LIMITED),
+            ],
+            "over_limit",
+        ),
+        (
+            [
+                claim(
+                    HELD, consumer=OTHER, attempt=2, consumer_generation=1,
+                    migration=Migration(uuid=MIGRATION, source={A: {"VCPU": 3}}),
+                ),
+                Release(consumer=MIGRATION, of_migration=True),
                 claim(HELD, **LIMITED),
             ],
             "claimed",

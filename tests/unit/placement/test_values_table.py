@@ -247,7 +247,7 @@ TWO = {"a": {"VCPU": 2, "DISK_GB": 1}, "b": {"VCPU": 1}}
         (state(TWO), state({"a": {"VCPU": 2}}), {("p", "VCPU"): -1, ("p", "DISK_GB"): -1}),
         (state(TWO), state(TWO), {}),
         (state({}), state({}), {}),
-        (None, state(TWO, kind="MIGRATION"), {}),
+        (None, state(TWO, kind="MIGRATION"), {("p", "VCPU"): 3, ("p", "DISK_GB"): 1}),
         (None, state({"a": {"VCPU": 1}}, kind="MIGRATION_COUNTED"), {("p", "INSTANCES"): 1, ("p", "VCPU"): 1}),
         (
             state({"a": {"VCPU": 1}}, "q"),

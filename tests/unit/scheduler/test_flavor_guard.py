@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
@@ -36,14 +35,12 @@ async def resized_store() -> MemoryBuilds:
     return store
 
 
-@pytest.mark.xfail(strict=True, reason="Found A5")
 async def test_an_instance_counts_for_the_flavor_that_it_has_now() -> None:
     store = await resized_store()
     assert await store.machines(10, flavor="m1.large") == 1
     assert await store.machines(10, flavor="m1.small") == 0
 
 
-@pytest.mark.xfail(strict=True, reason="Found A5")
 async def test_a_flavor_that_an_instance_was_resized_to_is_not_remade_without_force() -> None:
     store = await resized_store()
     registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())

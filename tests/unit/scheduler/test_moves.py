@@ -37,7 +37,7 @@ from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
 from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
@@ -240,6 +240,20 @@ def test_a_rebuild_changes_the_image_or_its_properties(
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
     assert moves.under_way(requested(MoveKind.ABORT), known) == known.now
+
+
+@pytest.mark.parametrize(
+    ("now", "in_use"),
+    [
+        ({}, ("m1.small", "m1.large", "m1.small")),
+        ({"flavor": "m1.tiny"}, ("m1.tiny", "m1.large", "m1.tiny")),
+        ({"flavor": "m1.tiny", "condition": Condition.RESIZED, "new_flavor": "m1.tiny", "old_flavor": "m1.small"},
+         ("m1.tiny", "m1.large", "m1.small")),
+    ],
+)  # fmt: skip
+def test_a_resize_under_way_uses_both_flavors(now: dict[str, Any], in_use: tuple[str, ...]) -> None:
+    begun = moves.under_way(requested(RESIZE, flavor="m1.large"), instance(**now))
+    assert flavors_in_use("m1.small", begun) == in_use
 
 
 # --- its hosts

@@ -87,6 +87,8 @@ NOW_BIG = {"flavor": "big", "image": "j"}
 ACTIVE = {"condition": Condition.ACTIVE, "sequence": 12}
 FREE = {"under_way": None}
 AWAY, NOWHERE = {"condition": Condition.OFFLOADED}, {"host": None, "host_uuid": None}
+RESIZING = replace(GOING, new_flavor="big", old_flavor="small")
+ONE_FLAVOR = {"new_flavor": "", "old_flavor": ""}
 ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
 
 
@@ -145,8 +147,15 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (replace(AFTER, condition=Condition.MOVING), (ENDED, GOING), ({"sequence": 12}, {"sequence": 12}, {})),
         # late after the end
         (replace(AFTER, sequence=5), (ENDED, GOING), ({"sequence": 5}, {}, {})),
+        # of a resize: as long as it may give the instance either flavor, both count
+        (TOLD, (RECORD, RESIZING), (PROGRESS, {"sequence": 12}, {})),
+        (replace(END, condition=Condition.RESIZED), (RECORD, RESIZING),
+         (OVER, ACTIVE | NOW_BIG | FREE | {"condition": Condition.RESIZED}, THERE)),
+        (END, (RECORD, RESIZING), (OVER, ACTIVE | NOW_BIG | FREE | ONE_FLAVOR, THERE)),
+        (AFTER, (ENDED, replace(RESIZING, under_way=None)), ({"sequence": 12}, ACTIVE | NOW_BIG | ONE_FLAVOR, THERE)),
+        (AFTER, (ENDED, replace(RESIZING, under_way="y")), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
     ],
-)
+)  # fmt: skip
 def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, SinceBuild], after: Any) -> None:
     move, instance = records
     build = replace(BUILD, instance=instance)

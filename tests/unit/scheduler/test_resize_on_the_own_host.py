@@ -1,0 +1,95 @@
+"""What an instance holds is free for its own next size: of its host, of a child, and of a pool that is shared."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.contracts.book import HeldAllocation
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.moves import MoveKind, MoveRequest, ResizePolicy
+from bus.contracts.placement import LocatePage, ProviderState
+from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
+from scheduler_worker.moves import Chosen, Located, MoveEngine
+from tests.kit.claims import BookClaims
+from tests.unit.scheduler.hosts import Hosts
+from tests.unit.scheduler.test_moves import Contended, Follower
+
+VM, REQUEST, CHILD, POOL, RACK = (f"{n}0000000-0000-4000-8000-000000000001" for n in "adcfe")
+
+
+def flavor(vcpus: int, vgpus: int, disk_gb: int) -> Flavor:
+    return Flavor(vcpus=vcpus, memory_mb=0, disk_gb=disk_gb, extra_specs={"resources_G:VGPU": str(vgpus)})
+
+
+FLAVORS = {"two": flavor(2, 1, 10), "four": flavor(4, 1, 10), "six": flavor(6, 1, 10)}
+FLAVORS |= {"pair": flavor(2, 2, 10), "wide": flavor(2, 1, 30), "huge": flavor(9, 1, 10)}
+
+
+def full_tree(hosts: Hosts, held: dict[str, dict[str, int]]) -> None:
+    """The host has 8 VCPU, its child 2 VGPU, a pool 30 GB; another instance has what this one does not need."""
+    (root,) = hosts.states
+    amounts = {root.uuid: {"VCPU": 8}, CHILD: {"VGPU": 2}, POOL: {"DISK_GB": 30}}
+
+    def state(uuid: str, parent: str | None = None, **more: object) -> ProviderState:
+        inventories = {
+            name: (total, 1, total, 1, total, held[uuid][name], 1.0) for name, total in amounts[uuid].items()
+        }
+        own = replace(root, uuid=uuid, name=uuid, root_uuid=parent or uuid, parent_uuid=parent)
+        return replace(own, inventories=inventories, **more)
+
+    hosts.states = [
+        replace(state(root.uuid, aggregates=(RACK,)), name="h0"),
+        state(CHILD, root.uuid),
+        state(POOL, aggregates=(RACK,), traits=("MISC_SHARES_VIA_AGGREGATE",)),
+    ]
+    hosts.book.load(hosts.states, 0)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "fits"),
+    [
+        ("four", "six", True),
+        ("six", "four", True),
+        ("pair", "two", True),
+        ("two", "pair", True),
+        ("wide", "two", True),
+        ("two", "wide", True),
+        ("four", "huge", False),
+    ],
+)
+async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
+    config = SchedulerConfig(flavors=FLAVORS, allow_resize_to_same_host=True)
+    hosts, clock, store = Hosts([{"VCPU": 8}], config=config), SystemClock(), Contended()
+    (root,), size = hosts.uuids, FLAVORS[now]
+    vgpus = int(size.extra_specs["resources_G:VGPU"])
+    holding = {root: {"VCPU": size.vcpus}, CHILD: {"VGPU": vgpus}, POOL: {"DISK_GB": size.disk_gb}}
+    full_tree(hosts, holding)
+    claims = BookClaims()
+
+    async def reload() -> None: ...
+
+    engine = MoveEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
+    claims.held[VM] = HeldAllocation(consumer=VM, project_id="p", consumer_generation=1, holding=holding, hosts=(root,))
+    request = MoveRequest(
+        request_id=REQUEST,
+        instance_uuid=VM,
+        project_id="p",
+        kind=MoveKind.RESIZE,
+        flavor=then,
+        policy=ResizePolicy.SAME_HOST,
+    )
+    build = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=9, cell="c1", host="h0")
+    known = MoveContext(build=build, build_request=BuildRequest(instance_uuid=VM, flavor=now, project_id="p"))
+    pending = PendingMove(position=0, request=request, taken_at=clock.time())
+    (located,) = await engine.locate([pending], {pending.key: known})
+    assert isinstance(located, Located) and located.held == holding
+    located = replace(located, page=LocatePage(hosts={VM: (root,)}))
+    chosen = await engine.choose(pending, known, located, planned={})
+    assert isinstance(chosen, Chosen)
+    assert [one.host for one in chosen.selections] == (["h0"] if fits else []), chosen
