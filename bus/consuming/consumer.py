@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import math
 from collections import Counter as Counted
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -118,8 +117,8 @@ class Consumer:
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
-        self._arrived: InTurn[ArrivedDelivery] = InTurn()  # in a line for each lane, and not taken yet
-        self._items: deque[InFlightMessage] = deque()
+        # In a line for each lane, and not taken yet: the messages of opened deliveries, then the other deliveries.
+        self._arrived: InTurn[ArrivedDelivery | InFlightMessage] = InTurn()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
@@ -218,8 +217,15 @@ class Consumer:
         delivered here again, and again, until the broker gives it up (`delivery_limit`).
         """
         await self._end_subscriptions()
+        opened = []
         while self._arrived:
-            self._arrived.take().delivery.nack(requeue=True)
+            arrival = self._arrived.take()
+            if isinstance(arrival, ArrivedDelivery):
+                arrival.delivery.nack(requeue=True)
+            else:
+                opened.append(arrival)
+        for message in opened:
+            self._arrived.put(message.in_flight.lane.name, message)
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._untrusted.drop(delivery, lane.name):
@@ -254,33 +260,48 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._arrived) + len(self._items) + len(self._suspects)
+        return len(self._arrived) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
-        others.
+        """Take of the messages that have arrived as many as count as `max_batch` requests. Suspects are taken
+        separately, and later than others.
 
         When a message ends its process, the messages that were delivered beside it are delivered again, too. In the
         order of the queue these would be the same each time, until the broker gives up all of them. Taken one by one in
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        opened_bytes = unreadable = 0
-        while self._arrived and len(self._items) < self._max_batch and not self._draining:
-            if self._items and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE):
-                break
-            arrival = self._arrived.take()
-            opened_bytes += len(arrival.delivery.body)
-            unreadable += self._open(arrival)
-        count = min(len(self._items), self._max_batch)
+        taken = [] if self._suspects and self._passed_over >= MAX_PASSED_OVER else self._take_in_turn()
         if self._suspects:
             self._passed_over += 1
-            if not count or self._passed_over > MAX_PASSED_OVER:
+            if not taken:
                 self._passed_over = 0
                 return self._take_suspects()
-        if count and self._batch_interval is not None:
+        if taken and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
-        return [self._items.popleft() for _ in range(count)]
+        return taken
+
+    def _take_in_turn(self) -> list[InFlightMessage]:
+        """Take from the lanes in turn. A delivery is opened when it is its lane's turn."""
+        taken: list[InFlightMessage] = []
+        requests = opened_bytes = unreadable = 0
+        while self._arrived and requests < self._max_batch:
+            first = self._arrived.peek()
+            if isinstance(first, ArrivedDelivery):
+                if self._draining or (taken and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE)):
+                    break
+                opened = self._open(first)
+                opened_bytes += len(first.delivery.body)
+                unreadable += sum(isinstance(one.received, Malformed) for one in opened)
+                self._arrived.open(opened)
+                continue
+            weight = first.weight
+            requests += weight
+            if taken and requests > self._max_batch:
+                break
+            self._arrived.take(weight)
+            taken.append(first)
+        return taken
 
     def _take_suspects(self) -> list[InFlightMessage]:
         """Take one suspect at random, with as many others of its delivery as are to be tried together."""
@@ -304,19 +325,20 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        for arrival in self._arrived.take_first(lambda arrival: arrival.delivery.is_lost):
-            arrival.lane.release(arrival.delivery)
-            self._note_untried(arrival.delivery)
         lost: dict[InFlightDelivery, None] = {}
-        while self._items and self._items[0].in_flight.delivery.is_lost:
-            lost[self._items[0].in_flight] = None
-            self._close(self._items.popleft())
-        if self._suspects and self._suspects[0].in_flight.delivery.is_lost:
+        for arrival in self._arrived.take_first(lambda one: one.is_lost):
+            if isinstance(arrival, ArrivedDelivery):
+                arrival.lane.release(arrival.delivery)
+                self._note_untried(arrival.delivery)
+            else:
+                lost[arrival.in_flight] = None
+                self._close(arrival)
+        if self._suspects and self._suspects[0].is_lost:
             for item in self._suspects:
-                if item.in_flight.delivery.is_lost:
+                if item.is_lost:
                     lost[item.in_flight] = None
                     self._close(item)
-            self._suspects = [item for item in self._suspects if not item.in_flight.delivery.is_lost]
+            self._suspects = [item for item in self._suspects if not item.is_lost]
         for in_flight in lost:
             if not in_flight.open:  # otherwise a handler has another message of this delivery
                 self._note_untried(in_flight.delivery)
@@ -334,22 +356,22 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _open(self, arrival: ArrivedDelivery) -> int:
-        """Read a delivery. Returns how many of its messages are unreadable."""
+    def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
+        """Read a delivery. Returns its messages, unless they are suspects."""
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         # One that was read at once has not waited.
         if arrival.since < arrival.at and self._give_back(arrival, reads):
             arrival.lane.release(delivery)
-            return 0
+            return []
         self._consumed.inc(len(reads))
         if not reads:
             arrival.lane.release(delivery)
             delivery.ack()
-            return 0
+            return []
         in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
-        opened = self._suspects if in_flight.tries >= SUSPECT_FROM else self._items
+        opened: list[InFlightMessage] = []
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
         given_up = letters_code(delivery) if self._row.takes_letters else ""
         for read in reads:
@@ -370,7 +392,10 @@ class Consumer:
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
             goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
-        return sum(isinstance(read, Malformed) for read in reads)
+        if in_flight.tries >= SUSPECT_FROM:
+            self._suspects += opened
+            return []
+        return opened
 
     def _until(self, delivery: Delivery, meta: Meta, since: float) -> float | None:
         return None if self._row.takes_letters else of_use_until(delivery, meta, since, self._bus.clock)

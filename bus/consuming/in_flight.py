@@ -23,8 +23,8 @@ from bus.contracts.queues import ENDED_BY_LETTER
 from bus.port import Delivery, Subscription
 from bus.wire import Malformed
 
-# Each queue is a lane. The consumer takes the deliveries of one lane in their order, one at a time from each lane that
-# has some, so a message waits for one delivery of each other lane at most, however many wait there.
+# Each queue is a lane. The consumer takes the messages of one lane in their order, and next from the lane that has had
+# the least: a message with many requests, or one for many machines, counts as so many (until: simpler).
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
 # them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
@@ -47,6 +47,11 @@ class ArrivedDelivery(NamedTuple):
     at: float
     since: float
     lane: ConsumerLane
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its acknowledgement would be lost."""
+        return self.delivery.is_lost
 
 
 class ConsumerLane:
@@ -169,6 +174,16 @@ class InFlightMessage:
         self.in_flight = in_flight
         self.received = received
         self.until = until
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its acknowledgement would be lost."""
+        return self.in_flight.delivery.is_lost
+
+    @property
+    def weight(self) -> int:
+        """How many requests it counts as."""
+        return 1 if isinstance(self.received, Malformed) else self.received.message.weight
 
     def ask_again(self) -> None:
         """The handler has had it, and may have begun it: its next call is no first delivery."""
