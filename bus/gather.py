@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from contextvars import copy_context
-from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,15 +20,12 @@ SLOW_S = 0.05
 
 class InTurn(Generic[T]):
     """Items in lines that are served in turn: however long one line is, the others wait for little of it. A line keeps
-    its order. The line that has had the least is next, by the weights of what it had; one that was empty begins with
-    as much as the line that was next last.
+    its order, and one item at a time leaves each line that has some.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, deque[T]] = {}  # no empty ones
-        self._turns: list[tuple[int, int, Hashable]] = []  # a heap: what a line has had, then who came first
-        self._had = 0  # what the line had that was next last
-        self._came = 0
+        self._turns: deque[Hashable] = deque()  # the next line first
         self.count = 0  # of items; to be read only
 
     def __len__(self) -> int:
@@ -40,52 +36,36 @@ class InTurn(Generic[T]):
         items = self._lines.get(line)
         if items is None:
             items = self._lines[line] = deque()
-            self._wait(line, self._had)
+            self._turns.append(line)
         items.append(item)
         self.count += 1
 
     def peek(self) -> T:
         """The item that is taken next. Raises IndexError: there is none."""
-        return self._lines[self._turns[0][2]][0]
+        return self._lines[self._turns[0]][0]
 
-    def open(self, within: Sequence[T]) -> None:
-        """Put what is within the item that is taken next in its place. Raises IndexError: there is none."""
-        line = self._turns[0][2]
-        items = self._lines[line]
-        items.popleft()
-        items.extendleft(reversed(within))
-        self.count += len(within) - 1
-        if not items:
-            heappop(self._turns)
-            del self._lines[line]
-
-    def take(self, weight: int = 1) -> T:
+    def take(self) -> T:
         """Take the first item of the next line; then it is another line's turn. Raises IndexError: there is none."""
-        self._had, _, line = heappop(self._turns)
+        line = self._turns.popleft()
         items = self._lines[line]
         self.count -= 1
         item = items.popleft()
         if items:
-            self._wait(line, self._had + weight)
+            self._turns.append(line)
         else:
             del self._lines[line]
         return item
 
     def take_first(self, is_wanted: Callable[[T], bool]) -> Iterator[T]:
         """Take the items at the beginning of each line for which this holds."""
-        for turn in sorted(self._turns):
-            items = self._lines[turn[2]]
+        for line in list(self._turns):
+            items = self._lines[line]
             while items and is_wanted(items[0]):
                 self.count -= 1
                 yield items.popleft()
             if not items:
-                del self._lines[turn[2]]
-                self._turns.remove(turn)
-                heapify(self._turns)
-
-    def _wait(self, line: Hashable, had: int) -> None:
-        self._came += 1
-        heappush(self._turns, (had, self._came, line))
+                del self._lines[line]
+                self._turns.remove(line)
 
 
 class Gather(Generic[T]):

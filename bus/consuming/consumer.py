@@ -32,6 +32,7 @@ from bus.consuming.in_flight import (
     ConsumerLane,
     InFlightDelivery,
     InFlightMessage,
+    LanesInTurn,
     left_s,
     may_be_begun,
     of_use_until,
@@ -42,7 +43,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Gather, InTurn
+from bus.gather import Gather
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
@@ -117,8 +118,7 @@ class Consumer:
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
-        # In a line for each lane, and not taken yet: the messages of opened deliveries, then the other deliveries.
-        self._arrived: InTurn[ArrivedDelivery | InFlightMessage] = InTurn()
+        self._arrived = LanesInTurn()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
@@ -132,7 +132,7 @@ class Consumer:
             self._take,
             self._settle_all,
             waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
-            is_full=self._is_full,
+            is_full=lambda: self._is_full() or self._arrived.has_quiet,
             most=concurrency,
             pause_s=self._pause_s,
             enough=lambda: self._draining or self._broken is not None,
@@ -217,15 +217,10 @@ class Consumer:
         delivered here again, and again, until the broker gives it up (`delivery_limit`).
         """
         await self._end_subscriptions()
-        opened = []
-        while self._arrived:
-            arrival = self._arrived.take()
-            if isinstance(arrival, ArrivedDelivery):
+        for lane in self._lanes:
+            for arrival in [one for one in lane.waiting if isinstance(one, ArrivedDelivery)]:
+                lane.waiting.remove(arrival)
                 arrival.delivery.nack(requeue=True)
-            else:
-                opened.append(arrival)
-        for message in opened:
-            self._arrived.put(message.in_flight.lane.name, message)
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._untrusted.drop(delivery, lane.name):
@@ -234,7 +229,7 @@ class Consumer:
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
         lane.hold(delivery)
-        self._arrived.put(lane.name, ArrivedDelivery(delivery, now, since, lane))
+        self._arrived.put(lane, ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
         self._gather.wake()
@@ -260,7 +255,7 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._arrived) + len(self._suspects)
+        return self._arrived.waiting() + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
         """Take of the messages that have arrived as many as count as `max_batch` requests. Suspects are taken
@@ -276,7 +271,10 @@ class Consumer:
             self._passed_over += 1
             if not taken:
                 self._passed_over = 0
-                return self._take_suspects()
+                taken = self._take_suspects()
+                for one in taken:
+                    one.in_flight.lane.in_hand += one.weight
+                return taken
         if taken and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
         return taken
@@ -285,21 +283,20 @@ class Consumer:
         """Take from the lanes in turn. A delivery is opened when it is its lane's turn."""
         taken: list[InFlightMessage] = []
         requests = opened_bytes = unreadable = 0
-        while self._arrived and requests < self._max_batch:
-            first = self._arrived.peek()
+        while requests < self._max_batch and (lane := self._arrived.next()) is not None:
+            first = lane.waiting[0]
             if isinstance(first, ArrivedDelivery):
                 if self._draining or (taken and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE)):
                     break
                 opened = self._open(first)
                 opened_bytes += len(first.delivery.body)
                 unreadable += sum(isinstance(one.received, Malformed) for one in opened)
-                self._arrived.open(opened)
+                self._arrived.open(lane, opened)
                 continue
-            weight = first.weight
-            requests += weight
+            requests += first.weight
             if taken and requests > self._max_batch:
                 break
-            self._arrived.take(weight)
+            self._arrived.take(lane, first.weight)
             taken.append(first)
         return taken
 
@@ -423,6 +420,13 @@ class Consumer:
         return True
 
     async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
+        try:
+            await self._settle_apart(items)
+        finally:
+            for item in items:
+                item.in_flight.lane.in_hand -= item.weight
+
+    async def _settle_apart(self, items: Sequence[InFlightMessage]) -> None:
         malformed = [item for item in items if isinstance(item.received, Malformed)]
         if malformed:
             await self._refuse_all(malformed)

@@ -36,7 +36,7 @@ QUOTA = 40  # nearly all of the attacker's are refused, so that hosts are left
 @pytest.fixture(scope="module")
 def system() -> Iterator[Guarded]:
     with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-load-") as name:
-        guarded = Guarded(servers, Path(name))
+        guarded = Guarded(servers, Path(name)); import os; B = os.environ.get("XBATCH"); guarded.settings = __import__("msgspec").structs.replace(guarded.settings, scheduler=__import__("msgspec").structs.replace(guarded.settings.scheduler, batch=int(B))) if B else guarded.settings
         try:
             guarded.start()
             done = guarded.berth("quotas", "set", MINE, f"INSTANCES={QUOTA}", "--yes")
@@ -128,3 +128,22 @@ async def test_many_requests_in_one_message_are_many_turns(
         beside = statistics.median(took)
         print("alone", alone, "beside", beside, "max", max(took), "sent", flood.sent, "refused", flood.refused)
         assert beside < TIMES * alone
+
+
+def one() -> tuple[bytes, str]:
+    body = {"instance_uuid": str(uuid.uuid4()), "project_id": MINE, "flavor": "m1.tiny"}
+    return json.dumps(body).encode(), "application/json"
+
+
+@pytest.mark.parametrize("n", [1, 5])
+async def test_control(system: Guarded, n: int) -> None:
+    async with tenant(system, THEIRS) as quiet:
+        await boots_s(quiet, 3)
+        alone = statistics.median(await boots_s(quiet))
+        flood = Flood(system.url(f"berth-project-{MINE}"), one, n)
+        async with flood.running():
+            await boots_s(quiet, 2)
+            took = await boots_s(quiet)
+        beside = statistics.median(took)
+        print("control alone", alone, "beside", beside, "max", max(took), "sent", flood.sent, "refused", flood.refused)
+    await asyncio.sleep(5)
