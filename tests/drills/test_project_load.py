@@ -1,4 +1,4 @@
-"""What a project's own user does to the others through the broker, with exactly the permissions that are printed (Found A7).
+"""What a project's own user does to others by its requests, with exactly the printed permissions (Found A7).
 
 Each limit is a share of what was measured in the same run: no time by the clock.
 """
@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiormq
 import pytest
@@ -64,7 +63,12 @@ def batch_of_many() -> tuple[bytes, str]:
     items = [
         {
             "meta": {"id": str(uuid.uuid4())},
-            "body": {"type": "build.request.v1", "instance_uuid": str(uuid.uuid4()), "project_id": MINE, "flavor": "m1.tiny"},
+            "body": {
+                "type": "build.request.v1",
+                "instance_uuid": str(uuid.uuid4()),
+                "project_id": MINE,
+                "flavor": "m1.tiny",
+            },
         }
         for _ in range(512)
     ]
@@ -114,7 +118,7 @@ class Flood:
 
 
 async def test_many_requests_in_one_message_are_many_turns(system: Guarded) -> None:
-    """Others' boots took 35 s beside batches of 512, and 5 s beside gangs of 100: one message was one turn of a lane."""
+    """Others' boots took 35 s beside batches of 512, 5 s beside gangs of 100: a message was one turn of its lane."""
     async with tenant(system, THEIRS) as quiet:
         await boots_s(quiet, 3)
         alone = statistics.median(await boots_s(quiet))
