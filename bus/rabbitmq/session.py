@@ -105,20 +105,22 @@ class Session:
     async def _connect_to(
         cls, address: BrokerAddress, host: Endpoint, names: QueueNames, connection_name: str
     ) -> Session:
-        urls = [
-            address.url(host, heartbeat=str(HEARTBEAT_S), name=name)
+        consuming, publishing = (
+            aio_pika.Connection(
+                address.url(host, heartbeat=str(HEARTBEAT_S), name=name),
+                ssl_context=address.tls(),
+            )
             for name in (connection_name, f"{connection_name} publishes")
-        ]
-        both = [aio_pika.Connection(url, ssl_context=address.tls()) for url in urls]
+        )
         with translated():
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    for pika in both:
-                        await pika.connect()
+                    await consuming.connect()
+                    await publishing.connect()
             except BaseException:
-                await asyncio.gather(*map(_close_quietly, both))
+                await asyncio.gather(_close_quietly(consuming), _close_quietly(publishing))
                 raise
-        return cls(*both, names)
+        return cls(consuming, publishing, names)
 
     def _alarmed(self, reason: str) -> None:
         self.blocked = reason

@@ -35,7 +35,7 @@ UNTIL_SIMPLER = "Found A7 until: simpler"
 MB = 2**20
 ROOM_MB = 150  # the attack writes three times as much
 LARGE, LARGE_MESSAGES = 500_000, 30
-QUEUES, MALFORMED = 1000, 300
+QUEUES, MALFORMED = 400, 200
 BINDINGS = 100
 MESSAGES_IN_LANES = """
 lists:sum([Count || Queue <- rabbit_amqqueue:list(<<"berth">>), {resource, _, _, Name} <- [amqqueue:get_name(Queue)],
