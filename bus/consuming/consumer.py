@@ -26,7 +26,12 @@ from bus import metrics
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.consuming.in_flight import (
+    LAST_DELIVERIES,
+    MAX_OPENED_BYTES,
+    MAX_PASSED_OVER,
+    MAX_UNREADABLE,
     SUSPECT_FROM,
+    SUSPECT_WAIT_S,
     ArrivedDelivery,
     BatchInterval,
     ConsumerLane,
@@ -55,33 +60,13 @@ NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
-# The number of last deliveries, before the broker dead-letters a message, in which the message is `exhausted`: its
-# handler can still announce the end.
-LAST_DELIVERIES = 3
-
 # The bound of remembered messages that were lost with their connection before a handler had them. The oldest are
 # dropped first, and their deliveries count as tries again.
 MAX_UNTRIED = 10_000
 
-# The number of batches of other messages that may be taken before a suspect, a message that was delivered often and
-# never acknowledged.
-MAX_PASSED_OVER = 8
-
-# The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
-# event loop, a megabyte in 5 to 12 ms.
-MAX_OPENED_BYTES = 512 * 1024
-
-# The unreadable messages after which no further delivery is opened for a batch. A batch makes none of them cheaper, and
-# the sound requests beside them wait.
-MAX_UNREADABLE = 64
-
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
 FLUSHED_TIMEOUT_S = 2.0
-
-# The time that a consumer waits for further suspects after the first, and then takes one of them at random. The first
-# to arrive would be the same each time, and the others would be requeued with it each time.
-SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
@@ -258,8 +243,7 @@ class Consumer:
         return self._arrived.waiting() + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """Take of the messages that have arrived as many as count as `max_batch` requests. Suspects are taken
-        separately, and later than others.
+        """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others.
 
         When a message ends its process, the messages that were delivered beside it are delivered again, too. In the
         order of the queue these would be the same each time, until the broker gives up all of them. Taken one by one in
@@ -271,10 +255,7 @@ class Consumer:
             self._passed_over += 1
             if not taken:
                 self._passed_over = 0
-                taken = self._take_suspects()
-                for one in taken:
-                    one.in_flight.lane.in_hand += one.weight
-                return taken
+                return self._take_suspects()
         if taken and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
         return taken
@@ -304,12 +285,11 @@ class Consumer:
         """Take one suspect at random, with as many others of its delivery as are to be tried together."""
         first = self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))
         most = min(first.in_flight.part, self._max_batch)
-        if most == 1:
-            return [first]
-        beside = [one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]
-        taken = {id(one) for one in beside}
-        self._suspects = [one for one in self._suspects if id(one) not in taken]
-        return [first, *beside]
+        taken = [first, *[one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]]
+        ids = {id(one) for one in taken}
+        self._suspects = [one for one in self._suspects if id(one) not in ids]
+        first.in_flight.lane.in_hand += sum(one.weight for one in taken)
+        return taken
 
     def _drop_lost(self) -> None:
         """Drop the waiting messages of a lost connection: they are delivered again, and acknowledgements of these

@@ -165,6 +165,26 @@ class LanesInTurn:
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
+# The number of batches of other messages that may be taken before a suspect, a message that was delivered often and
+# never acknowledged.
+MAX_PASSED_OVER = 8
+
+# The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
+# event loop, a megabyte in 5 to 12 ms.
+MAX_OPENED_BYTES = 512 * 1024
+
+# The unreadable messages after which no further delivery is opened for a batch. A batch makes none of them cheaper, and
+# the sound requests beside them wait.
+MAX_UNREADABLE = 64
+
+# The time that a consumer waits for further suspects after the first, and then takes one of them at random. The first
+# to arrive would be the same each time, and the others would be requeued with it each time.
+SUSPECT_WAIT_S = 0.1
+
+# The number of last deliveries, before the broker dead-letters a message, in which the message is `exhausted`: its
+# handler can still announce the end.
+LAST_DELIVERIES = 3
+
 
 def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     """Whether a handler may have had this message of a queue whose requests end by what is on record.
