@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
@@ -55,17 +55,6 @@ class InTurn(Generic[T]):
         else:
             del self._lines[line]
         return item
-
-    def take_first(self, is_wanted: Callable[[T], bool]) -> Iterator[T]:
-        """Take the items at the beginning of each line for which this holds."""
-        for line in list(self._turns):
-            items = self._lines[line]
-            while items and is_wanted(items[0]):
-                self.count -= 1
-                yield items.popleft()
-            if not items:
-                del self._lines[line]
-                self._turns.remove(line)
 
 
 class Gather(Generic[T]):

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import math
 from collections import Counter as Counted
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -27,12 +26,18 @@ from bus import metrics
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.consuming.in_flight import (
+    LAST_DELIVERIES,
+    MAX_OPENED_BYTES,
+    MAX_PASSED_OVER,
+    MAX_UNREADABLE,
     SUSPECT_FROM,
+    SUSPECT_WAIT_S,
     ArrivedDelivery,
     BatchInterval,
     ConsumerLane,
     InFlightDelivery,
     InFlightMessage,
+    LanesInTurn,
     left_s,
     may_be_begun,
     of_use_until,
@@ -43,7 +48,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Gather, InTurn
+from bus.gather import Gather
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
@@ -55,33 +60,13 @@ NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
-# The number of last deliveries, before the broker dead-letters a message, in which the message is `exhausted`: its
-# handler can still announce the end.
-LAST_DELIVERIES = 3
-
 # The bound of remembered messages that were lost with their connection before a handler had them. The oldest are
 # dropped first, and their deliveries count as tries again.
 MAX_UNTRIED = 10_000
 
-# The number of batches of other messages that may be taken before a suspect, a message that was delivered often and
-# never acknowledged.
-MAX_PASSED_OVER = 8
-
-# The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
-# event loop, a megabyte in 5 to 12 ms.
-MAX_OPENED_BYTES = 512 * 1024
-
-# The unreadable messages after which no further delivery is opened for a batch. A batch makes none of them cheaper, and
-# the sound requests beside them wait.
-MAX_UNREADABLE = 64
-
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
 FLUSHED_TIMEOUT_S = 2.0
-
-# The time that a consumer waits for further suspects after the first, and then takes one of them at random. The first
-# to arrive would be the same each time, and the others would be requeued with it each time.
-SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
@@ -118,8 +103,7 @@ class Consumer:
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
-        self._arrived: InTurn[ArrivedDelivery] = InTurn()  # in a line for each lane, and not taken yet
-        self._items: deque[InFlightMessage] = deque()
+        self._arrived = LanesInTurn()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
@@ -133,7 +117,7 @@ class Consumer:
             self._take,
             self._settle_all,
             waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
-            is_full=self._is_full,
+            is_full=lambda: self._is_full() or self._arrived.has_quiet,
             most=concurrency,
             pause_s=self._pause_s,
             enough=lambda: self._draining or self._broken is not None,
@@ -218,8 +202,10 @@ class Consumer:
         delivered here again, and again, until the broker gives it up (`delivery_limit`).
         """
         await self._end_subscriptions()
-        while self._arrived:
-            self._arrived.take().delivery.nack(requeue=True)
+        for lane in self._lanes:
+            for arrival in [one for one in lane.waiting if isinstance(one, ArrivedDelivery)]:
+                lane.waiting.remove(arrival)
+                arrival.delivery.nack(requeue=True)
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._untrusted.drop(delivery, lane.name):
@@ -228,7 +214,7 @@ class Consumer:
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
         lane.hold(delivery)
-        self._arrived.put(lane.name, ArrivedDelivery(delivery, now, since, lane))
+        self._arrived.put(lane, ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
         self._gather.wake()
@@ -254,44 +240,56 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._arrived) + len(self._items) + len(self._suspects)
+        return self._arrived.waiting() + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
-        """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
-        others.
+        """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others.
 
         When a message ends its process, the messages that were delivered beside it are delivered again, too. In the
         order of the queue these would be the same each time, until the broker gives up all of them. Taken one by one in
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        opened_bytes = unreadable = 0
-        while self._arrived and len(self._items) < self._max_batch and not self._draining:
-            if self._items and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE):
-                break
-            arrival = self._arrived.take()
-            opened_bytes += len(arrival.delivery.body)
-            unreadable += self._open(arrival)
-        count = min(len(self._items), self._max_batch)
+        taken = [] if self._suspects and self._passed_over >= MAX_PASSED_OVER else self._take_in_turn()
         if self._suspects:
             self._passed_over += 1
-            if not count or self._passed_over > MAX_PASSED_OVER:
+            if not taken:
                 self._passed_over = 0
                 return self._take_suspects()
-        if count and self._batch_interval is not None:
+        if taken and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
-        return [self._items.popleft() for _ in range(count)]
+        return taken
+
+    def _take_in_turn(self) -> list[InFlightMessage]:
+        """Take from the lanes in turn. A delivery is opened when it is its lane's turn."""
+        taken: list[InFlightMessage] = []
+        requests = opened_bytes = unreadable = 0
+        while requests < self._max_batch and (lane := self._arrived.next()) is not None:
+            first = lane.waiting[0]
+            if isinstance(first, ArrivedDelivery):
+                if self._draining or (taken and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE)):
+                    break
+                opened = self._open(first)
+                opened_bytes += len(first.delivery.body)
+                unreadable += sum(isinstance(one.received, Malformed) for one in opened)
+                self._arrived.open(lane, opened)
+                continue
+            requests += first.weight
+            if taken and requests > self._max_batch:
+                break
+            self._arrived.take(lane, first.weight)
+            taken.append(first)
+        return taken
 
     def _take_suspects(self) -> list[InFlightMessage]:
         """Take one suspect at random, with as many others of its delivery as are to be tried together."""
         first = self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))
         most = min(first.in_flight.part, self._max_batch)
-        if most == 1:
-            return [first]
-        beside = [one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]
-        taken = {id(one) for one in beside}
-        self._suspects = [one for one in self._suspects if id(one) not in taken]
-        return [first, *beside]
+        taken = [first, *[one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]]
+        ids = {id(one) for one in taken}
+        self._suspects = [one for one in self._suspects if id(one) not in ids]
+        first.in_flight.lane.in_hand += sum(one.weight for one in taken)
+        return taken
 
     def _drop_lost(self) -> None:
         """Drop the waiting messages of a lost connection: they are delivered again, and acknowledgements of these
@@ -304,19 +302,20 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        for arrival in self._arrived.take_first(lambda arrival: arrival.delivery.is_lost):
-            arrival.lane.release(arrival.delivery)
-            self._note_untried(arrival.delivery)
         lost: dict[InFlightDelivery, None] = {}
-        while self._items and self._items[0].in_flight.delivery.is_lost:
-            lost[self._items[0].in_flight] = None
-            self._close(self._items.popleft())
-        if self._suspects and self._suspects[0].in_flight.delivery.is_lost:
+        for arrival in self._arrived.take_first(lambda one: one.is_lost):
+            if isinstance(arrival, ArrivedDelivery):
+                arrival.lane.release(arrival.delivery)
+                self._note_untried(arrival.delivery)
+            else:
+                lost[arrival.in_flight] = None
+                self._close(arrival)
+        if self._suspects and self._suspects[0].is_lost:
             for item in self._suspects:
-                if item.in_flight.delivery.is_lost:
+                if item.is_lost:
                     lost[item.in_flight] = None
                     self._close(item)
-            self._suspects = [item for item in self._suspects if not item.in_flight.delivery.is_lost]
+            self._suspects = [item for item in self._suspects if not item.is_lost]
         for in_flight in lost:
             if not in_flight.open:  # otherwise a handler has another message of this delivery
                 self._note_untried(in_flight.delivery)
@@ -334,22 +333,22 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _open(self, arrival: ArrivedDelivery) -> int:
-        """Read a delivery. Returns how many of its messages are unreadable."""
+    def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
+        """Read a delivery. Returns its messages, unless they are suspects."""
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         # One that was read at once has not waited.
         if arrival.since < arrival.at and self._give_back(arrival, reads):
             arrival.lane.release(delivery)
-            return 0
+            return []
         self._consumed.inc(len(reads))
         if not reads:
             arrival.lane.release(delivery)
             delivery.ack()
-            return 0
+            return []
         in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
-        opened = self._suspects if in_flight.tries >= SUSPECT_FROM else self._items
+        opened: list[InFlightMessage] = []
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
         given_up = letters_code(delivery) if self._row.takes_letters else ""
         for read in reads:
@@ -370,7 +369,10 @@ class Consumer:
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
             goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
-        return sum(isinstance(read, Malformed) for read in reads)
+        if in_flight.tries >= SUSPECT_FROM:
+            self._suspects += opened
+            return []
+        return opened
 
     def _until(self, delivery: Delivery, meta: Meta, since: float) -> float | None:
         return None if self._row.takes_letters else of_use_until(delivery, meta, since, self._bus.clock)
@@ -398,6 +400,13 @@ class Consumer:
         return True
 
     async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
+        try:
+            await self._settle_apart(items)
+        finally:
+            for item in items:
+                item.in_flight.lane.in_hand -= item.weight
+
+    async def _settle_apart(self, items: Sequence[InFlightMessage]) -> None:
         malformed = [item for item in items if isinstance(item.received, Malformed)]
         if malformed:
             await self._refuse_all(malformed)

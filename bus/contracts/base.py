@@ -86,6 +86,11 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
     a field is never changed or reused, a changed meaning is a new version.
     """
 
+    @property
+    def weight(self) -> int:
+        """How many requests it counts as, where the requests of several take turns."""
+        return 1
+
 
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The metadata of one message: as AMQP properties and headers, or inside a batch item.

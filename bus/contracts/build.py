@@ -118,6 +118,11 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
         """How many machines it is for."""
         return self.count + sum(one.count for one in self.also)
 
+    @property
+    def weight(self) -> int:
+        """A gang is as much work as a request for each of its machines."""
+        return self.members
+
 
 def member_uuids(request: BuildRequest) -> tuple[str, ...]:
     """The instances of a request: its `instance_uuid`, then uuid5(instance_uuid, "1") and so on, flavor by flavor."""

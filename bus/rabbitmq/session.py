@@ -1,4 +1,10 @@
-"""One connection to the broker, from its opening to its loss. The transport makes a new session for each connection."""
+"""One session with the broker, from its opening to its loss. The transport makes a new one after each loss.
+
+It has two connections. A broker that is short of memory or disk no longer reads a connection that has published:
+neither what acknowledges messages nor what gives them back, so its queues would not shrink and the alarm would stay.
+So one connection publishes, and nothing else; the other consumes, acknowledges and declares. When one is lost the other
+is closed, because whoever publishes and whoever consumes has one state to know.
+"""
 
 from __future__ import annotations
 
@@ -64,21 +70,30 @@ UPGRADE = "docs/operate/upgrade.md"
 
 
 class Session:
-    """A connection, a channel to publish on and one to declare on; both are replaced when the broker closes them."""
+    """Two connections, a channel to publish on and one to declare on; the channels are replaced when the broker closes
+    them.
+    """
 
-    def __init__(self, connection: aio_pika.abc.AbstractConnection, names: QueueNames) -> None:
-        assert connection.transport is not None, "connected"
+    def __init__(
+        self,
+        connection: aio_pika.abc.AbstractConnection,
+        publishing: aio_pika.abc.AbstractConnection,
+        names: QueueNames,
+    ) -> None:
+        assert connection.transport is not None and publishing.transport is not None, "connected"
         self.names = names
         self.lost = asyncio.Event()
         self.blocked = ""  # why the broker takes no messages now
         self._takes = asyncio.Event()  # it does, or the connection is lost
         self._takes.set()
         self.on_blocked: Callable[[], None] = lambda: None
-        self._pika = connection
+        self._both = (connection, publishing)
         self._connection: AbstractConnection = connection.transport.connection
-        self._connection.closing.add_done_callback(lambda _: self.lost.set())
-        self._connection.closing.add_done_callback(lambda _: self._takes.set())
-        listen_for_alarms(self._connection, self._alarmed)
+        self._publishes: AbstractConnection = publishing.transport.connection
+        for one in (self._connection, self._publishes):
+            one.closing.add_done_callback(lambda _: self.lost.set())
+            one.closing.add_done_callback(lambda _: self._takes.set())
+        listen_for_alarms(self._publishes, self._alarmed)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
@@ -104,16 +119,22 @@ class Session:
     async def _connect_to(
         cls, address: BrokerAddress, host: Endpoint, names: QueueNames, connection_name: str
     ) -> Session:
-        target = address.url(host, heartbeat=str(HEARTBEAT_S), name=connection_name)
-        pika = aio_pika.Connection(target, ssl_context=address.tls())
+        consuming, publishing = (
+            aio_pika.Connection(
+                address.url(host, heartbeat=str(HEARTBEAT_S), name=name),
+                ssl_context=address.tls(),
+            )
+            for name in (connection_name, f"{connection_name} publishes")
+        )
         with translated():
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await pika.connect()
+                    await consuming.connect()
+                    await publishing.connect()
             except BaseException:
-                await _close_quietly(pika)
+                await asyncio.gather(_close_quietly(consuming), _close_quietly(publishing))
                 raise
-        return cls(pika, names)
+        return cls(consuming, publishing, names)
 
     def _alarmed(self, reason: str) -> None:
         self.blocked = reason
@@ -122,13 +143,14 @@ class Session:
 
     async def close(self) -> None:
         """Close, and never wait long for a broker that does not answer."""
-        await _close_quietly(self._pika)
+        await asyncio.gather(*map(_close_quietly, self._both))
         self.lost.set()
 
     async def channel(self, *, confirms: bool) -> AbstractChannel:
-        """A new channel."""
+        """A new channel: to publish on (confirms), or for anything else."""
+        connection = self._publishes if confirms else self._connection
         with translated():
-            return await self._connection.channel(publisher_confirms=confirms, timeout=RPC_TIMEOUT_S)
+            return await connection.channel(publisher_confirms=confirms, timeout=RPC_TIMEOUT_S)
 
     async def named(self, name: str) -> AbstractChannel:
         """A channel kept for one purpose; opened anew when the broker has closed it."""

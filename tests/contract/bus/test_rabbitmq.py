@@ -32,7 +32,16 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
-from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
+from bus.port import (
+    BusError,
+    BusForbidden,
+    BusUnavailable,
+    Delivery,
+    Outgoing,
+    PublishRefused,
+    QueueDiffers,
+    QueueMissing,
+)
 from bus.rabbitmq import channels, session
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.patches import has_ended
@@ -59,6 +68,12 @@ Close([]).
 """
 # The same as `rabbitmqctl set_vm_memory_high_watermark`. %s: a share of the machine's memory.
 MEMORY_LIMIT = "vm_memory_monitor:set_vm_memory_high_watermark(%s)."
+# %s: the name that a client has given its connection.
+CLOSE_CONNECTION = """
+[rabbit_networking:close_connection(Pid, "tests") || Pid <- rabbit_networking:connections(),
+    [{client_properties, Given}] <- [rabbit_reader:info(Pid, [client_properties])],
+    {<<"connection_name">>, _, <<"%s">>} <- Given].
+"""
 # The same as `rabbitmqctl delete_queue scheduler.requests.17`.
 DELETE_REQUESTS = """
 {ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests.17">>)),
@@ -174,6 +189,56 @@ async def test_what_is_late_in_an_alarm_is_not_sent_again(
         await waiting
         await transport.publish(to("q"))
         assert await transport.depth("q") == len(before) + 1
+    finally:
+        await transport.close()
+
+
+async def test_what_is_handled_in_an_alarm_leaves_its_queue(
+    own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acknowledgements went the way of what is published, which the broker does not read then: its queues never shrank,
+    and the alarm stayed for ever.
+    """
+    monkeypatch.setattr(channels, "CONFIRM_TIMEOUT_S", 5.0)
+    transport = RabbitTransport(own_broker.url(), name="api")
+    await transport.open()
+    got: list[Delivery] = []
+    try:
+        await transport.declare_reply_queue("q")
+        await transport.consume("q", got.append, prefetch=10)
+        for _ in range(2):
+            await transport.publish(to("q"))
+        await until(lambda: len(got) == 2)
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
+
+        async def blocked() -> bool:  # the broker says so after a publish
+            if not transport.blocked:
+                await asyncio.wait([asyncio.create_task(transport.publish(to("q")))], timeout=0.5)
+            return bool(transport.blocked)
+
+        await until(blocked)
+        for delivery in got:
+            await delivery.acknowledged()
+        assert transport.blocked and transport.connected
+    finally:
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.6")
+        await transport.close()
+
+
+async def test_either_connection_that_is_lost_ends_the_session(own_broker: RabbitMQ) -> None:
+    """Who publishes and who consumes is told of one loss, and of one return."""
+    transport = RabbitTransport(own_broker.url(), name="api")
+    await transport.open()
+    returns: list[None] = []
+    transport.on_reconnect(lambda: returns.append(None))
+    try:
+        for number, name in enumerate(("berth api", "berth api publishes"), start=1):
+            await asyncio.to_thread(own_broker.evaluate, CLOSE_CONNECTION % name)
+            await until(lambda number=number: len(returns) == number)  # type: ignore[misc]
+            await transport.declare_reply_queue("q")
+            await transport.publish(to("q"))
+            assert await transport.depth("q") == 1
+            await transport.purge("q")
     finally:
         await transport.close()
 

@@ -513,7 +513,7 @@ class Connection:
 @on_virtual_time
 async def test_a_message_waits_for_the_end_of_an_alarm_as_long_as_its_requester_does() -> None:
     """It left after it, as late as 30 seconds, with all the time that its requester had had."""
-    session = Session(Connection(), QueueNames(""))  # type: ignore[arg-type]
+    session = Session(Connection(), Connection(), QueueNames(""))  # type: ignore[arg-type]
     session._alarmed("low on memory")
     with pytest.raises(NotSent):
         await session.publish(Outgoing(exchange="", routing_key="q", body=b"{}", expiration_s=5.0))

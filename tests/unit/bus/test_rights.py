@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.consuming import in_flight
-from bus.consuming.in_flight import ConsumerLane
+from bus.consuming.in_flight import ArrivedDelivery, ConsumerLane, LanesInTurn
 from bus.contracts.base import Message, Meta
-from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.contracts.build import BuildRequest, DeleteRequest, FlavorCount
 from bus.contracts.catalogue import (
     BY_TYPE,
     MESSAGES,
@@ -390,13 +390,82 @@ def test_all_are_taken_each_lane_in_its_order_and_none_twice_while_another_waits
         before = lane
 
 
+class Lanes:
+    """Lanes in turn, and what is taken of them: names, each the lane's first letter and a number."""
+
+    def __init__(self) -> None:
+        self.in_turn = LanesInTurn()
+        self.lanes = {name: ConsumerLane(name) for name in "ab"}
+
+    def put(self, lane: str, count: int, at: float = 0.0) -> None:
+        for number in range(count):
+            sent: Any = Sent(f"{lane}{number}")
+            self.in_turn.put(self.lanes[lane], ArrivedDelivery(sent, at, at, self.lanes[lane]))
+
+    def take(self, count: int, **weights: int) -> str:
+        """The lanes from which so many messages are taken; fewer where no lane may have more in hand."""
+        order = ""
+        while len(order) < count and (lane := self.in_turn.next()) is not None:
+            self.in_turn.take(lane, weights.get(lane.name, 1))
+            order += lane.name
+        return order
+
+
+def test_a_message_for_many_machines_is_as_many_turns() -> None:
+    """A gang of 100, or a batch of 512, was one turn: others' boots took 5 s and 35 s."""
+    many = Lanes()
+    many.put("a", 2)
+    many.put("b", 8)
+    assert many.take(7, a=6) == "abbbbbb"
+    assert many.take(3, a=6) == "abb"
+
+
+def test_a_lane_that_was_empty_has_saved_up_no_turns() -> None:
+    lanes = Lanes()
+    lanes.put("a", 8)
+    assert lanes.take(4) == "aaaa"
+    lanes.put("b", 3)
+    assert lanes.take(6) in ("bababa", "ababab")
+
+
+def test_of_several_lanes_none_has_much_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
+    lanes = Lanes()
+    lanes.put("a", 20)
+    assert lanes.take(4) == "aaaa", "alone it fills a batch"
+    lanes.put("b", 1, at=in_flight.SHARED_S / 2)
+    assert (lanes.take(9), lanes.in_turn.has_quiet, lanes.in_turn.waiting()) == ("b", False, 0)
+    lanes.lanes["a"].in_hand = 0
+    assert (lanes.in_turn.has_quiet, lanes.in_turn.waiting(), lanes.take(9)) == (True, 16, "aaa")
+    lanes.put("a", 1, at=2 * in_flight.SHARED_S)
+    assert lanes.take(99) == 14 * "a", "the other lane's last message is long ago"
+
+
 def test_the_lost_deliveries_of_each_lane_are_dropped() -> None:
-    waiting = InTurn[Sent]()
-    waiting.put(0, Sent("a", is_lost=True))
-    waiting.put(1, Sent("b", is_lost=True))
-    waiting.put(1, Sent("c"))
-    assert [one.name for one in waiting.take_first(lambda one: one.is_lost)] == ["a", "b"]
-    assert (taken(waiting, 1), len(waiting)) == (["c"], 0)
+    lanes = Lanes()
+    lanes.put("a", 1)
+    lanes.put("b", 2)
+    for lane in "ab":
+        lanes.lanes[lane].waiting[0].delivery.is_lost = True  # type: ignore[union-attr, misc]
+    assert len(list(lanes.in_turn.take_first(lambda one: one.is_lost))) == 2
+    assert (lanes.take(9), lanes.in_turn.waiting()) == ("b", 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "weight"),
+    [
+        (BuildRequest(instance_uuid=UUID, flavor="f", project_id="p"), 1),
+        (
+            BuildRequest(
+                instance_uuid=UUID, flavor="f", project_id="p", count=3, also=(FlavorCount(flavor="g", count=2),)
+            ),
+            5,
+        ),
+        (DeleteRequest(instance_uuid=UUID, project_id="p"), 1),
+    ],
+)
+def test_a_request_weighs_as_many_machines_as_it_is_for(request_: Message, weight: int) -> None:
+    assert request_.weight == weight
 
 
 def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled(
