@@ -326,7 +326,7 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
-            _allow_queue(allowed, queue, names)
+            _allow_queue(allowed, queue, names, gives_up=package == queue.consumer)
     home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
     published = [row for row in MESSAGES if package in row.publishers and row.where in home]
     _allow_messages(allowed, published, replies_of(package, _literal(names.queue(""))), names)
@@ -381,21 +381,25 @@ def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
     allowed.write[f"{_literal(MARK_OF)}.+"] = None
 
 
-def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
-    """A queue to read from; its readers answer, retry and park what they give up."""
+def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives_up: bool = True) -> None:
+    """A queue to read from; its readers answer, and retry and park what they give up. gives_up: False: who only
+    declares it.
+    """
     name = _filled(names.queue(queue.name)) + (r"(\.[0-9]+)?" if queue.has_lanes else "")
     allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
         allowed.allow_bind(names.exchange(exchange), _filled(key))
-    for replies in replies_to([queue.name], _literal(names.queue(""))):
+    for replies in replies_to([queue.name], _literal(names.queue(""))) if gives_up else ():
         allowed.allow_publish(names.exchange(REPLY), replies)
     if queue.kind is QueueKind.DURABLE:
-        allowed.allow_publish(names.exchange(DEAD), name)
+        allowed.allow_route(names.exchange(DEAD))
+        if gives_up:
+            allowed.allow_publish(names.exchange(DEAD), name)
         if queue.keeps_keys:
             allowed.allow_route(names.exchange(GIVEN_UP))
         for exchange in (RETURN, REPLAY):
             allowed.allow_bind(names.exchange(exchange), name)
-        for delay_s in queue.retry_s:
+        for delay_s in queue.retry_s if gives_up else ():
             allowed.allow_publish(names.exchange(delay_exchange(delay_s)), name)
 
 

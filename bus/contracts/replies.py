@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from bus.contracts.catalogue import MessageRow, taken_by
-from bus.contracts.queues import CLIENT, COMPUTE, CONDUCTOR, IRONIC, PLACEMENT, SCHEDULER
+from bus.contracts.queues import CLIENT, COMPUTE, CONDUCTOR, IRONIC, OPERATOR, PLACEMENT, SCHEDULER
 
 REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
 
+FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
 # How the names of a role's processes begin. All others are an operator's programs.
-FRONT = "nova"
 _PROCESSES: Mapping[str, str] = {
     PLACEMENT: "placement",
-    SCHEDULER: f"(scheduler|{FRONT})",
+    SCHEDULER: "scheduler",
+    FRONT: FRONT,
     CONDUCTOR: "conductor",
     COMPUTE: "compute",
     IRONIC: "ironic-sync",
@@ -41,12 +42,17 @@ def replies_of(asker: str, prefix: str = "") -> str:
 
 def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tuple[str, ...]:
     """The patterns of the reply queues to which the consumer of these queues (names of rows) answers: those of the
-    publishers of what it takes, where that has a reply or is for programs that are not berth's.
+    publishers of what it takes, where that has a reply or is for programs that are not berth's. All who answer do so to
+    an operator's programs.
 
     foreign: how the names of others begin, as a pattern.
     """
     rows = [row for queue in queues for row in taken_by(queue) if is_answered(row)]
-    askers = dict.fromkeys(asker for row in rows for asker in row.publishers if asker != CLIENT)
+    if not rows:
+        return ()
+    askers = dict.fromkeys([*(asker for row in rows for asker in row.publishers if asker != CLIENT), OPERATOR])
+    if SCHEDULER in askers:
+        askers[FRONT] = None
     others = (foreign + _SERVER_NAMED, prefix + _NAMED_BY_CLIENT) if any(row.public for row in rows) else ()
     return (*(replies_of(asker, prefix) for asker in askers), *others)
 

@@ -154,6 +154,7 @@ def test_the_table_names_fields_that_there_are_and_queues_that_take_them() -> No
 BUILD_UUID = "00000000-0000-0000-0000-000000000001"
 MINE, VICTIMS = "build.delete.19.mine", "build.delete.9.victim"
 TRUSTED_QUEUE = "scheduler.requests"
+LANE_OF_MINE = "scheduler.requests.19"
 CODEC = wire.Codec([BuildRequest, DeleteRequest], queue=TRUSTED_QUEUE)
 
 
@@ -243,7 +244,8 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
 @pytest.mark.parametrize("name", ARRIVALS)
 def test_the_key_of_each_arrival(name: str) -> None:
     delivery, key = ARRIVALS[name]
-    assert published_key(delivery, TRUSTED_QUEUE) == key
+    lane = LANE_OF_MINE if delivery.routing_key == MINE else TRUSTED_QUEUE
+    assert published_key(delivery, lane) == key
 
 
 @pytest.mark.parametrize("name", sorted(BROKERS_OWN | {UNREAD}))
@@ -268,6 +270,12 @@ def test_a_retry_that_the_broker_has_delayed_is_read() -> None:
 def test_a_second_key_opens_no_door_to_another_queue(queue: str) -> None:
     """RabbitMQ 3.10 checks a publisher's permission for the first key only."""
     assert published_key(arrived(COMMAND, MINE, CC=["x"]), queue) is None
+
+
+@pytest.mark.parametrize("queue", [TRUSTED_QUEUE, "scheduler.requests.9"])
+def test_a_second_key_opens_no_other_lane_and_not_that_of_operators(queue: str) -> None:
+    assert published_key(arrived(COMMAND, MINE), LANE_OF_MINE) == MINE
+    assert published_key(arrived(COMMAND, MINE, CC=["operator.request.p", VICTIMS]), queue) is None
 
 
 @pytest.mark.parametrize(
@@ -359,7 +367,7 @@ def test_a_lane_is_bounded_as_the_queue_was_and_the_queue_of_the_name_is_for_no_
     assert {(one.max_bytes, one.max_length, one.drop_head) for one in of_lanes} == {
         (REQUESTS.max_bytes, REQUESTS.max_length, False)
     }
-    assert [exchange for exchange, _ in shared.bindings if exchange == COMMANDS] == []
+    assert [key for exchange, key in shared.bindings if exchange == COMMANDS] == ["operator.request.#"]
 
 
 def test_a_quiet_lane_waits_for_one_delivery_of_each_other() -> None:

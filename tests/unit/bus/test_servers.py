@@ -255,7 +255,7 @@ async def test_a_cell_that_disconnects_again_at_once_is_served_when_it_comes() -
             await asyncio.sleep(0)
         broker.start()
         await link.up.wait()
-    asker = Bus("c1", MemoryTransport(broker, "c1"), process="asker", clock=clock, rng=random.Random(2))
+    asker = Bus("c1", MemoryTransport(broker, "c1"), process="conductor-asker", clock=clock, rng=random.Random(2))
     await asker.open()
     assert (await asker.request(RELEASE, ReleaseResult, timeout_s=PATIENCE_S)).outcome == "absent"
     await link.drain(1.0)
