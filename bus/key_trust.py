@@ -59,7 +59,8 @@ MAX_KEYS = 4096
 
 def published_key(delivery: Delivery, queue: str = "") -> str | None:
     """Return the routing key that a message was published with; "": it was read under one before, or is a reply; None:
-    nothing shows that its publisher was allowed to use a key. queue: the queue's name by its row (a lane's too).
+    nothing shows that its publisher was allowed to use a key. queue: the name of the queue's row, or of the lane, where
+    it has not been checked yet that the key leads there.
     """
     exchange = delivery.exchange
     if exchange == REPLAY:

@@ -194,7 +194,6 @@ class Codec:
 
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
-        self._one_queue = queue if queue in BY_QUEUE and not BY_QUEUE[queue].has_lanes else ""
         self._may_answer = _answerable(queue)
         self._is_theirs = queue in _WITH_THEIRS
         self._most_bytes = most_bytes(queue)
@@ -212,7 +211,7 @@ class Codec:
         A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). Under a
         key that nothing vouches for there is no message (`bus.key_trust`).
         """
-        key = published_key(delivery, self._one_queue)
+        key = published_key(delivery)
         if key is None:
             return []
         try:
