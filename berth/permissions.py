@@ -21,25 +21,45 @@ from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
 from bus.contracts.book import HoldingRequest, ProjectUsageQuery
-from bus.contracts.catalogue import MESSAGES, OF_PROJECT, MessageRow, projects_key, published_by
+from bus.contracts.catalogue import (
+    MESSAGES,
+    OF_PROJECT,
+    OPERATORS,
+    OPERATORS_KEY,
+    MessageRow,
+    projects_key,
+    published_by,
+)
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.nova_calls import NovaCall
 from bus.contracts.placement import Claim, ClaimAll, LocateRequest
-from bus.contracts.queues import DEAD, DEAD_LETTERS, EVENTS, GIVEN_UP, QUEUES, RETURN, QueueKind, QueueRow, Where
+from bus.contracts.queues import (
+    DEAD,
+    DEAD_LETTERS,
+    EVENTS,
+    GIVEN_UP,
+    QUEUES,
+    REPLAY,
+    REPLY,
+    RETURN,
+    QueueKind,
+    QueueRow,
+    Where,
+)
+from bus.contracts.replies import FRONT, own_replies, replies_of, replies_to
 from bus.contracts.workers import WorkerHeartbeat
 from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
-from bus.wire import REPLY_PREFIX
 from ironic_sync.app import role_of
 from scheduler_worker.nova.config import as_amqp
 from scheduler_worker.nova.envelope import REPLY_QUEUES
 from scheduler_worker.nova.queues import FRONTS, TOPIC
 
-# How RabbitMQ calls the default exchange, through which replies and replayed letters go to queues by name.
+# How RabbitMQ calls the default exchange. Nova's virtual host alone needs it, as oslo.messaging replies by it.
 DEFAULT_EXCHANGE = "amq.default"
 # Queues that the broker names, which no client can choose: names that begin so are reserved, for exchanges too.
-SERVER_NAMED = r"amq\.gen-.+"
+SERVER_NAMED = r"amq\.gen-[A-Za-z0-9_-]+"
 NOTHING = "^$"
 
 # A word in place of a placeholder (`base.Word`), and what a binding may have there.
@@ -206,6 +226,7 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
     names = QueueNames(place.prefix)
     allowed = _Allowed()
     allowed.allow_ownership(SERVER_NAMED)
+    allowed.allow_bind(names.exchange(REPLY), SERVER_NAMED)
     for row in MESSAGES:
         if not row.key.endswith(OF_PROJECT):
             continue
@@ -314,23 +335,25 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
-            _allow_queue(allowed, queue, names)
-    _allow_messages(allowed, published_by(package, kind), names)
+            _allow_queue(allowed, queue, names, gives_up=package == queue.consumer)
+    _allow_messages(allowed, published_by(package, kind), replies_of(package, _literal(names.queue(""))), names)
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
-        allowed.write[_literal(DEFAULT_EXCHANGE)] = None
+        allowed.allow_publish(names.exchange(REPLAY), f"{_literal(names.queue(''))}.+")
         allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
 
 
-def _allow_messages(allowed: _Allowed, published: Sequence[MessageRow], names: QueueNames) -> None:
-    """To publish messages, and to receive the replies."""
+def _allow_messages(allowed: _Allowed, published: Sequence[MessageRow], replies: str, names: QueueNames) -> None:
+    """To publish messages, and to receive the replies. replies: the names of the queues for these."""
     for row in published:
         exchange = names.exchange(row.exchange)
         allowed.allow_publish(exchange, _filled(row.key))
         if row.batch_key:
             allowed.allow_publish(exchange, _literal(row.batch_key))
+        if row.message in OPERATORS:
+            allowed.allow_publish(exchange, _filled(OPERATORS_KEY))
     if any(row.reply is not None for row in published):
-        reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
-        allowed.configure[reply] = allowed.read[reply] = None
+        allowed.allow_ownership(replies)
+        allowed.allow_bind(names.exchange(REPLY), replies)
 
 
 def _marks(role: PermissionRole) -> tuple[str, ...]:
@@ -365,19 +388,25 @@ def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
     allowed.write[f"{_literal(MARK_OF)}.+"] = None
 
 
-def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
-    """A queue to read from; its readers answer, retry and park what they give up."""
+def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives_up: bool = True) -> None:
+    """A queue to read from; its readers answer, and retry and park what they give up. gives_up: False: who only
+    declares it.
+    """
     name = _filled(names.queue(queue.name)) + (r"(\.[0-9]+)?" if queue.has_lanes else "")
     allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
         allowed.allow_bind(names.exchange(exchange), _filled(key))
-    allowed.write[_literal(DEFAULT_EXCHANGE)] = None
+    for replies in replies_to([queue.name], _literal(names.queue(""))) if gives_up else ():
+        allowed.allow_publish(names.exchange(REPLY), replies)
     if queue.kind is QueueKind.DURABLE:
-        allowed.allow_publish(names.exchange(DEAD), name)
+        allowed.allow_route(names.exchange(DEAD))
+        if gives_up:
+            allowed.allow_publish(names.exchange(DEAD), name)
         if queue.keeps_keys:
             allowed.allow_route(names.exchange(GIVEN_UP))
-        allowed.allow_bind(names.exchange(RETURN), name)
-        for delay_s in queue.retry_s:
+        for exchange in (RETURN, REPLAY):
+            allowed.allow_bind(names.exchange(exchange), name)
+        for delay_s in queue.retry_s if gives_up else ():
             allowed.allow_publish(names.exchange(delay_exchange(delay_s)), name)
 
 
@@ -415,7 +444,8 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
         _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
-        _allow_messages(at(bus), [row for row in MESSAGES if row.message in _OF_FRONTS], names)
+        published = [row for row in MESSAGES if row.message in _OF_FRONTS]
+        _allow_messages(at(bus), published, own_replies(FRONT, _literal(names.queue(""))), names)
     if config.transport_url:
         of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))
         of_nova.configure[_literal(config.control_exchange)] = None

@@ -19,6 +19,7 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination, sample_keys
 from bus.contracts.queues import BY_QUEUE, EVENTS, Where
+from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
@@ -27,7 +28,7 @@ from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import REPLY_PREFIX, TOO_LARGE, Codec, Malformed, Packed, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, Packed, pack, tag
 
 R = TypeVar("R", bound=Message)
 

@@ -8,12 +8,17 @@ delivery proves nothing about its publisher by itself. This table is the one rul
 | exchange | key | trusted when |
 | --- | --- | --- |
 | of commands | its routing key | the message was never dead-lettered, and a binding of the queue takes this key |
-| of events, or another's | its routing key | the message was never dead-lettered |
+| of events | its routing key | the message was never dead-lettered |
+| of replies | none | the same: who answers whom is a permission of its own |
 | given-up | its routing key | it was dead-lettered by a queue that `keeps_keys`, and by no other program's queue |
 | dead, parked by a worker | the header `berth-key` | always: only berth's workers may publish there |
 | dead, by the broker | the first death's key | only queues of berth have dead-lettered it |
-| return | none | always: a worker read it before it was delayed |
-| default | the header `berth-key`, or none | always: only workers and operators may publish there |
+| return | none | it came from a delay: a worker read it before |
+| replays | the header `berth-key`, or none | always: only operators may publish there |
+| another's, the default exchange | none | never: the broker checks no key there |
+
+A user may bind an exchange under a name of its own to one of ours, and the broker then checks no key of what it
+publishes there. A delivery names the exchange that its message was published to, and so does the record of its death.
 
 The queues of berth never dead-letter into the exchanges of commands and events. A message that was dead-lettered there
 comes from another program's queue, or its publisher has written so into its headers.
@@ -25,7 +30,7 @@ import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DELAYED, GIVEN_UP, QUEUES, RETURN
+from bus.contracts.queues import COMMANDS, DEAD, DELAYED, EVENTS, GIVEN_UP, QUEUES, REPLAY, REPLY, RETURN
 from bus.port import UNREAD, Delivery
 from bus.topology import delayed_it, matches
 
@@ -53,23 +58,35 @@ MAX_KEYS = 4096
 
 
 def published_key(delivery: Delivery, queue: str = "") -> str | None:
-    """Return the routing key that a message was published with; "": it was sent to the queue itself, by a worker or an
-    operator; None: nothing shows that its publisher was allowed to use a key. queue: the name of the queue's row, or of
-    the lane.
+    """Return the routing key that a message was published with; "": it was read under one before, or is a reply; None:
+    nothing shows that its publisher was allowed to use a key. queue: the name of the queue's row, or of the lane, where
+    it has not been checked yet that the key leads there.
     """
     exchange = delivery.exchange
-    if not exchange:
-        key = delivery.headers.get(ORIGINAL_KEY)
-        return key if isinstance(key, str) else ""
+    if exchange == REPLAY:
+        return _written_key(delivery)
     if exchange == RETURN:
-        return ""
+        return "" if _was_delayed(delivery) else None
     if exchange in (DEAD, GIVEN_UP):
         return letters_key(delivery)
-    if not _MAY_HAVE_DIED.isdisjoint(delivery.headers):
+    if exchange not in (COMMANDS, EVENTS, REPLY) or not _MAY_HAVE_DIED.isdisjoint(delivery.headers):
         return None
     if exchange == COMMANDS and queue and not _is_bound(queue, delivery.routing_key):
         return None
-    return delivery.routing_key
+    return "" if exchange == REPLY else delivery.routing_key
+
+
+def _written_key(delivery: Delivery) -> str:
+    """Return the key that a worker or an operator has written into a header; "": none."""
+    key = delivery.headers.get(ORIGINAL_KEY)
+    return key if isinstance(key, str) else ""
+
+
+def _was_delayed(delivery: Delivery) -> bool:
+    """Whether a message died last of a delay that it was published to. RabbitMQ 3.10 may have that from a publisher."""
+    deaths = _deaths(delivery.headers)
+    exchange = deaths[0].get("exchange") if deaths else None
+    return isinstance(exchange, str) and delayed_it(exchange)
 
 
 def letters_key(delivery: Delivery) -> str | None:
@@ -82,8 +99,7 @@ def letters_key(delivery: Delivery) -> str | None:
     it came back from a delay, the record has the key.
     """
     if delivery.exchange != GIVEN_UP and _MAY_HAVE_DIED.isdisjoint(delivery.headers):
-        key = delivery.headers.get(ORIGINAL_KEY)
-        return key if isinstance(key, str) else ""
+        return _written_key(delivery)
     deaths = _deaths(delivery.headers)
     keeping = delivery.exchange == GIVEN_UP
     own = KEEPING if keeping else (delivery.routing_key,)
@@ -93,9 +109,8 @@ def letters_key(delivery: Delivery) -> str | None:
         return delivery.routing_key
     first = deaths[-1]
     exchange, keys = first.get("exchange"), first.get("routing-keys")
-    if exchange == "":  # as of the default exchange: a letter that was replayed has its key in the header
-        key = delivery.headers.get(ORIGINAL_KEY)
-        return key if isinstance(key, str) else ""
+    if isinstance(exchange, str) and exchange.endswith(REPLAY):
+        return _written_key(delivery)
     if not isinstance(exchange, str) or delayed_it(exchange):
         return ""
     return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
@@ -126,8 +141,8 @@ def _is_own(death: Mapping[str, object], own: tuple[str, ...]) -> bool:
     return isinstance(queue, str) and (queue.endswith(own) or _DELAYED.search(queue) is not None)
 
 
-# By the name of a row, and by that of a lane, which has bindings of its own.
-_ROWS = {**{queue.name: queue for row in QUEUES for queue in row.queues}, **BY_QUEUE}
+# A lane has bindings of its own.
+_ROWS = {queue.name: queue for row in QUEUES for queue in row.queues}
 _DELAYED = re.compile(rf"{re.escape(DELAYED)}\.[0-9]+\Z")
 
 

@@ -240,7 +240,7 @@ class Transport(Protocol):
         """
 
     async def declare_reply_queue(self, name: str) -> None:
-        """Declare a private queue for replies: exclusive, transient, no bindings."""
+        """Declare a private queue for replies: exclusive, transient, bound to the exchange of replies by its name."""
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """Declare a durable queue and bind it to an exchange of another system. The exchange is checked passively and

@@ -14,6 +14,8 @@ from bus.contracts.queues import (
     DELAYED,
     EVENTS,
     GIVEN_UP,
+    REPLAY,
+    REPLY,
     RETRY_S,
     RETURN,
     QueueKind,
@@ -143,7 +145,7 @@ class QueueNames:
 
 def keys_are_queues(exchange: str) -> bool:
     """Whether the routing keys of this exchange (local name) are names of queues."""
-    return exchange in ("", DEAD, RETURN) or is_delay(exchange)
+    return exchange in ("", DEAD, RETURN, REPLAY, REPLY) or is_delay(exchange)
 
 
 def is_delay(exchange: str) -> bool:
@@ -181,6 +183,8 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
         ExchangePlan(EVENTS),
         ExchangePlan(DEAD),
         ExchangePlan(GIVEN_UP),
+        ExchangePlan(REPLAY),
+        ExchangePlan(REPLY),
         ExchangePlan(RETURN, alternate=DEAD),
         *delays,
     )
@@ -235,13 +239,15 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         ttl_s=row.ttl_s,
         dead_exchange=(GIVEN_UP if row.keeps_keys else DEAD) if dies else None,
         dead_key=name if dies and not row.keeps_keys else "",
-        bindings=(*bindings, (RETURN, name)) if durable else tuple(bindings),
+        bindings=(*bindings, (RETURN, name), (REPLAY, name)) if durable else tuple(bindings),
     )
 
 
 def reply_plan(name: str) -> QueuePlan:
     """Return a private queue for replies, which drops the oldest when it is full."""
-    return QueuePlan(name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True)
+    return QueuePlan(
+        name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True, bindings=((REPLY, name),)
+    )
 
 
 def foreign_plan(name: str) -> QueuePlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Union, get_args, get_type_hints
 
@@ -20,7 +20,8 @@ from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag_of
 from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
-from bus.contracts.queues import QUEUES
+from bus.contracts.queues import BY_QUEUE, QUEUES
+from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.key_trust import published_key
 from bus.port import Delivery, Outgoing
@@ -64,13 +65,6 @@ MAX_ATTEMPT = 1000
 # A time never leaves later than it was; a value that today's floats cannot distinguish from a whole millisecond stays
 # that one.
 SLACK_MS = 0.0005
-
-REPLY_PREFIX = "berth.reply."
-# Queues that a reply is sent to, by the beginnings of their names: berth's own reply queues, reply queues that a client
-# names itself, queues that the broker has named, direct reply-to. Any other might be a worker's or another program's,
-# and a worker may write into every queue of its bus: a client that may not must not do so through it.
-_SERVER_NAMED = ("amq.gen-", "amq.rabbitmq.reply-to.")
-REPLY_QUEUES = (REPLY_PREFIX, "client.reply.", *_SERVER_NAMED, *(FOREIGN + name for name in _SERVER_NAMED))
 
 MALFORMED = "message.malformed"
 UNKNOWN_TYPE = "message.unknown_type"
@@ -200,6 +194,7 @@ class Codec:
 
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
+        self._may_answer = _answerable(queue)
         self._is_theirs = queue in _WITH_THEIRS
         self._most_bytes = most_bytes(queue)
         self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
@@ -216,7 +211,7 @@ class Codec:
         A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). Under a
         key that nothing vouches for there is no message (`bus.key_trust`).
         """
-        key = published_key(delivery, self._queue)
+        key = published_key(delivery)
         if key is None:
             return []
         try:
@@ -245,7 +240,7 @@ class Codec:
     def _read_batch(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         try:
             items = self._batch.decode(delivery.body)
-            are_sound = all(_is_sound(item.meta, item.body, key) for item in items)
+            are_sound = all(self._is_sound(item.meta, item.body, key) for item in items)
             if len(items) <= MAX_BATCH_ITEMS and are_sound and not has_nul(delivery.body):
                 return [Read(item.body, item.meta) for item in items]
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -270,7 +265,7 @@ class Codec:
         readable.
         """
         meta, problem = _meta(delivery, new_id)
-        if not _may_be_answered(meta):
+        if not self._may_be_answered(meta):
             return self._unanswerable(delivery.body, meta, key)
         if reason or problem:
             return self._malformed(delivery.body, code if reason else INVALID, reason or problem, meta, key)
@@ -284,7 +279,7 @@ class Codec:
             return self._malformed(body, INVALID, f"meta: {reason_of(error)}", Meta(id=new_id), key)
         if not _may_travel(meta):
             return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id), key)
-        if not _may_be_answered(meta):
+        if not self._may_be_answered(meta):
             return self._unanswerable(body, meta, key)
         return self._read_one(body, meta, None, key)
 
@@ -308,6 +303,13 @@ class Codec:
         except RecursionError:
             return self._malformed(body, MALFORMED, "nested too deeply", meta, key)
 
+    def _is_sound(self, meta: Meta, message: Message, key: str) -> bool:
+        return _may_travel(meta) and self._may_be_answered(meta) and (not key or may_come_under(message, key))
+
+    def _may_be_answered(self, meta: Meta) -> bool:
+        """Whether a reply to it, if one is wanted, would go where replies go."""
+        return meta.reply_to is None or self._may_answer(meta.reply_to) is not None
+
     def _by_key(self, key: str) -> str | None:
         return next((name for head, name in self._heads if key == head or key.startswith(head + ".")), None)
 
@@ -316,7 +318,7 @@ class Codec:
         return f"{problem}; taken are: {', '.join(self._by_tag)}"
 
     def _unanswerable(self, body: bytes, meta: Meta, key: str) -> Malformed:
-        reason = "a reply is sent to a queue that the broker has named, or whose name begins with client.reply."
+        reason = "no reply goes there: name a queue that the broker has named, and bind it to berth.replies by its name"
         return self._malformed(body, REPLY_TO, reason, structs.replace(meta, reply_to=None), key)
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
@@ -361,13 +363,11 @@ def kind_of(name: str) -> type[Message] | None:
     return _ROWS_BY_TAG.get(name)
 
 
-def _is_sound(meta: Meta, message: Message, key: str) -> bool:
-    return _may_travel(meta) and _may_be_answered(meta) and (not key or may_come_under(message, key))
-
-
-def _may_be_answered(meta: Meta) -> bool:
-    """Whether a reply to it, if one is wanted, would go where replies go."""
-    return meta.reply_to is None or meta.reply_to.startswith(REPLY_QUEUES)
+@cache
+def _answerable(queue: str) -> Callable[[str], re.Match[str] | None]:
+    """Tells a name of a queue to which the consumer of this one (a row's name; "": of none) may send a reply."""
+    names = replies_to([queue], foreign=f"{FOREIGN}?") if queue in BY_QUEUE else ()
+    return re.compile("|".join(names) or r"(?!)").fullmatch
 
 
 def _may_travel(meta: Meta) -> bool:

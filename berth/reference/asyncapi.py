@@ -35,7 +35,7 @@ def document(*, public: bool = False) -> dict[str, Any]:
     channels[REPLY_CHANNEL] = {
         "address": None,
         "title": "Replies",
-        "description": "The queue that a request names in `reply-to`, by way of the default exchange.",
+        "description": "The queue that a request names in `reply-to`. The exchange `berth.replies` routes by its name.",
         "messages": {_name(kind): _message_ref(kind) for kind in replies},
         "bindings": {"amqp": {"is": "queue", "queue": {"exclusive": True}, "bindingVersion": _BINDING}},
     }
@@ -119,7 +119,10 @@ def _operation(row: MessageRow) -> dict[str, Any]:
     }
     if row.reply is not None:
         operation["reply"] = {
-            "address": {"location": "$message.header#/reply-to", "description": "Leave it out to get no answer."},
+            "address": {
+                "location": "$message.header#/reply-to",
+                "description": "A queue bound to `berth.replies` by its own name. Leave it out to get no answer.",
+            },
             "channel": {"$ref": f"#/channels/{REPLY_CHANNEL}"},
             "messages": [
                 {"$ref": f"#/channels/{REPLY_CHANNEL}/messages/{_name(kind)}"} for kind in (row.reply, Refusal)

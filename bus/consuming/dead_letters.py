@@ -16,7 +16,7 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.contracts.queues import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN, TAKES_GIVEN_UP
+from bus.contracts.queues import DEAD, DEAD_LETTERS, GIVEN_UP, REPLAY, RETURN, TAKES_GIVEN_UP
 from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
 from bus.port import BusError, Delivery, Outgoing, Transport
 from bus.wire import ATTEMPT, BATCH, CAUSE, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown
@@ -201,7 +201,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
     if sent_at is not None:
         headers[SENT_AT] = int(sent_at * 1000)
     return Outgoing(
-        exchange="",
+        exchange=REPLAY,
         routing_key=queue,
         body=delivery.body,
         content_type=delivery.content_type or JSON,

@@ -22,13 +22,14 @@ from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
+from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, REPLY, QueueRow, Where
+from bus.contracts.replies import REPLY_PREFIX
 from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
 from bus.port import BusError, BusForbidden, Delivery, PublishRefused
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
-from bus.wire import MAX_LETTER_BYTES, REPLY_PREFIX, Malformed, Packed, may_gather, pack, shown
+from bus.wire import MAX_LETTER_BYTES, Malformed, Packed, may_gather, pack, shown
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -207,7 +208,7 @@ class OutcomeHandler:
         )
         mode = Mode(reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
         packed = pack(reply, answer)
-        return [OutcomeMessage(item, partial(bus.publisher.post, "", reply_to, mode, packed), is_reply=True)]
+        return [OutcomeMessage(item, partial(bus.publisher.post, REPLY, reply_to, mode, packed), is_reply=True)]
 
     def _ends_by_letter(self, meta: Meta) -> bool:
         """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""
@@ -259,7 +260,7 @@ class OutcomeHandler:
             **packed.headers,
             CODE: code,
             REASON: reason[:MAX_REASON],
-            ORIGINAL_KEY: shown(published_key(item.in_flight.delivery, self._row.name) or ""),
+            ORIGINAL_KEY: shown(published_key(item.in_flight.delivery) or ""),
             DIED_AT: int(self._bus.clock.time() * 1000),
             **({CUT_FROM: size} if size else {}),
         }

@@ -5,8 +5,8 @@ Two kinds of bus: the API bus, and one bus per cell. Both have the same exchange
 routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
 
 An operator's rights are here too: the fields of a project's messages that only an operator may use, in one table. Every
-door goes by it. The bus: a message that uses such a field leaves by the default exchange, to its queue itself, where no
-project's user may write (`destination`); under a project's routing key it is refused (`may_come_under`). The HTTP API:
+door goes by it. The bus: a message that uses such a field leaves under an operator's routing key, which no project's
+user may use (`destination`); under a project's routing key it is refused (`may_come_under`). The HTTP API:
 a token of role project is refused. As in Nova's default policies, which host an instance is on is an operator's affair,
 and so is a request that passes over a check.
 """
@@ -56,7 +56,6 @@ from bus.contracts.queues import (
     MAX_REQUESTS_PER_MESSAGE,
     OPERATOR,
     PLACEMENT,
-    QUEUES,
     SCHEDULER,
     Where,
     lane_of,
@@ -346,7 +345,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     for_operators(cell.BreakerTripped, "conductor.breaker.{service}", "service; a breaker that is open already"),
 )
 
-# Replies go to the asker's own queue through the default exchange; they have no row of their own.
+# Replies go to the asker's own queue (bus.contracts.replies); they have no row of their own.
 REPLIES: tuple[type[Message], ...] = (
     Refusal,
     *{row.reply: None for row in MESSAGES if row.reply is not None},
@@ -403,6 +402,7 @@ def forbidden(message: Message) -> str:
 
 
 OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
+OPERATORS_KEY = "operator.request" + OF_PROJECT  # the key of a project's message that uses an operator's rights
 
 # A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
 _PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -427,11 +427,10 @@ def routing_key(message: Message) -> str:
 def destination(message: Message) -> tuple[str, str]:
     """(exchange, routing key) under which a message leaves. KeyError: not in the catalogue.
 
-    A message that uses an operator's rights goes to its queue itself, by the default exchange. The broker lets no
-    project write there, which distinguishes it from a project's message: the two have one routing key.
+    A message that uses an operator's rights has a key of its own. The broker lets no project use it.
     """
     if type(message) in _RULES and operators_rights(message):
-        return "", _QUEUE_OF[type(message)]
+        return COMMANDS, OPERATORS_KEY.format(project_id=message.project_id)  # type: ignore[attr-defined]
     return BY_TYPE[type(message)].exchange, routing_key(message)
 
 
@@ -439,13 +438,9 @@ def may_come_under(message: Message, key: str) -> bool:
     """Whether a message may have been published under this key: its own, or the one under which batches of it leave.
 
     The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
-    A message that uses an operator's rights comes under no key (`destination`).
     """
     row = BY_TYPE.get(type(message))
-    if row is None:
-        return True
-    own = key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
-    return own and not (type(message) in _RULES and operators_rights(message))
+    return row is None or key == destination(message)[1] or bool(row.batch_key and key == row.batch_key)
 
 
 def why_not_under(message: Message, key: str) -> str:
@@ -479,7 +474,7 @@ def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
     found = [
         (row.exchange, re.sub(r"\{[a-z_]+\}", "x", key))
         for row in published_by(package, where)
-        for key in (row.key, row.batch_key)
+        for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "")
         if key
     ]
     return list(dict.fromkeys(found))
@@ -523,12 +518,3 @@ def _admits(pattern: str, template: str) -> bool:
         head = pattern[:-2]
         return template == head or template.startswith(head + ".")
     return pattern == template
-
-
-# The one queue of each message that may use an operator's rights.
-_QUEUE_OF: dict[type[Message], str] = {
-    kind: queue.name
-    for kind in OPERATORS
-    for queue in QUEUES
-    if any(exchange == COMMANDS and _admits(pattern, BY_TYPE[kind].key) for exchange, pattern in queue.bindings)
-}

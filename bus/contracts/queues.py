@@ -35,7 +35,10 @@ GIVEN_UP = (
 )
 DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
 RETURN = "berth.return"  # topic, for the broker alone: a delayed message goes by it to the queue that its key names
-# On these three, as on the default exchange, a routing key is the name of a queue.
+REPLAY = "berth.replays"  # topic, for operators alone: dead letters that go back to the queue that their key names
+REPLY = "berth.replies"  # topic; routing key = the reply queue of who asked (bus.contracts.replies)
+# On these five, as on the default exchange, a routing key is the name of a queue. No role may write to the default
+# exchange: the broker would check no key there, so that each could publish to every queue of its virtual host.
 
 DEAD_LETTERS = "berth.dead-letters"  # the queue behind DEAD: what every queue of the bus gave up
 DELAYED = "berth.delayed"  # + a delay in ms: the queue behind DELAY
@@ -205,7 +208,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.requests",
         SCHEDULER,
         API,
-        commands=("build.request.{lane}.#", "build.delete.{lane}.#", "instance.move.{lane}.#"),
+        commands=("operator.request.#", "build.request.{lane}.#", "build.delete.{lane}.#", "instance.move.{lane}.#"),
         max_length=MAX_WAITING_MESSAGES,
         max_bytes=MAX_WAITING_BYTES,
         keeps_keys=True,

@@ -37,11 +37,6 @@ from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
 
-
-# How the broker names a requester that uses direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a
-# name that it did not make itself, and any client may give one: nothing else may use that connection.
-DIRECT_REPLY = "amq.rabbitmq.reply-to."
-
 T = TypeVar("T")
 
 
@@ -196,8 +191,6 @@ class RabbitTransport:
         self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
         self._clock = SystemClock()
-        self._reply_session: Session | None = None
-        self._opening_replies = asyncio.Lock()
 
     @property
     def connected(self) -> bool:
@@ -238,9 +231,9 @@ class RabbitTransport:
         if self._getter is not None:
             flushes.append(self._getter.flush())
         await asyncio.gather(*flushes)
-        sessions = [one for one in (self._session, self._reply_session) if one is not None]
-        self._session = self._reply_session = None
-        await asyncio.gather(*(session.close() for session in sessions))
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
         self._subscriptions.clear()
 
     async def declare_shared(self) -> None:
@@ -312,12 +305,7 @@ class RabbitTransport:
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
-        session = self._current()
-        if not message.exchange and self._names.key("", message.routing_key).startswith(DIRECT_REPLY):
-            with translated():  # many wait for one attempt to connect, which may be in vain for each
-                async with asyncio.timeout(CONFIRM_TIMEOUT_S):
-                    session = await self._reply_connection(session)
-        await session.publish(message)
+        await self._current().publish(message)
 
     async def consume(
         self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
@@ -387,19 +375,6 @@ class RabbitTransport:
         if self._session is None or self._session.lost.is_set():
             raise NotSent(f"{self.name}: not connected")
         return self._session
-
-    async def _reply_connection(self, current: Session) -> Session:
-        """A connection for direct replies alone, opened when there is the first one."""
-        async with self._opening_replies:
-            if self._reply_session is None or self._reply_session.lost.is_set():
-                if self._reply_session is not None:
-                    await self._reply_session.close()
-                self._reply_session = await Session.connect(
-                    self._address, self._names, f"{self._connection_name} direct replies"
-                )
-            if self._closing or current.lost.is_set():  # meanwhile, and this one must not stay behind
-                await self._reply_session.close()
-            return self._reply_session
 
     async def _lasting(self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()) -> T:
         """Do it on this session; when that is lost meanwhile, on the next, and also after the faults `besides`. Raises

@@ -25,7 +25,7 @@ import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
 from bus.consuming.dead_letters import read_letter
 from bus.contracts.base import MAX_REASON, Meta
 from bus.contracts.catalogue import FORBIDDEN, routing_key, taken_by
-from bus.contracts.queues import DEAD, QUEUES
+from bus.contracts.queues import COMMANDS, DEAD, EVENTS, QUEUES, REPLAY
 from bus.port import Outgoing
 from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
@@ -108,7 +108,7 @@ class Amqp:
         flags, values = packed(given)
         if rng.random() < 0.2:
             values = hostile.broken(values, rng)
-        exchange = rng.choice(("", "berth.commands", "berth.events"))
+        exchange = rng.choice((REPLAY, COMMANDS, EVENTS))
         return queue, exchange, self._key(queue, body, rng), flags, values, body
 
     def _key(self, queue: str, body: bytes, rng: random.Random) -> str:
@@ -152,9 +152,9 @@ class Amqp:
     def _check_gathers(self, queue: str, packed: Packed) -> None:
         """A retry that may travel with others is read among them."""
         if packed.meta.attempt <= MAX_ATTEMPT and may_gather(packed.meta):
-            together = batch([packed, packed], "", queue)
+            together = batch([packed, packed], REPLAY, queue)
             properties = commands.Basic.Properties(content_type=together.content_type)
-            arrived = RabbitDelivery(_delivered("", queue, properties, together.body), None, self._names)  # type: ignore[arg-type]
+            arrived = RabbitDelivery(_delivered(REPLAY, queue, properties, together.body), None, self._names)  # type: ignore[arg-type]
             must(
                 all(isinstance(one, Read) for one in self._codecs[queue].read(arrived, NEW_ID)),
                 "what was read alone is refused among others",

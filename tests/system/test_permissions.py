@@ -386,7 +386,14 @@ FORBIDDEN: dict[str, Attempt] = {
     "forges events": publishing("build.events", "berth.events"),
     "parks a dead letter": publishing("scheduler.requests", "berth.dead"),
     "publishes past exchanges": publishing("placement.requests", ""),
-    "requests by an operator's door": publishing("scheduler.requests", ""),
+    "requests by an operator's door": publishing(f"operator.request.{MINE}"),
+    "requests past exchanges": publishing("scheduler.requests", ""),
+    "sends a letter back": publishing("scheduler.requests", "berth.replays"),
+    "forges a reply": publishing("berth.reply.cli-h-1.0a", "berth.replies"),
+    "forges a reply to itself": publishing("amq.gen-TwFY9rzBoMgsQd2aCAsNlQ", "berth.replies"),
+    "binds workers' replies": binding("berth.reply.cli-h-1.0a", "berth.replies"),
+    "binds all replies": binding("#", "berth.replies"),
+    "binds all projects' replies": binding("amq.*", "berth.replies"),
     "publishes to what is delayed": publishing("berth.delayed.200", ""),
     "delays a message for a queue": publishing("placement.requests", "berth.delay.200"),
     "returns a message to a queue": publishing("scheduler.requests", "berth.return"),
@@ -416,6 +423,8 @@ FORBIDDEN: dict[str, Attempt] = {
     "lets a queue park letters": declaring(None, **{"x-dead-letter-exchange": "berth.dead"}),
     "lets a queue delay": declaring(None, **{"x-dead-letter-exchange": "berth.delay.200"}),
     "lets a queue return": declaring(None, **{"x-dead-letter-exchange": "berth.return"}),
+    "lets a queue send back": declaring(None, **{"x-dead-letter-exchange": "berth.replays"}),
+    "lets a queue reply": declaring(None, **{"x-dead-letter-exchange": "berth.replies"}),
     "lets a queue forge events": declaring(None, **{"x-dead-letter-exchange": "berth.events"}),
     "declares an exchange": lambda one: one.channel.declare_exchange("mine"),
     "declares an exchange named as its queues are": lambda one: one.channel.declare_exchange("amq.gen-mine"),
@@ -455,6 +464,14 @@ FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
     "deletes what is delayed": with_queue("berth.delayed.200", "delete"),
     "delays for the conductor": publishing("conductor.requests", "berth.delay.200"),
     "returns to the conductor": publishing("conductor.requests", "berth.return"),
+    "sends a letter back to the conductor": publishing("conductor.requests", "berth.replays"),
+    "commands past exchanges": publishing("conductor.requests", ""),
+    "claims": publishing("placement.claim"),
+    "claims past exchanges": publishing("placement.requests", ""),
+    "reports past exchanges": publishing("placement.inventory", ""),
+    "answers a scheduler": publishing("berth.reply.scheduler-h-1.0a", "berth.replies"),
+    "answers past exchanges": publishing("berth.reply.conductor-h-1.0a", ""),
+    "binds a scheduler's replies": binding("berth.reply.scheduler-h-1.0a", "berth.replies"),
     "deletes an exchange": lambda one: one.channel.exchange_delete("berth.dead"),
     "takes the bus": lambda one: one.channel.declare_exchange("berth.owner.conductor", "direct", durable=True),
     "frees the bus": lambda one: one.channel.exchange_delete("berth.owner.conductor"),
@@ -552,23 +569,65 @@ async def test_item_7_no_worker_writes_for_a_project_into_a_queue_that_is_not_fo
         assert (ended["state"], ended["code"]) == ("refused", "message.reply_to")
 
 
-async def test_a_project_is_answered_on_its_own_queue_and_directly(system: Guarded) -> None:
+async def test_a_project_is_answered_on_its_own_queue_that_it_has_bound(system: Guarded) -> None:
+    """Direct reply-to is refused: replies to it go by the default exchange, which no worker may write to."""
     connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
     async with connection:
         channel = await connection.channel()
         answers: asyncio.Queue[Any] = asyncio.Queue()
         own = await channel.declare_queue(exclusive=True)
         direct = await channel.get_queue("amq.rabbitmq.reply-to", ensure=False)
+        await own.bind("berth.replies", own.name)
         for queue in (own, direct):
             await queue.consume(answers.put, no_ack=True)
         one = Tenant(channel, MINE)
-        for queue in (own, direct):
-            instance = str(uuid.uuid4())
+        await one.listen()
+        mine, refused = str(uuid.uuid4()), str(uuid.uuid4())
+        for instance, queue in ((refused, direct), (mine, own)):
             body = {"instance_uuid": instance, "project_id": MINE, "flavor": "m1.small"}
             await one.publish(body, key_of("build.request", MINE), reply_to=queue.name, correlation_id=instance)
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await answers.get()
-            assert (answer.type, answer.correlation_id) == ("build.accepted.v1", instance)
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await answers.get()
+        assert (answer.type, answer.correlation_id) == ("build.accepted.v1", mine)
+        assert (await one.terminal(refused))["code"] == "message.reply_to"
+
+
+@pytest.mark.parametrize(
+    ("into", "way", "kind", "key"),
+    [
+        ("berth", "placement.claim", "placement.claim.v1", "placement.claim"),
+        ("berth.delay.200", "placement.inventory", "inventory.members.v1", "inventory.members"),
+    ],
+)
+async def test_what_an_agent_publishes_by_an_exchange_of_its_own_is_not_read(
+    system: Guarded, into: str, way: str, kind: str, key: str
+) -> None:
+    """It may give an exchange the name of one of its queues, and bind that to ours: RabbitMQ checks no key there. A
+    delivery names the exchange that it was published to.
+    """
+    agent = await aio_pika.connect(system.url("berth-compute-cell1", "cell1"))
+    watcher = await aio_pika.connect(system.servers.broker.url("cell1"))
+    async with agent, watcher:
+        looking, channel = await watcher.channel(), await agent.channel(on_return_raises=False)
+        answers = await looking.declare_queue("berth.reply.cli-watcher.0a", exclusive=True)
+        await answers.bind("berth.replies", answers.name)
+        got: asyncio.Queue[Any] = asyncio.Queue()
+        await answers.consume(got.put, no_ack=True)
+
+        def asking(who: str) -> aio_pika.Message:
+            properties = {"type": kind, "reply_to": answers.name, "correlation_id": who}
+            return aio_pika.Message(b"{}", content_type="application/json", **properties)
+
+        own = await channel.declare_exchange("compute.evil", "topic", auto_delete=True)
+        await (await channel.get_underlay_channel()).exchange_bind(into, own.name, "#")
+        await own.publish(asking("agent"), way, mandatory=False)
+        delayed = await looking.declare_queue("berth.delayed.200", passive=True)
+        while delayed.declaration_result.message_count:
+            delayed = await looking.declare_queue("berth.delayed.200", passive=True)
+        await (await looking.get_exchange("berth", ensure=False)).publish(asking("watcher"), key)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await got.get()).correlation_id == "watcher"
+        await own.delete(if_unused=False)
 
 
 def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:

@@ -72,6 +72,7 @@ class Client:
         await listening.bind("berth.events", f"build.event.*.{PROJECT}")
         await listening.consume(self._event, no_ack=True)
         answers = await self._channel.declare_queue(exclusive=True)
+        await answers.bind("berth.replies", answers.name)
         await answers.consume(self._reply, no_ack=True)
         self._reply_to = answers.name
 

@@ -41,6 +41,7 @@ async def dead_lettering(attacker: Tenant, into: str, count: int = 1) -> list[st
     for _ in range(count):
         queue = await attacker.channel.declare_queue(exclusive=True, arguments=dict(arguments))
         await queue.bind("berth.events", f"build.event.refused.{attacker.project}")
+        await queue.bind("berth.replies", queue.name)
         names.append(queue.name)
     return names
 

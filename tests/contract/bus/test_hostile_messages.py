@@ -283,14 +283,17 @@ async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     delivery.ack()
 
 
-async def test_a_forged_direct_reply_to_costs_no_delivery(watched: Watched) -> None:
-    """RabbitMQ 3.10 ends the connection that replies to it; all that was prefetched there would come again."""
+@pytest.mark.parametrize(
+    "reply_to", [b"amq.rabbitmq.reply-to.!!!.nowhere", b"amq.gen-x\n", b"berth.reply.compute-h-1.0a"]
+)
+async def test_a_reply_to_where_no_worker_may_write_costs_no_delivery(watched: Watched, reply_to: bytes) -> None:
+    """The broker closes the channel that replies to it, and with it what others had under way there."""
     for _ in range(3):
-        await watched.publish(REQUEST, reply_to=b"amq.rabbitmq.reply-to.!!!.nowhere")
+        await watched.publish(REQUEST, reply_to=reply_to)
     await watched.bus.publish(boot(2))
-    await watched.handler.wait(4)
-    await settled_with(watched, dead=0)
-    assert [one.redelivered for one in watched.handler.got] == [False] * 4
+    await watched.handler.wait(1)
+    await settled_with(watched, dead=3)
+    assert [one.redelivered for one in watched.handler.got] == [False]
 
 
 async def test_a_forged_count_of_deliveries_is_not_trusted(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,7 @@ async def test_what_is_late_in_an_alarm_is_not_sent_again(
     transport = RabbitTransport(own_broker.url(), name="api")
     await transport.open()
     try:
+        await transport.declare_shared()
         await transport.declare_reply_queue("q")
         await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
         before: list[BaseException | None] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.contracts.queues import COMMANDS, DEAD_LETTERS, EVENTS, QueueKind, QueueRow, Where
+from bus.contracts.queues import COMMANDS, DEAD_LETTERS, EVENTS, REPLY, QueueKind, QueueRow, Where
 from bus.port import CC, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Transport, Unroutable
 from bus.topology import DELAYS_S, delay_exchange
 from tests.contract.rig import (
@@ -404,7 +404,7 @@ async def test_a_lost_connection_comes_back_with_everything(rig: Rig) -> None:
     assert held.got[1].redelivered
     held.got[1].ack()
     await transport.publish(command(b"2"))
-    await transport.publish(Outgoing(exchange="", routing_key="berth.reply.x", body=b"r", mandatory=True))
+    await transport.publish(Outgoing(exchange=REPLY, routing_key="berth.reply.x", body=b"r", mandatory=True))
     await held.wait(3)
     await got.wait(2)
     await replies.wait(1)

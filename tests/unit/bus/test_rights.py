@@ -114,11 +114,9 @@ def test_what_only_an_operator_may_request_is_refused_under_a_projects_key(
 
 
 @pytest.mark.parametrize(("kind", "fields"), OPERATORS_OWN)
-def test_an_operators_message_goes_to_the_queue_itself_and_is_taken(
-    kind: type[Message], fields: dict[str, Any]
-) -> None:
+def test_an_operators_message_has_a_key_of_its_own_and_is_taken(kind: type[Message], fields: dict[str, Any]) -> None:
     message = msgspec.convert(fields, kind)
-    assert destination(message) == ("", "scheduler.requests")
+    assert destination(message) == ("berth", "operator.request.p")
     sent = wire.single(wire.pack(message, Meta(id="m")), *destination(message))
     assert codec().read(Arrived(sent), "new") == [wire.Read(message, Meta(id="m"))]
 
@@ -130,7 +128,7 @@ def test_one_that_is_replayed_from_the_dead_letters_is_read_under_its_first_key(
     """An operator who replays a project's refused message does not thereby request it."""
     message = msgspec.convert(fields, kind)
     packed = wire.pack(message, Meta(id="m"))
-    letter = wire.single(packed, "", "scheduler.requests")
+    letter = wire.single(packed, "berth.replays", "scheduler.requests")
     letter = msgspec.structs.replace(letter, headers={"berth-key": routing_key(message)})
     (got,) = codec().read(Arrived(letter), "new")
     assert isinstance(got, wire.Malformed) and got.code == "role.forbidden"
@@ -161,6 +159,7 @@ def test_the_table_names_fields_that_there_are_and_queues_that_take_them() -> No
 BUILD_UUID = "00000000-0000-0000-0000-000000000001"
 MINE, VICTIMS = "build.delete.19.mine", "build.delete.9.victim"
 TRUSTED_QUEUE = "scheduler.requests"
+LANE_OF_MINE = "scheduler.requests.19"
 CODEC = wire.Codec([BuildRequest, DeleteRequest], queue=TRUSTED_QUEUE)
 
 
@@ -200,7 +199,10 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     "by a second key, shown": (arrived(COMMAND, MINE, CC=[VICTIMS]), MINE),
     "an event's": (arrived("berth.events", "build.event.active.p"), "build.event.active.p"),
     "an event that was dead-lettered": (arrived("berth.events", "build.event.active.p", x_death=[PRIVATE]), None),
-    "from another program's exchange": (arrived("ironic", "notifications.info"), "notifications.info"),
+    "from another program's exchange": (arrived("ironic", "notifications.info"), None),
+    "by an exchange that is bound to ours": (arrived("compute.evil", MINE), None),
+    "by the default exchange": (arrived("", TRUSTED_QUEUE, berth_key=MINE), None),
+    "an operator's": (arrived(COMMAND, "operator.request.p"), "operator.request.p"),
     "expired unread": (arrived("berth.given-up", MINE, x_death=[OWN]), MINE),
     "expired unread, with a forged key": (arrived("berth.given-up", MINE, x_death=[FORGED]), MINE),
     "expired unread, with a prefix": (arrived("berth.given-up", MINE, x_death=[death(f"site.{TRUSTED_QUEUE}")]), MINE),
@@ -224,24 +226,31 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
         None,
     ),
     "back from a delay": (arrived("berth.return", TRUSTED_QUEUE, x_death=[DELAYED], berth_key=VICTIMS), ""),
-    "a letter that goes back": (arrived("", TRUSTED_QUEUE, berth_key=MINE), MINE),
+    "back from a delay, by another's exchange": (
+        arrived("berth.return", TRUSTED_QUEUE, x_death=[death("berth.delayed.200", exchange="compute.evil")]),
+        None,
+    ),
+    "back from no delay": (arrived("berth.return", TRUSTED_QUEUE), None),
+    "a letter that goes back": (arrived("berth.replays", TRUSTED_QUEUE, berth_key=MINE), MINE),
     "the same, given up by the broker": (
         arrived(
             "berth.given-up",
             TRUSTED_QUEUE,
-            x_death=[death(TRUSTED_QUEUE, exchange="", key=TRUSTED_QUEUE)],
+            x_death=[death(TRUSTED_QUEUE, exchange="a.berth.replays", key=f"a.{TRUSTED_QUEUE}")],
             berth_key=MINE,
         ),
         MINE,
     ),
-    "a reply": (arrived("", "berth.reply.p"), ""),
+    "a reply": (arrived("berth.replies", "berth.reply.p"), ""),
+    "a reply that was dead-lettered": (arrived("berth.replies", "berth.reply.p", x_death=[PRIVATE]), None),
 }
 
 
 @pytest.mark.parametrize("name", ARRIVALS)
 def test_the_key_of_each_arrival(name: str) -> None:
     delivery, key = ARRIVALS[name]
-    assert published_key(delivery, TRUSTED_QUEUE) == key
+    lane = LANE_OF_MINE if delivery.routing_key == MINE else TRUSTED_QUEUE
+    assert published_key(delivery, lane) == key
 
 
 @pytest.mark.parametrize("name", sorted(BROKERS_OWN | {UNREAD}))
@@ -266,6 +275,12 @@ def test_a_retry_that_the_broker_has_delayed_is_read() -> None:
 def test_a_second_key_opens_no_door_to_another_queue(queue: str) -> None:
     """RabbitMQ 3.10 checks a publisher's permission for the first key only."""
     assert published_key(arrived(COMMAND, MINE, CC=["x"]), queue) is None
+
+
+@pytest.mark.parametrize("queue", [TRUSTED_QUEUE, "scheduler.requests.9"])
+def test_a_second_key_opens_no_other_lane_and_not_that_of_operators(queue: str) -> None:
+    assert published_key(arrived(COMMAND, MINE), LANE_OF_MINE) == MINE
+    assert published_key(arrived(COMMAND, MINE, CC=["operator.request.p", VICTIMS]), queue) is None
 
 
 @pytest.mark.parametrize(
@@ -357,7 +372,7 @@ def test_a_lane_is_bounded_as_the_queue_was_and_the_queue_of_the_name_is_for_no_
     assert {(one.max_bytes, one.max_length, one.drop_head) for one in of_lanes} == {
         (REQUESTS.max_bytes, REQUESTS.max_length, False)
     }
-    assert [exchange for exchange, _ in shared.bindings if exchange == COMMANDS] == []
+    assert [key for exchange, key in shared.bindings if exchange == COMMANDS] == ["operator.request.#"]
 
 
 def test_a_quiet_lane_waits_for_one_delivery_of_each_other() -> None:

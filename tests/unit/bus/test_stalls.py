@@ -25,7 +25,6 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing, Subscription
-from bus.rabbitmq.transport import DIRECT_REPLY, RabbitTransport
 from bus.wire import headers_of, pack
 from tests.contract.rig import REQUESTS, Answering, accepted, boot
 from tests.kit.waiting import until
@@ -315,41 +314,3 @@ def test_stalls() -> None:
     assert watch.waiting_since(130.0 + BACKLOG_S) == 130.0 + BACKLOG_S
     watch.look(130.0 + BACKLOG_S)
     assert watch.waiting_since(150.0) == 130.0 + BACKLOG_S
-
-
-# --- a connection that opens while its transport closes
-
-
-class Closing:
-    """A session whose close takes some turns of the event loop. on_close: is called at its beginning."""
-
-    def __init__(self, on_close: Callable[[], None] = lambda: None) -> None:
-        self.lost = asyncio.Event()
-        self._on_close = on_close
-
-    async def close(self) -> None:
-        self._on_close()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        self.lost.set()
-
-
-async def test_a_connection_for_replies_that_opens_while_the_transport_closes_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nothing else closed it: it was open until the broker missed its heartbeats."""
-    may_open, replies = asyncio.Event(), Closing()
-
-    async def connect(*_: object) -> Closing:
-        await may_open.wait()
-        return replies
-
-    monkeypatch.setattr("bus.rabbitmq.transport.Session.connect", connect)
-    transport = RabbitTransport("amqp://h", name="api")
-    transport._session = Closing(may_open.set)  # type: ignore[assignment]
-    reply = Outgoing(exchange="", routing_key=f"{DIRECT_REPLY}1", body=b"")
-    publishing = asyncio.create_task(transport.publish(reply))
-    await asyncio.sleep(0)
-    await transport.close()
-    await asyncio.gather(publishing, return_exceptions=True)
-    assert replies.lost.is_set()

@@ -24,7 +24,7 @@ from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.moves import MachineChanged
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import InventoryUpdate
-from bus.contracts.queues import BY_QUEUE, LANES, RETURN, lane_of
+from bus.contracts.queues import BY_QUEUE, LANES, REPLAY, RETURN, lane_of
 from bus.json_values import NUL_REASON, has_more_values
 from bus.key_trust import BROKERS_OWN
 from bus.port import Outgoing
@@ -37,7 +37,7 @@ METAS = st.builds(
     id=st.text(min_size=1, max_size=40),
     cause=st.text(max_size=40),
     sent_at=st.integers(0, 2**40).map(lambda number: number / 1000),
-    reply_to=st.none() | st.text(max_size=40).map("berth.reply.{}".format),
+    reply_to=st.none() | st.from_regex(r"berth\.reply\.cli-[a-z0-9-]{0,40}\.[0-9a-f]{12}", fullmatch=True),
     correlation_id=st.none() | st.text(min_size=1, max_size=40),
     patience_s=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
     waited_s=st.integers(0, 2**40).map(lambda number: number / 1000),
@@ -124,9 +124,9 @@ def test_no_json_makes_it_raise(value: object) -> None:
     ("body", "changed", "kind"),
     [
         ({"type": "build.delete.v1"}, {}, DeleteRequest),
-        ({}, {"type": "build.delete.v1", "exchange": "", "routing_key": "scheduler.requests"}, DeleteRequest),
+        ({}, {"type": "build.delete.v1", "exchange": REPLAY, "routing_key": "scheduler.requests"}, DeleteRequest),
         ({}, {"routing_key": "build.delete.17.p"}, DeleteRequest),
-        ({}, {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": KEY}}, DeleteRequest),
+        ({}, {"exchange": REPLAY, "routing_key": "scheduler.requests", "headers": {"berth-key": KEY}}, DeleteRequest),
         ({"flavor": "f"}, {"routing_key": "build.request.17.p"}, BuildRequest),
     ],
 )
@@ -310,13 +310,17 @@ def test_item_7_a_second_key_in_a_header_does_not_count() -> None:
 
 
 def test_item_7_what_goes_back_from_the_dead_letters_is_read_under_its_first_key() -> None:
-    changed = {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": "build.delete.18.evil"}}
+    changed = {
+        "exchange": REPLAY,
+        "routing_key": "scheduler.requests",
+        "headers": {"berth-key": "build.delete.18.evil"},
+    }
     (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, **changed))
     assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
 
 
 def test_a_retry_has_been_read_before_and_names_no_key() -> None:
-    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m")), "", "scheduler.requests")))
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m")), REPLAY, "scheduler.requests")))
     assert got == wire.Read(delete(), Meta(id="m"))
 
 
@@ -340,10 +344,15 @@ def test_events_may_come_under_the_key_of_their_batches() -> None:
         "compute.c1",
         "client.builds.x",
         "amq.topic",
+        "amq.rabbitmq.reply-to.g1.x",
+        "amq.gen-x\n",
+        "amq.gen-x.y",
+        "client.reply.x#",
+        "berth.reply.placement-h-1.0a",
     ],
 )
 def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: str) -> None:
-    """The worker that answers may write into any queue of its bus; the client that requests may not."""
+    """The worker that answers would lose its channel: it may not write there."""
     meta = Meta(id="m", reply_to=reply_to)
     single = Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY))
     batch = Arrived(wire.batch([wire.pack(delete(), meta)], "berth", KEY))
@@ -355,7 +364,7 @@ def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: st
         assert isinstance(got, wire.Malformed) and (got.code, got.meta.reply_to) == (wire.REPLY_TO, None)
 
 
-@pytest.mark.parametrize("reply_to", ["amq.gen-x", "=amq.gen-x", "amq.rabbitmq.reply-to.g1.x", "client.reply.x"])
+@pytest.mark.parametrize("reply_to", ["amq.gen-x", "=amq.gen-x_-A", "client.reply.x", "berth.reply.cli-h-1.0a"])
 def test_a_client_is_answered_where_replies_go(reply_to: str) -> None:
     meta = Meta(id="m", reply_to=reply_to)
     (got,) = read(Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY)))
@@ -422,7 +431,7 @@ def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_other
     assert isinstance(read, wire.Read)
     assert len(read.meta.id.encode()) <= wire.MAX_ID
     if wire.may_gather(read.meta):
-        together = wire.batch([wire.pack(request, read.meta)] * 2, "", "scheduler.requests")
+        together = wire.batch([wire.pack(request, read.meta)] * 2, REPLAY, "scheduler.requests")
         assert [type(one) for one in CODEC.read(Arrived(together), "new")] == [wire.Read, wire.Read]
 
 
@@ -441,7 +450,8 @@ def test_a_message_does_not_bring_its_own_record_of_a_death(name: str, content_t
 def test_what_comes_back_after_a_delay_has_been_read_before() -> None:
     """Whatever its headers hold: the broker has written some of them."""
     message = wire.single(wire.pack(delete(), Meta(id="m")), RETURN, "scheduler.requests")
-    headers = {"x-death": [], "berth-key": "build.delete.18.evil"}
+    deaths = [{"queue": "berth.delayed.200", "reason": "expired", "exchange": "berth.delay.200"}]
+    headers = {"x-death": deaths, "berth-key": "build.delete.18.evil"}
     assert read(Arrived(message, headers=headers)) == [wire.Read(delete(), Meta(id="m"))]
 
 
@@ -523,8 +533,8 @@ def test_a_clients_text_with_a_nul_is_refused_and_its_neighbours_are_read(
     """A build with one was carried out, and no report of its host could be compared with the records any more."""
     request = BuildRequest(instance_uuid=UUID, project_id="p", flavor="f", image=text)
     packed = [wire.pack(message, Meta(id=f"m{number}")) for number, message in enumerate((request, delete()))]
-    sent = [wire.batch(packed, "", "q")] if batched else [wire.single(one, "", "q") for one in packed]
-    first, second = (found for one in sent for found in read(Arrived(one, exchange="", routing_key="q")))
+    sent = [wire.batch(packed, REPLAY, "q")] if batched else [wire.single(one, REPLAY, "q") for one in packed]
+    first, second = (found for one in sent for found in read(Arrived(one)))
     assert isinstance(second, wire.Read)
     if refused:
         assert isinstance(first, wire.Malformed) and (first.code, first.reason) == (wire.INVALID, NUL_REASON)
@@ -538,7 +548,7 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
     command = SetAdminState(host="h1", state=AdminState.FENCED, reason="a\x00b", by="ann")
     for reason, is_refused in (("a\x00b", True), ("ab", False)):
         packed = wire.pack(structs.replace(command, reason=reason), Meta(id="m1"))
-        (found,) = codec.read(Arrived(wire.single(packed, "", "q"), exchange="", routing_key="q"), "new")
+        (found,) = codec.read(Arrived(wire.single(packed, REPLAY, "q")), "new")
         assert isinstance(found, wire.Malformed if is_refused else wire.Read)
 
 

@@ -393,7 +393,7 @@ def test_the_exchanges_of_the_definitions_are_those_that_workers_declare(
     )
     monkeypatch.chdir(tmp_path)
     shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--exchanges"])
-    assert {one["name"] for one in json.loads(shown.stdout)["exchanges"]} == {"berth", "berth.events"}
+    assert {one["name"] for one in json.loads(shown.stdout)["exchanges"]} == {"berth", "berth.events", "berth.replies"}
 
 
 @pytest.mark.parametrize("settings", [Settings(), REAL], ids=["memory", "real"])
@@ -414,11 +414,13 @@ def test_every_pattern_is_anchored_and_every_topic_exchange_has_some(settings: S
             "berth.events",
             "berth.dead",
             *("s1.berth.return", "s1.berth.delay.200", "berth.return", "berth.delay.200", "berth.delay.20000"),
+            *("s1.berth.replies", "s1.berth.replays", "berth.replies", "berth.replays"),
             "ironic",
         ):
             if allows(grant.write, exchange) or allows(grant.read, exchange):
                 assert exchange in grant.topics, (grant.user, exchange)
         assert not allows(grant.read, "amq.default") and not allows(grant.write, "amq.topic")
+        assert allows(grant.write, "amq.default") is (grant.vhost == "nova")
 
 
 def test_virtual_hosts_and_prefixes_are_the_settings() -> None:

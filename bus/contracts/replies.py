@@ -1,0 +1,62 @@
+"""Who is answered where: the names of reply queues, by who asks.
+
+A reply goes by the exchange of replies, under the name of its requester's queue, which the requester binds by that
+name. The permissions of both sides and the check of each `reply-to` come from here: a worker that published where its
+user may not would lose its channel, and what others have under way on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from bus.contracts.catalogue import MessageRow, taken_by
+from bus.contracts.queues import CLIENT, COMPUTE, CONDUCTOR, IRONIC, OPERATOR, PLACEMENT, SCHEDULER
+
+REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
+
+FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
+# How the names of a role's processes begin. All others are an operator's programs.
+_PROCESSES: Mapping[str, str] = {
+    PLACEMENT: "placement",
+    SCHEDULER: "scheduler",
+    FRONT: FRONT,
+    CONDUCTOR: "conductor",
+    COMPUTE: "compute",
+    IRONIC: "ironic-sync",
+}
+_OTHERS = f"(?!{'|'.join(_PROCESSES.values())})"
+# Of programs that are not berth's: queues that the broker has named, whose names no other can guess, and trusted ones.
+_SERVER_NAMED = r"amq\.gen-[A-Za-z0-9_-]+"
+_NAMED_BY_CLIENT = r"client\.reply\.[A-Za-z0-9._-]+"
+
+
+def own_replies(begin: str, prefix: str = "") -> str:
+    """The pattern of the reply queues of processes whose names begin so. prefix: of a bus's names, as a pattern."""
+    return rf"{prefix}berth\.reply\.{begin}[A-Za-z0-9_-]*\.[0-9a-f]+"
+
+
+def replies_of(asker: str, prefix: str = "") -> str:
+    """The same of a package that publishes, or of the operator's programs."""
+    return own_replies(_PROCESSES.get(asker, _OTHERS), prefix)
+
+
+def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tuple[str, ...]:
+    """The patterns of the reply queues to which the consumer of these queues (names of rows) answers: those of the
+    publishers of what it takes, where that has a reply or is for programs that are not berth's. All who answer do so to
+    an operator's programs.
+
+    foreign: how the names of others begin, as a pattern.
+    """
+    rows = [row for queue in queues for row in taken_by(queue) if is_answered(row)]
+    if not rows:
+        return ()
+    askers = dict.fromkeys([*(asker for row in rows for asker in row.publishers if asker != CLIENT), OPERATOR])
+    if SCHEDULER in askers:
+        askers[FRONT] = None
+    others = (foreign + _SERVER_NAMED, prefix + _NAMED_BY_CLIENT) if any(row.public for row in rows) else ()
+    return (*(replies_of(asker, prefix) for asker in askers), *others)
+
+
+def is_answered(row: MessageRow) -> bool:
+    """Whether a publisher of such messages that names a `reply-to` gets a reply, or a refusal."""
+    return row.reply is not None or (row.public and row.owner not in row.publishers)
