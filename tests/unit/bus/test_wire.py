@@ -210,10 +210,8 @@ def test_the_largest_request_is_read(is_operators: bool) -> None:
         networks=[{"port": UUID}] * 16,
         **(of_operator if is_operators else {}),
     )
-    way = (
-        {"exchange": "", "routing_key": "scheduler.requests"} if is_operators else {"routing_key": "build.request.17.p"}
-    )
-    (got,) = read(arrived(body, **way))
+    key = "operator.request.p" if is_operators else "build.request.17.p"
+    (got,) = read(arrived(body, routing_key=key))
     assert isinstance(got, wire.Read), got.reason
     assert not has_more_values(body, wire.MAX_CLIENT_VALUES // BY_TYPE[BuildRequest].max_batch)
 
