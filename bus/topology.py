@@ -243,10 +243,11 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     )
 
 
-def reply_plan(name: str) -> QueuePlan:
+def reply_plan(name: str, *, bound: bool = True) -> QueuePlan:
     """Return a private queue for replies, which drops the oldest when it is full."""
+    bindings = ((REPLY, name),) if bound else ()
     return QueuePlan(
-        name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True, bindings=((REPLY, name),)
+        name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True, bindings=bindings
     )
 
 

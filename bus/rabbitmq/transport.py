@@ -280,9 +280,9 @@ class RabbitTransport:
         """Declare a queue. Raises QueueLocked."""
         await self._declare(plan(row, name, bindings))
 
-    async def declare_reply_queue(self, name: str) -> None:
-        """Declare a private queue for replies."""
-        await self._declare(reply_plan(name))
+    async def declare_reply_queue(self, name: str, *, bound: bool = True) -> None:
+        """Declare a private queue for replies. bound: False on a bus of Nova, where the default exchange answers."""
+        await self._declare(reply_plan(name, bound=bound))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """A durable queue bound to an exchange of another system. Raises QueueMissing.

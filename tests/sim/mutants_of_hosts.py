@@ -38,8 +38,8 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
     """A notification that takes nothing away gives the node back at once, however old it is."""
     notified = position.notified
 
-    def accepted(before: Any, *, taken: bool, seq: int, now: float) -> Any:
-        requested = notified(before, taken=taken, seq=seq, now=now)
+    def accepted(before: Any, *, taken: bool, deleted: bool = False, seq: int, now: float) -> Any:
+        requested = notified(before, taken=taken, deleted=deleted, seq=seq, now=now)
         if taken or before.report is None:
             return requested
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
@@ -60,9 +60,11 @@ def overtaken_read_applied() -> AbstractContextManager[Any]:
 
 def gone_node_stays() -> AbstractContextManager[Any]:
     """A node that Ironic has no more is left in the book as it was."""
-    return patch.object(
-        position, "apply_removed", lambda before, *, seq, now: replace(before, due_at=None, read_seq=seq)
-    )
+
+    def removed(before: Any, *, seq: int, now: float, config: Any) -> Any:
+        return replace(before, due_at=None, read_seq=seq)
+
+    return patch.object(position, "apply_removed", removed)
 
 
 def node_never_undeployed() -> AbstractContextManager[Any]:
