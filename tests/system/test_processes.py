@@ -220,7 +220,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
 async def test_what_no_host_can_do_fails_with_an_explanation(client: Client, fields: dict[str, Any]) -> None:
     instance = str(uuid.uuid4())
     by_operator: dict[str, Any] = (
-        {"exchange": "", "key": "scheduler.requests", "type": "build.request.v1"} if "host" in fields else {}
+        {"key": f"operator.request.{PROJECT}", "type": "build.request.v1"} if "host" in fields else {}
     )
     await client.publish(request(instance, **fields), **by_operator)
     event = await client.terminal(instance)
