@@ -97,6 +97,7 @@ async def replay(
     ] = False,
     bus: BusName = API,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> None:
     """Send dead letters back to their queue.
 
@@ -104,6 +105,9 @@ async def replay(
     """
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")
+    if old:
+        which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
+        ask_first(f"Send {which} of {queue} of bus {bus} back, those that are too old among them", yes=yes)
 
     wanted = None if every else ids
     site = Site(settings)

@@ -75,7 +75,7 @@ def test_an_instance_is_resized_and_taken_back_migrated_and_kept(berth: Berth, i
 def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, instance: str) -> None:
     for command, condition in (
         (["stop"], "stopped"),
-        (["rebuild", "--image", "debian"], "stopped"),
+        (["rebuild", "--image", "debian", "--yes"], "stopped"),
         (["start"], "active"),
         (["rescue", "--password", "sesame"], "rescued"),
         (["unrescue"], "active"),
@@ -212,7 +212,7 @@ def test_an_affinity_group_leaves_a_dead_host_together(berth: Berth) -> None:
     assert berth("groups", "set", "near/g", "--policy", "affinity").status == 0
     built = [boot(berth, *group)[0]["instance_uuid"] for _ in range(3)]
     (dead,) = {shown(berth, one)["host"] for one in built}
-    assert berth("hosts", "fence", str(dead), "--reason", "burnt", "--force").status == 0
+    assert berth("hosts", "fence", str(dead), "--reason", "burnt", "--force", "--yes").status == 0
     try:
         for one in built:
             done = berth("evacuate", one, "--force", "--wait")
@@ -223,7 +223,7 @@ def test_an_affinity_group_leaves_a_dead_host_together(berth: Berth) -> None:
         enabled = berth("hosts", "enable", str(dead))
         assert enabled.status == 0, enabled.err
     for one in built:
-        assert berth("delete", one, "--wait").status == 0
+        assert berth("delete", one, "--wait", "--yes").status == 0
 
 
 def test_machines_start_together_or_not_at_all(berth: Berth) -> None:
