@@ -22,8 +22,8 @@ from compute_sim.drivers.ironic.api import IronicApi
 OFF = "power off"
 
 
-# Of a node: CELL/UUID of the host that it is. Not of one with an owner, who may change the properties of their own: that
-# node's power would be the proof that the host is off.
+# Of a node: CELL/UUID of the host that it is. Not of one with an owner, who may change its properties: that one's
+# power would be the proof that another host is off.
 HOST_PROPERTY = "berth_host"
 
 
