@@ -129,7 +129,7 @@ class PostgresTerm:
         return await self._write(_PURGE, int(reported_before * 1_000_000))
 
     async def renew(self) -> None:
-        """Keep the lease for LEASE_S from now on."""
+        """Keep the lease for LEASE_S from now on. Raises NotLeader."""
         async with self._database.single() as connection:
             if await connection.fetchval(_RENEW, LEASE_S, self._number) is None:
                 raise NotLeader(REPLACED)
