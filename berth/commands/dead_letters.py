@@ -108,9 +108,7 @@ async def replay(
     if old:
         which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
         ask_first(f"Send {which} of {queue} of bus {bus} back, those that are too old among them", yes=yes)
-
-    wanted = None if every else ids
-    site = Site(settings)
+    site, wanted = Site(settings), None if every else ids
     back = await _on(
         site,
         bus,
