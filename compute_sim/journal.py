@@ -80,6 +80,7 @@ class Journal(Generic[Row]):
         self._syncing = asyncio.Lock()
         self._appended = 0  # rows, since the start
         self._on_disk = 0  # of these
+        self._lost = ""  # why rows may be missing in the file: a later write or sync that succeeds does not bring them
         self.rows = 0  # in the file: its owner rewrites it by this number
         self.damage: Damage | None = None
 
@@ -197,12 +198,15 @@ class Journal(Generic[Row]):
         self._appended += len(rows)
 
     async def sync(self) -> None:
-        """Return when the rows that were appended so far outlive the machine. Raises JournalUnusable.
+        """Return when the rows that were appended so far outlive the machine. Raises JournalUnusable: also if an
+        earlier call has failed, as the caller of that one may have gone on.
 
         A disk takes milliseconds, so one sync is for all that have come meanwhile, in a thread.
         """
         wanted = self._appended
         async with self._syncing:
+            if self._lost:
+                raise JournalUnusable(self._lost, code=NOT_WRITTEN)
             if not self._is_synced or self._file < 0 or self._on_disk >= wanted:
                 return
             appended = self._appended
@@ -216,8 +220,8 @@ class Journal(Generic[Row]):
         try:
             yield
         except OSError as error:
-            reason = f"{self._path} cannot be written: {error.strerror or error}"
-            raise JournalUnusable(reason, code=NOT_WRITTEN) from error
+            self._lost = f"{self._path} cannot be written: {error.strerror or error}"
+            raise JournalUnusable(self._lost, code=NOT_WRITTEN) from error
 
     def _sync_directory(self) -> None:
         """A file that is new, or has a new name, is in its directory after a power cut only then."""

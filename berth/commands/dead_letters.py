@@ -97,6 +97,7 @@ async def replay(
     ] = False,
     bus: BusName = API,
     as_json: AsJson = False,
+    yes: Yes = False,
 ) -> None:
     """Send dead letters back to their queue.
 
@@ -104,9 +105,10 @@ async def replay(
     """
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")
-
-    wanted = None if every else ids
-    site = Site(settings)
+    if old:
+        which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
+        ask_first(f"Send {which} of {queue} of bus {bus} back, those that are too old among them", yes=yes)
+    site, wanted = Site(settings), None if every else ids
     back = await _on(
         site,
         bus,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -277,14 +278,14 @@ def _ask(verb: str, places: Mapping[str, Collection[str | None]], what: str, dec
 
 async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tuple[list[T], list[tuple[str, Fault]]]:
     """(what is done, the names that are not with the reason), one after the other: what is done of one stays, whatever
-    becomes of the next. Where nothing answers twice in a row the others are not tried.
+    becomes of the next. Where nothing answers twice in a row, and after Ctrl-C, the others are not tried.
     """
     done: list[T] = []
     refused: list[tuple[str, Fault]] = []
     silent = 0
     for name in names:
         if silent >= MAX_SILENT:
-            refused.append((name, Fault("not tried: the ones before had no answer", code="command.not_tried")))
+            refused.append((name, Fault("not tried, for what became of the one before", code="command.not_tried")))
             continue
         try:
             done.append(await work(name))
@@ -295,6 +296,9 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
         except (RequestRefused, FencingFailed) as fault:
             refused.append((name, fault))
             silent = 0
+        except asyncio.CancelledError:
+            refused.append((name, Fault("interrupted: it may be done, or half done", code="command.interrupted")))
+            silent = MAX_SILENT
     return done, refused
 
 

@@ -162,12 +162,14 @@ async def apply(
     changes, kinds = read_file(file)
     if prune and not (yes or decision.dry_run):
         planned = await change_objects(settings, changes, decision, prune=kinds, ask=True)
+        # These alone: what another operator makes before the answer is not in the question.
+        gone = [ObjectChange(kind=one.kind, name=one.name) for one in planned.changed if one.after is None]
         of_kinds: dict[str, list[str]] = defaultdict(list)
-        for one in planned.changed:
-            if one.after is None:
-                of_kinds[one.kind.value].append(one.name)
-        if of_kinds:
+        for one in gone:
+            of_kinds[one.kind.value].append(one.name)
+        if gone:
             ask_first(f"Delete {by_cell(of_kinds, 'object')}", yes=False)
+        changes, prune = [*changes, *gone], False
     await change_objects(settings, changes, decision, prune=kinds if prune else ())
 
 

@@ -22,7 +22,9 @@ from compute_sim.drivers.ironic.api import IronicApi
 OFF = "power off"
 
 
-HOST_PROPERTY = "berth_host"  # of a node: CELL/UUID of the host that it is
+# Of a node: CELL/UUID of the host that it is. Not of one with an owner, who may change its properties: that one's
+# power would be the proof that another host is off.
+HOST_PROPERTY = "berth_host"
 
 
 class NodePower(Struct, frozen=True):
@@ -35,6 +37,7 @@ class NodePower(Struct, frozen=True):
     reservation: str | None = None
     instance_uuid: str | None = None
     lessee: str | None = None
+    owner: str | None = None
     properties: dict[str, Any] | None = None
 
 
@@ -83,7 +86,7 @@ class IronicPower:
             return named
         which = f"{host.cell}/{host.uuid}"
         nodes = [_parsed(one, "list") for one in await self._api.raw_nodes()]
-        found = [node.uuid for node in nodes if (node.properties or {}).get(HOST_PROPERTY) == which]
+        found = [one.uuid for one in nodes if not one.owner and (one.properties or {}).get(HOST_PROPERTY) == which]
         if len(found) != 1:
             raise FencingFailed(f"{len(found)} nodes have {HOST_PROPERTY}={which}, and fencing.nodes has none for it")
         return found[0]

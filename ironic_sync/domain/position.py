@@ -110,7 +110,7 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, config: 
         read_seq=seq,
         tries=position.tries + 1 if node.provision_state == position.state else 0,
         due_at=None,
-        absent_since=None,
+        absent_since=position.absent_since if overtaken else None,  # a deletion may be announced since
     )
     due_at = now if overtaken else _due(known, now, config)
     return _with_report(replace(known, due_at=due_at), placed.report, now)
@@ -140,7 +140,8 @@ def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, 
     """Ironic's answer about the node is no node. It is held back, reported as a problem, and read again."""
     if seq < position.read_seq:
         return position
-    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq, absent_since=None)
+    since = position.absent_since if position.notified_seq > seq else None
+    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq, absent_since=since)
     return wrong if wrong.report is None else _with_report(wrong, reserve_all(wrong.report), now)
 
 

@@ -60,7 +60,7 @@ class MemoryPositions:
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.lock([LEADER])
-            if table.expires_at > table.clock.time():
+            if 0.0 < table.expires_at - table.clock.time() <= LEASE_S:
                 raise NotLeader("another process is the writer")
             number = table.term + 1
             transaction.will(partial(setattr, table, "term", number))

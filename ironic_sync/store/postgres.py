@@ -1,8 +1,9 @@
 """Positions in PostgreSQL: several processes may run, one writes.
 
-The writer has a lease, a row with an end by the database's clock. A writer that has not noticed yet that another one
-has it is fenced: each write is one statement, which compares the term that each new writer raises. So a process that is
-stopped holds no lock for which the next writer would have to wait.
+The writer has a lease, a row with an end by the database's clock. An end that is further away than a lease is long was
+written before that clock was set back, and counts for nothing. A writer that has not noticed yet that another one has
+the lease is fenced: each write is one statement, which compares the term that each new writer raises. So a process that
+is stopped holds no lock for which the next writer would have to wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _report = msgspec.json.Decoder(ProviderReport)
 _LEAD = """
 UPDATE leadership SET term = greatest(term + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint), since = now(),
     expires_at = clock_timestamp() + make_interval(secs => $1)
-WHERE expires_at <= clock_timestamp() RETURNING term
+WHERE expires_at NOT BETWEEN clock_timestamp() AND clock_timestamp() + make_interval(secs => $1) RETURNING term
 """
 _RENEW = "UPDATE leadership SET expires_at = clock_timestamp() + make_interval(secs => $1) WHERE term = $2 RETURNING 1"
 _LET_GO = "UPDATE leadership SET expires_at = now() WHERE term = $1"

@@ -359,6 +359,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "there is no bus", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
     (USAGE, "there is no bus", ("dead-letters", "list", "--bus", "mars"), {}),
     (USAGE, "name the letters", ("dead-letters", "replay", "scheduler.requests"), {}),
+    (USAGE, "all dead letters", ("dead-letters", "replay", "scheduler.requests", "--all", "--old"), {}),
     (USAGE, "no settings file", ("--config", "missing.toml", "list"), {}),
     (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),
     (USAGE, "Expected `int`", ("config",), {"BERTH_UP__NODES": "many"}),

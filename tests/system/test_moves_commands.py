@@ -223,7 +223,7 @@ def test_an_affinity_group_leaves_a_dead_host_together(berth: Berth) -> None:
         enabled = berth("hosts", "enable", str(dead))
         assert enabled.status == 0, enabled.err
     for one in built:
-        assert berth("delete", one, "--wait").status == 0
+        assert berth("delete", one, "--wait", "--yes").status == 0
 
 
 def test_machines_start_together_or_not_at_all(berth: Berth) -> None:

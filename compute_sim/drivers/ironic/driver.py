@@ -246,7 +246,7 @@ class BareMetal:
         """Look for nodes that have not been announced, until cancelled.
 
         ironic_sync reports a node to placement at once; no build goes there before its compute service has announced
-        it. A node that went is missing from the next whole announcement: placement has dropped it already.
+        it. A node that went is missing from the next whole announcement: ironic_sync has held it back, or removed it.
         """
         while True:
             began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)

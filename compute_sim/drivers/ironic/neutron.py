@@ -115,7 +115,7 @@ class NeutronNetwork:
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports that the request names, and one of ours for each network. Raises BuildAbort, DriverUnavailable."""
         for wanted in spec.networks:
-            await self._check_project(wanted, spec.project_id)
+            await self._check(wanted, spec, node)
         made: dict[tuple[str, str, str], str] = {}
         if any(wanted.network is not None for wanted in spec.networks):
             ours = await self._ours(node, spec.instance_uuid)
@@ -149,19 +149,24 @@ class NeutronNetwork:
         found = (await self._one(PORTS, Ports, params={"device_id": instance})).ports
         return [port for port in found if port.device_id == instance and port.name.startswith(prefix)]
 
-    async def _check_project(self, wanted: NetworkRequest, project: str) -> None:
-        """Raises BuildAbort: a login of the project could not use the port or network.
+    async def _check(self, wanted: NetworkRequest, spec: InstanceSpec, node: str) -> None:
+        """Raises BuildAbort: a login of the project could not use the port or network, or the port is in use.
 
-        Ironic answers an unknown port as it does a failure of its own, for which every node would be tried.
+        Ironic answers an unknown port as it does a failure of its own, for which every node would be tried. One that is
+        another machine's it would take away from that.
         """
+        project = spec.project_id
         if wanted.port is not None:
-            what, owner = f"port {wanted.port}", (await self._one(f"{PORTS}/{wanted.port}", OnePort)).port.project_id
+            what, port = f"port {wanted.port}", (await self._one(f"{PORTS}/{wanted.port}", OnePort)).port
+            may_use = port.project_id == project
+            if may_use and port.device_id not in ("", spec.instance_uuid, node):
+                raise BuildAbort("network.refused", f"{what} is in use by {port.device_id}")
         else:
             what = f"network {wanted.network}"
             owner = (await self._one(f"{NETWORKS}/{wanted.network}", OneNetwork)).network.project_id
-        if owner == project or (wanted.network is not None and await self._is_shared(wanted.network, project)):
-            return
-        raise BuildAbort(OTHER_PROJECT, f"{what} is not of project {project}, and not shared with it")
+            may_use = owner == project or await self._is_shared(str(wanted.network), project)
+        if not may_use:
+            raise BuildAbort(OTHER_PROJECT, f"{what} is not of project {project}, and not shared with it")
 
     async def _is_shared(self, network: str, project: str) -> bool:
         """Whether a policy lets the project use the network; one that is shared with every project has one, too."""

@@ -111,6 +111,21 @@ async def test_there_is_one_writer(positions: Positions) -> None:
         assert NODE in (await term.load())[0]
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_database_whose_clock_was_set_back_has_a_writer_at_once(postgres_url: str, hours: int) -> None:
+    """As after a failover: until the clock had caught up, no node was offered or taken back."""
+    database = Database(postgres_url, "ironic_sync")
+    await database.open(MIGRATIONS)
+    async with database.single() as connection:
+        await connection.execute("UPDATE leadership SET expires_at = now() + make_interval(hours => $1)", hours)
+    async with PostgresPositions(database).become_leader() as term:
+        await term.renew()
+        with pytest.raises(NotLeader):
+            async with PostgresPositions(database).become_leader():
+                pass
+    await database.close()
+
+
 @pytest.fixture
 async def processes(postgres_url: str) -> AsyncIterator[tuple[PostgresPositions, PostgresPositions, Database]]:
     """Two processes on one database, and a look at it beside them."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bus.clock import SystemClock
@@ -17,11 +18,14 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy
 from compute_sim.announcer import ResultSender
-from compute_sim.config import ComputeConfig
+from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.driver import DriverFault
+from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
+from compute_sim.guarded import guarded
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.journal import NOT_WRITTEN, Journal, JournalUnusable
-from compute_sim.records import PurgeRow
+from compute_sim.records import PurgeRow, Records
 
 UUID = "10000000-0000-4000-8000-000000000001"
 
@@ -127,14 +131,46 @@ async def test_the_driver_determines_it(tmp_path: Path, disk: Disk, driver: Any,
     assert ("c1.s.records" in disk.synced) is synced
 
 
-async def test_a_journal_that_cannot_be_synced_says_so(tmp_path: Path, disk: Disk) -> None:
+async def test_a_journal_that_could_not_be_synced_is_never_synced_again(tmp_path: Path, disk: Disk) -> None:
+    """Linux drops what it could not write: the next fsync succeeds, and the rows are not on the disk."""
     journal = opened(tmp_path / "j")
     journal.append([1])
     disk.fault = OSError(5, "Input/output error")
-    with pytest.raises(JournalUnusable) as unusable:
-        await journal.sync()
-    assert unusable.value.code == NOT_WRITTEN
+    for _ in range(2):
+        with pytest.raises(JournalUnusable) as unusable:
+            await journal.sync()
+        assert unusable.value.code == NOT_WRITTEN
+        disk.fault = None
     journal.close()
+
+
+async def test_a_node_is_not_undeployed_whose_mark_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver's faults do not end the service: the destruction is tried again, when memory has the mark already."""
+    records = Records(tmp_path / "j")
+    records.open()
+    asked: list[str] = []
+    mark = {"deployment": UUID, "cell": "c", "service": "s", "instance": UUID, "attempt": 1}
+    node = {"uuid": UUID, "provision_state": "active", "instance_uuid": UUID, "instance_info": {"berth": mark}}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        return httpx.Response(200, json=node)
+
+    config, transport = IronicConfig(clean_timeout_s=0.05, poll_interval_s=0.01), httpx.MockTransport(answer)
+    ironic = BareMetal(config, cell="c", service="s", clock=SystemClock(), records=records, transport=transport)
+    await ironic.open()
+    with monkeypatch.context() as full:
+        full.setattr(Journal, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(DriverFault):
+            await guarded(ironic).destroy(UUID, UUID, 1, UUID)
+    for _ in range(2):
+        with pytest.raises(DriverFault):
+            await guarded(ironic).destroy(UUID, UUID, 1, UUID)
+    await ironic.close()
+    records.close()
+    assert set(asked) == {"GET"}
 
 
 def rewrite(path: Path) -> None:

@@ -30,7 +30,12 @@ DEPLOYMENT = "d0000000-0000-4000-8000-000000000001"
 
 
 def neutron(
-    posted: list[dict], *, owner: str = "victim", shared_with: str = "somebody", ports: Sequence[dict] = ()
+    posted: list[dict],
+    *,
+    owner: str = "victim",
+    shared_with: str = "somebody",
+    ports: Sequence[dict] = (),
+    device: str = "",
 ) -> httpx.MockTransport:
     """The port and the network are the owner's; berth's own project may use the network (`shared`)."""
 
@@ -40,7 +45,7 @@ def neutron(
             posted.append(port)
             return httpx.Response(201, json={"port": {"id": "made", **port}})
         if request.url.path.endswith(FOREIGN_PORT):
-            return httpx.Response(200, json={"port": {"id": FOREIGN_PORT, "project_id": owner}})
+            return httpx.Response(200, json={"port": {"id": FOREIGN_PORT, "project_id": owner, "device_id": device}})
         if "/networks/" in request.url.path:
             network = {"id": FOREIGN_NETWORK, "project_id": owner, "shared": True, "router:external": True}
             return httpx.Response(200, json={"network": network})
@@ -103,9 +108,18 @@ async def test_no_port_of_another_project_is_attached(shared_with: str) -> None:
     assert refused.value.code == "network.other_project"
 
 
-async def test_a_port_of_the_project_is_attached() -> None:
-    async with network(neutron([], owner="attacker")) as here:
+@pytest.mark.parametrize("device", ["", INSTANCE])
+async def test_a_port_of_the_project_is_attached(device: str) -> None:
+    async with network(neutron([], owner="attacker", device=device)) as here:
         assert (await here.prepare(NODE, wants(port=FOREIGN_PORT))).vifs == (FOREIGN_PORT,)
+
+
+async def test_a_port_that_another_machine_has_is_not_taken_away_from_it() -> None:
+    """Ironic rebinds whatever it is given; Nova refuses such a port, too."""
+    async with network(neutron([], owner="attacker", device=DEPLOYMENT)) as here:
+        with pytest.raises(BuildAbort) as refused:
+            await here.prepare(NODE, wants(port=FOREIGN_PORT))
+    assert refused.value.code == "network.refused"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
@@ -65,6 +66,24 @@ async def test_where_nothing_answers_the_others_are_not_tried() -> None:
     _, refused = await hosts_commands._each([f"h{n}" for n in range(9)], work)
     assert asked == ["h0", "h1"] and len(refused) == 9
     assert {fault.code for _, fault in refused[2:]} == {"command.not_tried"}
+
+
+async def test_what_was_done_before_an_interrupt_is_returned() -> None:
+    """Ctrl-C while the second of three hosts is switched off: nothing said that the first one is fenced."""
+    begun = asyncio.Event()
+
+    async def work(name: str) -> str:
+        if name == "h2":
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        return name
+
+    task = asyncio.ensure_future(hosts_commands._each(["h1", "h2", "h3"], work))
+    await begun.wait()
+    task.cancel()
+    done, refused = await task
+    codes = [("h2", "command.interrupted"), ("h3", "command.not_tried")]
+    assert (done, [(name, fault.code) for name, fault in refused]) == (["h1"], codes)
 
 
 PAGE = SimpleNamespace(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +14,10 @@ import pytest
 import typer
 
 from berth.audit.quarantine import InCells
-from berth.commands import audits, moves, safety
+from berth.commands import audits, moves, objects, safety
 from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
 from berth.settings import Settings
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 
@@ -128,3 +132,30 @@ def test_a_question_counts_by_cell_and_names_the_first() -> None:
     found = by_cell({"b": ["z"], "a": [f"m{n:02d}" for n in range(12)], "c": []}, "machine")
     assert found.startswith("13 machines (a 12: m00, m01,") and "m09, ...; b 1: z)" in found
     assert by_cell({"orphaned": []}, "consumer") == "0 consumers"
+
+
+async def test_what_another_operator_made_after_the_question_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flavor that came between the question and the answer was deleted with those that the question named."""
+    file = tmp_path / "objects.toml"
+    file.write_text("[flavors.kept.resources]\nVCPU = 1\n")
+    sent: list[ObjectsChange] = []
+
+    class Scheduler:
+        async def request(self, change: ObjectsChange, *_: Any, **__: Any) -> ObjectsChanged:
+            sent.append(change)
+            gone = ChangedObject(kind=ObjectKind.FLAVOR, name="old", before={})
+            return ObjectsChanged(revision=1, changed=(gone,))
+
+    @contextlib.asynccontextmanager
+    async def client(_: Settings) -> AsyncIterator[Any]:
+        yield SimpleNamespace(bus=Scheduler())
+
+    monkeypatch.setattr(objects, "client", client)
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: True)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    await objects.apply(Settings(), file, prune=True, decision=objects.ForcedOptions())
+    asked, done = sent
+    assert asked.dry_run and asked.prune and not (done.dry_run or done.prune)
+    assert [(one.name, one.body is None) for one in done.changes] == [("kept", False), ("old", True)]

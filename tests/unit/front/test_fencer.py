@@ -206,6 +206,11 @@ OURS = {"properties": {"berth_host": f"c1/{host(1).uuid}"}}
         (OURS, replace(host(1), cell=None), False),
         ({**OURS, "instance_uuid": host(3).uuid}, host(1), False),
         ({**OURS, "lessee": "p"}, host(1), False),
+        (
+            {**OURS, "owner": "p"},
+            host(1),
+            False,
+        ),  # who may have written the property
         ({"properties": None}, host(1), False),
         ({"properties": 7}, host(1), False),
     ],
@@ -232,7 +237,7 @@ async def test_two_nodes_that_name_one_host_are_none() -> None:
 
 @pytest.mark.parametrize(("cell", "off"), [("c1", True), ("c2", False)])
 async def test_settings_name_a_node_by_cell_and_uuid(cell: str, off: bool) -> None:
-    ironic = FakeIronic()
+    ironic = FakeIronic(owner="p")
     power = power_of(ironic, {cell: {host(1).uuid: "tenant-metal-7"}})
     if off:
         await power.switch_off(host(1))

@@ -359,6 +359,19 @@ async def test_an_absent_node_is_removed_after_long_by_another_writer_too() -> N
         assert again.loop.problems() == {}
 
 
+@pytest.mark.parametrize("answer", [node("manageable", 0), Unreadable(uuid=UUID, reason="")])
+def test_a_read_that_a_deletion_has_overtaken_does_not_undo_its_announcement(answer: Node | Unreadable) -> None:
+    """A page of a list was on its way: the node was absent for seven days, and not removed."""
+    known = step.apply_read(Position(uuid=UUID), node("manageable", 0), seq=1, now=2e9 + 0, config=CONFIG)
+    deleted = step.notified(known, taken=True, deleted=True, seq=3, now=2e9 + 1)
+    if isinstance(answer, Node):
+        late = step.apply_read(deleted, answer, seq=2, now=2e9 + 2, config=CONFIG)
+    else:
+        late = step.apply_unreadable(deleted, UNREADABLE, seq=2, now=2e9 + 2, config=CONFIG)
+    assert late.due_at is not None
+    assert step.apply_removed(late, seq=4, now=2e9 + 3, config=CONFIG).report is None
+
+
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
     nodes, here = world(absent_retention_s=0.0, removed_retention_s=1000.0, republish_interval_s=500.0)
     async with here.running():
