@@ -52,7 +52,7 @@ from .move_events import (
     source_of,
 )
 from .move_steps import change, confirm, end_undone, ending_of, is_awaited, revert_book, undo
-from .orders import numbered, repeat_at, repeated
+from .orders import numbered, repeat_at, repeated, sooner
 from .steps import Step, StepContext
 
 SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
@@ -301,7 +301,7 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if event.done:
         return end_undone(instance, event.at, context)
     if event.runs is None:
-        return Step(instance)
+        return Step(sooner(instance, event.at, context))
     move = move_of(instance)
     if move.to_cell is not None and event.code == MACHINE_ABSENT and instance.image:
         return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
