@@ -475,8 +475,9 @@ def relied_on(before: Instance, after: Instance, context: StepContext) -> Iterab
     """
     relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     begins = relies and not relied and move_of(after).kind is MoveKind.EVACUATE
-    fails = desire_of(before).here is Wish.RUN and desire_of(after).condition is Condition.FAILED
-    stays = before.state is State.RESIZED and after.then is State.ACTIVE and move_of(after).by_kind is None
+    was, now = desire_of(before).condition, desire_of(after).condition
+    fails = desire_of(before).here is Wish.RUN and now is Condition.FAILED
+    stays = was is Condition.RESIZED and now is None and move_of(after).by_kind is None
     hosts: tuple[str | None, ...] = ()
     if begins:
         hosts = (after.source_host_uuid or after.host_uuid,)
