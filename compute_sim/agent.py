@@ -431,6 +431,8 @@ class Agent:
             self._records.put(key, lost(entry))
         elif not entry.reported:
             self._answers.report_end(key, entry)
+        if entry.phase is Phase.RUNNING and entry.changing is not None:
+            self._changes.answer_unfinished(key, entry)
 
     async def watch(self) -> None:
         """Raise the first fault of any job."""

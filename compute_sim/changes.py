@@ -3,8 +3,8 @@
 One at a time for one instance on one host, in the chain that its builds and destructions go through. A change with a
 higher order takes the place of the one before, wherever that stands; one with a lower order is late, one with the same
 is a copy, and both are dropped. The order is on record before the message is acknowledged. A change that was in
-progress when its service died is not resumed: it is unknown whether it has taken place, and the conductor repeats its
-command, under a higher order, because it gets no answer.
+progress when its service died is not resumed: that it is unknown whether it has taken place is its answer, and the
+conductor repeats its command, under a higher order.
 """
 
 from __future__ import annotations
@@ -76,13 +76,30 @@ class Changes:
             return None
         row = None
         if entry is not None and _is_its_machine(entry, command):
-            row = self._records.note(key, replace(entry, order=command.order), None)
+            row = self._records.note(key, replace(entry, order=command.order, changing=command.change), None)
         elif entry is not None and entry.phase is not Phase.RUNNING:
             self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine runs here", runs=False)
             return None
         chain = self._jobs.without_build(key)
         chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
         return row
+
+    def answer_unfinished(self, key: Key, entry: Entry) -> None:
+        """Answer a change that the last run of this service left without an answer."""
+        assert entry.changing is not None
+        self._send(
+            MachineChanged(
+                instance_uuid=key[1],
+                attempt=entry.attempt,
+                order=entry.order,
+                host_uuid=key[0],
+                service=self._service,
+                change=entry.changing,
+                done=False,
+                code="service.restarted",
+                reason="the service was restarted meanwhile",
+            )
+        )
 
     async def _check(self, command: ChangeMachine) -> None:
         asked_by = command.asked_by
@@ -156,7 +173,7 @@ class Changes:
                 self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine is here", runs=False)
                 return False
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment, reported=True)
-            self._records.put(key, replace(entry, order=command.order))
+            self._records.put(key, replace(entry, order=command.order, changing=command.change))
             return True
         if _is_its_machine(entry, command):
             return entry.order == command.order  # otherwise a later change is on record, whose answer counts

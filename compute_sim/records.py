@@ -164,11 +164,12 @@ class Records:
         """These results have reached the broker: a restart need not publish them again."""
         rows: list[Row] = []
         for result in results:
-            if isinstance(result, MachineChanged):
-                continue  # a change without an answer is commanded again
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
-            if entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
+            if isinstance(result, MachineChanged):
+                if entry is not None and entry.changing is not None and entry.order == result.order:
+                    rows.append(self.note(key, replace(entry, changing=None)))
+            elif entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
                 rows.append(self.note(key, replace(entry, reported=True)))
         self.write(rows)
 

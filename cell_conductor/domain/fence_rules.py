@@ -35,10 +35,8 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
     taken back: its host runs it again.
     """
     assert instance.spec is not None
-    fence = context.fences.get(event.host_uuid)
-    is_taken_back = fence is not None and fence.lifting
-    is_here = event.host_uuid == instance.host_uuid
-    if not is_here or is_taken_back or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
+    is_here = event.host_uuid == instance.host_uuid and context.is_off(event.host_uuid)
+    if not is_here or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
     return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
 
@@ -75,14 +73,10 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
 
     Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
-    source is seen first. One that has its new size there is confirmed: it would wait for its client on a dead host.
+    source is seen first. It is not given up when the fence is being lifted.
     """
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    if instance.is_in_place and instance.state is State.RESIZED:
-        fence = context.fences.get(event.host_uuid)
-        is_taken_back = fence is not None and fence.lifting
-        return Step(instance) if is_taken_back else way_back.stay_on_fenced(instance, event.at, context)
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:

@@ -79,7 +79,7 @@ from .move_steps import (
     undo,
     why_not_evacuated,
 )
-from .orders import change_of, numbered, step_s
+from .orders import change_of, numbered, sooner, step_s
 from .set_back import certain, is_outdated
 from .steps import Step, StepContext
 
@@ -429,7 +429,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     if not event.done:
         ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:
-            return answer(instance, ending, event.at, context)
+            return answer(sooner(instance, event.at, context), ending, event.at, context)
         back = as_left(instance, event)
         return close(over(back, event.at, context), ending, event.at, context)
     if move.kind is MoveKind.SHELVE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -415,7 +415,7 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
     if (source := instance.source_elsewhere) is not None:
         where, attempt = source, instance.source_attempt
     fence = context.fences.get(where.host_uuid)
-    if fence is None or fence.lifting:  # a host whose fence is being lifted is on, to destroy its losses
+    if not context.is_off(where.host_uuid):
         if not fenced:
             return NotProved(NOT_FENCED, "its host may run it")
         lease = context.down.get(where.service)
@@ -468,14 +468,19 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     return is_going and (instance.source_host_uuid or instance.host_uuid) == host_uuid
 
 
-def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
+def relied_on(before: Instance, after: Instance, context: StepContext) -> Iterable[str]:
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
-    host of a shelved instance up; and of an instance that was active there, and fails by its policy.
+    host of a shelved instance up; of an instance that was active there, and fails by its policy; and of a move that has
+    arrived there, and is confirmed by no client.
     """
     relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     begins = relies and not relied and move_of(after).kind is MoveKind.EVACUATE
-    fails = desire_of(before).here is Wish.RUN and desire_of(after).condition is Condition.FAILED
-    if not begins and not (fails and after.code == FENCED):
-        return ()
-    fence = fences.get(after.source_host_uuid or after.here.host_uuid)
-    return () if fence is None or fence.lifting else (fence.host_uuid,)  # else the client's statement is the proof
+    was, now = desire_of(before).condition, desire_of(after).condition
+    fails = desire_of(before).here is Wish.RUN and now is Condition.FAILED
+    stays = was is Condition.RESIZED and now is None and move_of(after).by_kind is None
+    hosts: tuple[str | None, ...] = ()
+    if begins:
+        hosts = (after.source_host_uuid or after.host_uuid,)
+    elif stays or (fails and after.code == FENCED):
+        hosts = (after.host_uuid, after.source_host_uuid)
+    return [host for host in hosts if host and context.is_off(host)]  # else the client's word is the proof

@@ -86,6 +86,14 @@ def repeated(instance: Instance, at: float, context: StepContext) -> Step:
     return Step(numbered(again, at), again=True)
 
 
+def sooner(instance: Instance, at: float, context: StepContext) -> Instance:
+    """The host has answered that it does not know how the change ended: nothing is under way there, so the change is
+    commanded again without waiting for the end of its time.
+    """
+    again_at = repeat_at(instance, at, context)
+    return replace(instance, deadline=again_at if instance.deadline is None else min(instance.deadline, again_at))
+
+
 def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
     """When what has not been answered is sent once more.
 

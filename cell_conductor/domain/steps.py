@@ -60,6 +60,13 @@ class StepContext(Struct, frozen=True, kw_only=True):
         """Whether its service is certainly up, and the host is not fenced."""
         return where.service in self.up and where.host_uuid not in self.fences
 
+    def is_off(self, host_uuid: str | None) -> bool:
+        """Whether an operator has stated that the host is off. One whose fence is being lifted is on, to destroy its
+        losses.
+        """
+        fence = self.fences.get(host_uuid or "")
+        return fence is not None and not fence.lifting
+
 
 class Step(Struct, frozen=True):
     """The instance after an event, and the messages to send once that is committed.

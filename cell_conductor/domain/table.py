@@ -513,7 +513,7 @@ class FenceSteps:
                     self.hosts[host] = None
                     after, commands = then.instance, (*commands, *then.commands)
         if after is not before:
-            self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
+            self.proofs.update(dict.fromkeys(relied_on(before, after, context)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences) if not doubt.is_in_doubt(after) else ():
                 self.losses += losses_of(before, after, host, at, unsure=after.code == rules.OUTCOME_UNKNOWN)

@@ -52,7 +52,7 @@ from .move_events import (
     source_of,
 )
 from .move_steps import change, confirm, end_undone, ending_of, is_awaited, revert_book, undo
-from .orders import numbered, repeat_at, repeated
+from .orders import numbered, repeat_at, repeated, sooner
 from .steps import Step, StepContext
 
 SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
@@ -112,8 +112,14 @@ def revert(instance: Instance, event: MoveRequested, context: StepContext, code:
 
 
 def leave_fenced(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
-    """The destination of a move that has arrived was fenced: it goes back once the source was seen."""
-    return Step(instance) if is_waiting(instance) else _query(instance, at, context, code, reason)
+    """The destination of a move that has arrived was fenced: it goes back once the source was seen. A resize in place
+    has nowhere to go back to.
+    """
+    if is_waiting(instance) or not context.is_off(instance.host_uuid):
+        return Step(instance)
+    if not instance.is_in_place:
+        return _query(instance, at, context, code, reason)
+    return _stay_on_fenced(instance, at, context) if _is_not_awaited(instance) else Step(instance)
 
 
 def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
@@ -133,10 +139,9 @@ def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> 
 
 def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
-    source = source_of(move_of(instance))
-    reason = f"no conductor has an answer of compute service {source.service}"
-    why = why_fenced(source, context) or MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
-    return _stay(numbered(instance, at), why, at, context)
+    reason = f"no conductor has an answer of compute service {source_of(move_of(instance)).service}"
+    silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
+    return _stay(numbered(instance, at), silent, at, context)
 
 
 def end_without_source(instance: Instance, at: float, context: StepContext) -> Step:
@@ -176,7 +181,7 @@ def why_fenced(source: Selection, context: StepContext) -> MoveEnd | None:
 
 def _is_wanted(instance: Instance, context: StepContext) -> bool:
     """Whether the reason for which the source was queried for still holds: the fence may have been lifted since."""
-    return move_of(instance).by_kind is MoveKind.REVERT or instance.host_uuid in context.fences
+    return move_of(instance).by_kind is MoveKind.REVERT or context.is_off(instance.host_uuid)
 
 
 def _query(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
@@ -193,18 +198,20 @@ def _stay(instance: Instance, refused: MoveEnd, at: float, context: StepContext)
         return answer_other(_rested(instance), refused, at, context)
     if not _is_wanted(instance, context):
         return Step(_rested(instance))
-    assert instance.spec is not None
-    if refused.code in _NO_WAY_BACK and instance.spec.on_host_failure is not None:
-        return stay_on_fenced(instance, at, context)
+    if context.is_off(source_of(move_of(instance)).host_uuid) and _is_not_awaited(instance):
+        return _stay_on_fenced(instance, at, context)
     return Step(replace(instance, deadline=at + _wait_s(context)))
 
 
-_NO_WAY_BACK = frozenset({SOURCE_FENCED, SOURCE_LOST})
+def _is_not_awaited(instance: Instance) -> bool:
+    """Whether its policy is that it does not wait for its host, nor for its client there."""
+    assert instance.spec is not None
+    return instance.spec.on_host_failure is not None
 
 
-def stay_on_fenced(instance: Instance, at: float, context: StepContext) -> Step:
-    """The destination was fenced, and there is no way back: the move is confirmed, and the instance is on record there,
-    as any instance of a dead host. Its source is given up for that, where its policy says that it does not wait.
+def _stay_on_fenced(instance: Instance, at: float, context: StepContext) -> Step:
+    """The destination is off, and so is the source's host: the move is confirmed, and the instance is on record there,
+    as any instance of a dead host. That a look did not find the source is no proof that it is gone.
     """
     earlier = report_progress(kept_here(instance), MoveState.CONFIRMED, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
@@ -294,7 +301,7 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if event.done:
         return end_undone(instance, event.at, context)
     if event.runs is None:
-        return Step(instance)
+        return Step(sooner(instance, event.at, context))
     move = move_of(instance)
     if move.to_cell is not None and event.code == MACHINE_ABSENT and instance.image:
         return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))

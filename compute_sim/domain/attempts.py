@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeOutcome
+from bus.contracts.moves import ChangeKind
 
 
 class Phase(StrEnum):
@@ -34,6 +35,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     code and reason: why it failed; of one that runs, the driver's remark. final: no other host would do better.
     deployment: whose machine it is (None: unknown, recorded by a release that had none). order: of the last change of
     this machine that was taken. project: whose instance it is ("": unknown, recorded by a release that kept none).
+    changing: that change, until its answer has reached the broker.
     """
 
     attempt: int
@@ -46,6 +48,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     deployment: str | None = None
     order: int = 0
     project: str = ""
+    changing: ChangeKind | None = None
 
 
 class SpawnVerdict(StrEnum):

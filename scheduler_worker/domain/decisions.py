@@ -307,7 +307,7 @@ def cell_build(
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,
         requested_at=at,
         server_group=request.server_group,
-        limits=config.quota_of(request.project_id),
+        limits=dict(claimed.limits),
         stamps=replace(stamps, lost_claims=len(claimed.lost)),
         attempt=claimed.attempt,
     )

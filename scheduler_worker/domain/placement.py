@@ -64,7 +64,8 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
     passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
-    weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
+    weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already. limits:
+    what it was held to, as are those of its alternates.
     """
 
     cell: str
@@ -78,6 +79,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     lost: tuple[ClaimLoss, ...] = ()
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
+    limits: Mapping[str, int] = {}
 
 
 class PlacementRefused(Struct, frozen=True):
@@ -394,6 +396,7 @@ def _host_claimed(
         decided_at=state.decided_at,
         claimed_at=now,
         attempt=held.attempt,
+        limits=state.limits,
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections

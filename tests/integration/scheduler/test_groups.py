@@ -23,13 +23,18 @@ from bus.contracts.build import (
     member_uuids,
 )
 from bus.contracts.cell import HostReport
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import Condition, MoveAccepted, MoveKind, MoveState, ResizePolicy
 from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
     GroupPolicy,
     Inventory,
     InventoryResult,
     InventoryUpdate,
+    Migration,
     ProviderReport,
     Release,
     ReleaseResult,
@@ -256,6 +261,46 @@ async def test_numa_affinity_and_a_shared_pool_hold_while_two_schedulers_race(wo
     assert "group CPU" in failed.reason or "DISK_GB" in failed.reason
 
 
+def sized(vcpus: int, devices: int, disk_gb: int) -> Flavor:
+    specs = {"resources_CPU:VCPU": str(vcpus), "resources_NIC:SRIOV_NET_VF": str(devices), "same_subtree": "_CPU,_NIC"}
+    return Flavor(disk_gb=disk_gb, extra_specs={**specs, "group_policy": "none"})
+
+
+@pytest.mark.parametrize(("then", "fits"), [("large", True), ("small", True), ("wide", False)])
+async def test_a_resize_on_its_own_tree_takes_what_the_larger_size_takes(world: World, then: str, fits: bool) -> None:
+    """The other NUMA cell is full, and so are its own, its device and the pool, with the instance's own size."""
+    sizes = {"small": sized(3, 2, 20), "medium": sized(4, 3, 30), "large": sized(4, 3, 31), "wide": sized(4, 3, 32)}
+    config = SchedulerConfig(flavors={**sizes, "other": sized(4, 3, 0)}, allow_resize_to_same_host=True)
+    rack = new_uuid(world.rng)
+    tree, pool = await add_tree(world, rack), await add_pool(world, rack, 31)
+    await world.scheduler("s1", config)
+    await world.announce("c1")
+    for built in (world.request("other"), world.request("medium")):
+        await world.active(built)
+    move = world.move(built, MoveKind.RESIZE, flavor=then, policy=ResizePolicy.SAME_HOST)
+    if not fits:
+        await world.answer(move, MoveAccepted)
+        assert (await world.moved(move)).state is MoveState.FAILED
+        return
+    command = await world.commanded(move)
+    (chosen,) = command.selections
+    assert chosen.host_uuid in tree
+    build = next(one for _, one in world.builds if one.spec.instance_uuid == built.instance_uuid)
+    claim = Claim(
+        consumer=built.instance_uuid,
+        attempt=2,
+        consumer_generation=build.consumer_generation,
+        options=(ClaimOption(allocations=chosen.allocations),),
+        project_id=built.project_id,
+        migration=Migration(uuid=move.request_id, source=build.selections[0].allocations),
+    )
+    assert (await world.answer(claim, ClaimResult)).outcome is ClaimOutcome.CLAIMED
+    used = await world.used()
+    larger = max(sizes[then].disk_gb, sizes["medium"].disk_gb)
+    assert used[pool] == {"DISK_GB": larger}
+    assert sum(amounts.get("VCPU", 0) for amounts in used.values()) == 8, "all of both NUMA cells"
+
+
 # --- A project's quota, from the request to the book, while two schedulers race.
 
 
@@ -287,19 +332,24 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
 
 
 async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world: World) -> None:
-    built = await one_active(world, config=replace(WARM, quotas={"demo": {"INSTANCES": 1, "VCPU": 1}}))
+    built = await one_active(world, config=replace(WARM, quotas={"demo": {"INSTANCES": 2, "VCPU": 2}}))
     shelve = world.move(built, MoveKind.SHELVE, offload=True)
     assert not (await world.commanded(shelve)).limits
     await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
     done = DONE | {"condition": Condition.OFFLOADED}
     await world.move_announced("c1", shelve, MoveState.DONE, 20, **done)
     await world.moved(shelve)
-    other = world.request()
-    await world.ask(other)
-    event = await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)
-    assert (event.state, event.code) == (BuildState.FAILED, "quota.exceeded")
+    ended = []
+    for other in (world.request(), world.request()):
+        await world.ask(other)
+        ended.append(await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED))
+    assert [(one.state, one.code) for one in ended] == [
+        (BuildState.SCHEDULED, ""),
+        (BuildState.FAILED, "quota.exceeded"),
+    ]
+    assert world.builds[-1][1].limits == {"INSTANCES": 1, "VCPU": 2}, "of its alternates, too"
     unshelve = world.move(built, MoveKind.UNSHELVE)
-    assert (await world.commanded(unshelve)).limits == {"VCPU": 1}, "it is no other instance"
+    assert (await world.commanded(unshelve)).limits == {"VCPU": 2}, "it is no other instance"
 
 
 # --- Requests for several machines that start together or not at all, from the message to the book.

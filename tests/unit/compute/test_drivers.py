@@ -424,6 +424,24 @@ WAITS = WaitingBuild(
 )
 
 
+async def test_a_change_that_its_service_did_not_live_to_end_is_answered_by_the_next_start() -> None:
+    """Without an answer its conductor waits for as long as the change may take: up to a day."""
+    rig = Rig(Faults(change_min_s=60.0, change_max_s=60.0))
+    command = rig.command(ChangeKind.STOP)
+    rig.changes.take(command, is_host=True)
+    await reached(lambda: "stop" in rig.driver.calls)
+    await rig.jobs.stop(0.0)
+    again = Service(rig.driver, rig.fleet.records)
+    await again.agent.resume()
+    (answer,) = [one for one in again.results if isinstance(one, MachineChanged)]
+    assert (answer.order, answer.attempt, answer.host_uuid) == (command.order, 1, rig.host)
+    assert (answer.done, answer.runs, answer.code) == (False, None, "service.restarted")
+    rig.fleet.records.reported([answer])
+    last = Service(rig.driver, rig.fleet.records)
+    await last.agent.resume()
+    assert not [one for one in last.results if isinstance(one, MachineChanged)]
+
+
 class World:
     """A driver and a bus."""
 

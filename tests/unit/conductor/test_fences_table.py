@@ -73,7 +73,8 @@ NEXT = (State.CLAIMING, State.PREPARING)
         (at(AWAY, State.FINISHING), SOURCE, None),
         (at(IN_PLACE, State.RESIZING), HERE, UNDONE),
         (at(IN_PLACE, State.RESIZING), SOURCE, None),
-        (at(IN_PLACE, State.RESIZED), HERE, (State.RELEASING, State.ACTIVE)),
+        (at(IN_PLACE, State.RESIZED), HERE, None),
+        (replace(at(IN_PLACE, State.RESIZED), spec=FAILING.spec), HERE, (State.RELEASING, State.ACTIVE)),
         (at(IN_PLACE, State.RESIZED), OTHER, None),
         (at(AWAY, State.RESIZED), SOURCE, None),
         (at(AWAY, UNDONE), HERE, (State.REVERTING, None)),
@@ -93,7 +94,7 @@ NEXT = (State.CLAIMING, State.PREPARING)
     ],
 )
 def test_a_fence_in_each_state(before: Instance, n: int, after: Phase | None) -> None:
-    stepped = step(before, fence(n), CONTEXT)
+    stepped = step(before, fence(n), replace(CONTEXT, fences=fences(n)))
     if after is None:
         assert stepped.instance is before and stepped.commands == ()
     else:
@@ -104,17 +105,19 @@ def test_a_fence_in_each_state(before: Instance, n: int, after: Phase | None) ->
     ("before", "after"),
     [
         (FAILING, (State.ACTIVE, None)),
-        (at(IN_PLACE, State.RESIZED), (State.RESIZED, None)),
+        (replace(at(IN_PLACE, State.RESIZED), spec=FAILING.spec), (State.RESIZED, None)),
+        (at(AWAY, State.RESIZED), (State.RESIZED, None)),
         (BUILDING, (State.CLAIMING, State.BUILDING)),
     ],
 )
 def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before: Instance, after: Phase) -> None:
     context = replace(CONTEXT, fences={host(HERE): LIFTING})
-    assert step(before, fence(HERE), context).instance.phase == after
+    stepped = step(before, fence(HERE), context)
+    assert stepped.instance.phase == after and (stepped.instance is before) is (before is not BUILDING)
 
 
 def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
-    stepped = step(at(AWAY, State.RESIZED), fence(HERE), CONTEXT).instance
+    stepped = step(at(AWAY, State.RESIZED), fence(HERE), replace(CONTEXT, fences=fences(HERE))).instance
     assert stepped.state is State.RESIZED and stepped.move is not None and stepped.move.lost_code == FENCED
 
 
@@ -274,6 +277,7 @@ def test_a_fence_is_needed_while_the_destination_of_an_evacuation_may_run(
 
 PREPARED = at(EVACUATED, State.PREPARING)
 SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVACUATE)
+WAITS = at(AWAY, State.RESIZED, lost_code=FENCED)
 FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, then=State.FAILED, code=FENCED)
 
 
@@ -290,6 +294,10 @@ FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, then=State.FAILED, cod
         (FAILING, FAILED_BY_FENCE, (HERE,), False, [HERE]),
         (FAILING, replace(FAILED_BY_FENCE, code="instance.lost"), (HERE,), False, []),
         (BUILDING, FAILED_BY_FENCE, (HERE,), False, []),
+        (WAITS, at(WAITS, (State.RELEASING, State.ACTIVE)), (HERE, SOURCE), False, [HERE, SOURCE]),
+        (WAITS, at(WAITS, (State.RELEASING, State.ACTIVE)), (HERE, SOURCE), True, []),
+        (WAITS, at(WAITS, (State.DESTROYING, State.ACTIVE), by_kind=MoveKind.CONFIRM), (HERE,), False, []),
+        (WAITS, at(WAITS, UNDONE), (HERE,), False, []),
     ],
 )
 def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
@@ -297,7 +305,7 @@ def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
 ) -> None:
     state = FenceState.LIFTING if lifting else FenceState.FENCED
     known = {uuid: replace(one, state=state) for uuid, one in fences(*numbers).items()}
-    assert list(relied_on(before, after, known)) == [host(n) for n in hosts]
+    assert list(relied_on(before, after, replace(CONTEXT, fences=known))) == [host(n) for n in hosts]
 
 
 # --- in one transaction
@@ -315,7 +323,7 @@ def followed(before: Instance, event: e.Event, *numbers: int, stepped: Step | No
     ("before", "event", "numbers", "after", "hosts", "lost"),
     [
         (FAILING, fence(HERE), (HERE,), OVER, [HERE], [(HERE, 4)]),
-        (FAILING, fence(HERE), (), OVER, [HERE], []),
+        (FAILING, fence(HERE), (), (State.ACTIVE, None), [], []),
         (ACTIVE, fence(HERE), (HERE,), (State.ACTIVE, None), [], []),
         (FAILING, NOTHING, (HERE,), OVER, [HERE], [(HERE, 4)]),
         (FAILING, NOTHING, (OTHER,), (State.ACTIVE, None), [], []),
@@ -368,7 +376,7 @@ def test_what_was_given_up_in_doubt_is_no_loss_until_it_is_deleted(state: State,
 
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
     _, stepped = followed(FAILING, NOTHING, HERE)
-    assert stepped.commands == step(FAILING, fence(HERE), CONTEXT).commands
+    assert stepped.commands == step(FAILING, fence(HERE), replace(CONTEXT, fences=fences(HERE))).commands
 
 
 STARTED = (

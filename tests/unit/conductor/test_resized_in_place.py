@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import Condition
 from bus.contracts.operations import EvacuationPolicy
@@ -10,6 +12,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.fences import is_restarted
 from scheduler_worker.domain.recorded_moves import MoveContext
+from tests.unit.conductor.records import fenced as on_fenced
+from tests.unit.conductor.scenario import SPEC
 from tests.unit.conductor.test_single_conditions import fenced, in_place
 
 VM = "a0000000-0000-4000-8000-000000000000"
@@ -17,6 +21,8 @@ VM = "a0000000-0000-4000-8000-000000000000"
 
 def test_it_is_restarted_elsewhere_or_its_move_is_ended_by_its_cell() -> None:
     made = in_place()
+    made.context = on_fenced(1)
+    made.instance = replace(made.instance, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
     made.apply(fenced(1))
     still_resized = made.instance.state is State.RESIZED
     build = RecordedBuild(

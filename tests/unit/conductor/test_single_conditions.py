@@ -11,6 +11,7 @@ from bus.contracts.base import MAX_EPOCH
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceOutdated, Spawn
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain import leases, way_back
@@ -33,6 +34,7 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
+from tests.unit.conductor.records import fenced as on_fenced
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import (
     DELETE,
@@ -95,9 +97,12 @@ def in_place(*, arrived: bool = True) -> Scenario:
     return made
 
 
-def test_a_resize_in_place_that_has_arrived_is_confirmed_by_the_fence_of_its_host() -> None:
+def test_a_resize_in_place_that_is_not_to_wait_is_confirmed_by_the_fence_of_its_host() -> None:
     arrived, under_way = in_place(), in_place(arrived=False)
     assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
+    arrived.context = under_way.context = on_fenced(1)
+    assert arrived.apply(fenced(1)).instance is arrived.instance, "its client decides when the host is back"
+    arrived.instance = replace(arrived.instance, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
     assert arrived.apply(fenced(1)).instance.phase == (State.RELEASING, State.ACTIVE)
     assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
 

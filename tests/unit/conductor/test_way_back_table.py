@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.moves import MACHINE_ABSENT, MoveKind, MoveState
-from bus.contracts.operations import EvacuationPolicy
+from bus.contracts.operations import EvacuationPolicy, FenceState
 from cell_conductor.domain import events as e
 from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import EndedMove, Instance, Power, State
@@ -59,6 +59,13 @@ def restarts() -> Instance:
     return replace(waits, spec=replace(SPEC, on_host_failure=EvacuationPolicy.RESTART))
 
 
+def lifting(n: int) -> StepContext:
+    """Hosts 1 and 2 were fenced, and this one's fence is being lifted."""
+    context = fenced(1, 2)
+    taken_back = replace(context.fences[host(n)], state=FenceState.LIFTING)
+    return replace(context, fences={**context.fences, host(n): taken_back})
+
+
 CONFIRMED = "destroying/active", "destroy 1@1", "migrate: confirmed"
 
 
@@ -91,12 +98,16 @@ SOURCES: list[Case] = [
     case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized", context=fenced(1, 2)),
     case(moving(S.RESIZED, move=BY_FENCE), seen(), "resized"),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized", context=fenced(2)),
-    case(restarts(), UNSEEN, *CONFIRMED, context=fenced(2)),
+    case(restarts(), UNSEEN, "resized", context=fenced(2)),
     case(restarts(), UNSEEN, "resized"),
     case(restarts(), replace(UNSEEN, code="move.source_silent"), "resized", context=fenced(2)),
     case(restarts(), replace(UNSEEN, code="move.source_unreported"), "resized", context=fenced(2)),
     case(restarts(), seen(), *CONFIRMED, context=fenced(1, 2)),
     case(restarts(), LATE, *CONFIRMED, context=fenced(1, 2)),
+    case(restarts(), LATE, "resized", context=lifting(1)),
+    case(restarts(), seen(), "resized", context=lifting(1)),
+    case(restarts(), LATE, "resized", context=lifting(2)),
+    case(restarts(), seen(), "resized", context=lifting(2)),
     case(restarts(), LATE, "resized", context=fenced(2)),
     case(restarts(), seen(), "reverting", "migrate: undoing", context=fenced(2)),
     case(moving(S.RESIZED, move=BY_FENCE), UNSEEN, "resized"),
@@ -333,6 +344,9 @@ RESTED = {"sequence": 21, "ended": REFUSED, "move_lost_code": "", "move_by": "",
          {"deadline": 86_620.0, "move_step_timeout_s": 86_400.0, "order": 220000, "move_order": 220000}),
         (restarting(answered=True), LATE, PATIENCE,
          {"deadline": 820.0, "move_step_timeout_s": 600.0, "order": 220000, "move_order": 220000}),
+        (*answer(replace(restarting(), deadline=9e4), 1, done=False), PATIENCE, {"deadline": 314.0}),
+        (*answer(replace(restarting(), deadline=230.0), 1, done=False), PATIENCE, {}),
+        (*answer(replace(changing(K.STOP, answered=True), deadline=9e4), 2, done=False), PATIENCE, {"deadline": 314.0}),
         (*answer(restarting(), 1, done=False, runs=True, code="no"), PATIENCE,
          {"state": S.ACTIVE, "since": 202.0, "deadline": None, "queried": False, "sequence": 21, "move": None,
           "image": "", "ended_attempts": (4,), "ended": (EndedMove(MOVE, K.MIGRATE, MoveState.FAILED, "x",

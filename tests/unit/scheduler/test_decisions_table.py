@@ -58,6 +58,7 @@ CLAIMED = HostClaimed(
     score=0.5,
     claims=2,
     attempt=3,
+    limits={"INSTANCES": 2},  # an offloaded instance is one more
 )
 EARLY = NoValidHost((FunnelStep(step="x", remaining=0),), unannounced=1)
 NONE = NoValidHost((FunnelStep(step="x", remaining=0, rejected={"y": 1}),))
@@ -222,9 +223,10 @@ def test_what_a_cell_needs_of_a_request() -> None:
         "capabilities:arch": "x", "berth:on_host_failure": "restart",
     }  # fmt: skip
     config = SchedulerConfig(
-        flavors={"f": Flavor(vcpus=1, disk_gb=20, extra_specs=specs)}, build_timeout_s=30.0,
-        quotas={"demo": {"VCPU": 5}},
-    )  # fmt: skip
+        flavors={"f": Flavor(vcpus=1, disk_gb=20, extra_specs=specs)},
+        build_timeout_s=30.0,
+        quotas={"demo": {"INSTANCES": 5}},
+    )
     request = HOSTS.request("f", user_id="u", name="n")
     spec = instance_spec(request, config)
     assert (spec.traits, spec.capabilities, spec.root_gb) == (("A",), {"arch": "x"}, 20)
@@ -235,7 +237,7 @@ def test_what_a_cell_needs_of_a_request() -> None:
     lost = (ClaimLoss("h9: full"),) * 2
     for claimed, count in ((CLAIMED, 0), (replace(CLAIMED, lost=lost), 2)):
         command = cell_build(request, claimed, 5.0, stamps, config)
-        assert (command.attempt, command.consumer_generation, command.limits) == (3, 4, {"VCPU": 5})
+        assert (command.attempt, command.consumer_generation, command.limits) == (3, 4, {"INSTANCES": 2})
         assert command.stamps == replace(stamps, lost_claims=count)
         assert command.build_timeout_s == 30.0 and command.selections == CLAIMED.selections
     own = replace(request, build_timeout_s=40.0)

@@ -32,15 +32,13 @@ FLAVORS |= {"pair": flavor(2, 2, 10), "wide": flavor(2, 1, 30), "huge": flavor(9
 
 
 def full_tree(hosts: Hosts, held: dict[str, dict[str, int]]) -> None:
-    """The host has 8 VCPU, its child 2 VGPU, a pool 30 GB; another instance has what this one does not need."""
+    """The host has 8 VCPU, its child 2 VGPU, a pool 30 GB; this instance holds all that is used of them."""
     (root,) = hosts.states
     amounts = {root.uuid: {"VCPU": 8}, CHILD: {"VGPU": 2}, POOL: {"DISK_GB": 30}}
 
     def state(uuid: str, parent: str | None = None, **more: object) -> ProviderState:
-        inventories = {
-            name: (total, 1, total, 1, total, held[uuid][name], 1.0) for name, total in amounts[uuid].items()
-        }
-        own = replace(root, uuid=uuid, name=uuid, root_uuid=parent or uuid, parent_uuid=parent)
+        inventories = {name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts[uuid].items()}
+        own = replace(root, uuid=uuid, name=uuid, root_uuid=parent or uuid, parent_uuid=parent, used=held[uuid])
         return replace(own, inventories=inventories, **more)
 
     hosts.states = [
@@ -90,6 +88,11 @@ async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
     (located,) = await engine.locate([pending], {pending.key: known})
     assert isinstance(located, Located) and located.held == holding
     located = replace(located, page=LocatePage(hosts={VM: (root,)}))
-    chosen = await engine.choose(pending, known, located, planned={})
+    chosen = await engine.choose(pending, known, located)
     assert isinstance(chosen, Chosen)
     assert [one.host for one in chosen.selections] == (["h0"] if fits else []), chosen
+    row = hosts.book.row_of(root)
+    assert row is not None
+    (_, used, free) = hosts.book.inventory_of(row)["VCPU"]
+    added = max(0, FLAVORS[then].vcpus - size.vcpus) if fits else 0
+    assert (used, free) == (size.vcpus, 8 - size.vcpus - added), "until the claim, what the new size adds is held"
