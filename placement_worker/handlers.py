@@ -150,7 +150,7 @@ class PlacementHandlers:
 
     async def _report(self, run: Sequence[Received]) -> list[Outcome]:
         """Apply the updates of a run, and tell their sources what they do not know."""
-        updates = [received.message for received in run]
+        updates = [one.message for one in run if isinstance(one.message, messages.InventoryUpdate)]
         results = await self._reported(updates, run[0].bus)
         replies: list[Message] = []
         outcomes = [
