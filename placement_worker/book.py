@@ -8,6 +8,7 @@ opened; `ResourceBook` opens one for each.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -31,7 +32,13 @@ from placement_worker.domain.claim_ledger import ClaimReply, Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal, caused
-from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
+from placement_worker.domain.report_group import (
+    ReportGroup,
+    is_retired,
+    names_of_reports,
+    one_of_each_root,
+    trees_of_reports,
+)
 from placement_worker.domain.reports import HOLDERS_BUSY, ReportRefusal, changes_of, plan
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
@@ -134,15 +141,16 @@ class ResourceBook:
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
     ) -> list[InventoryResult | ReportRefusal]:
-        """Apply inventory updates as one group, in order, each with its own outcome. Raises Transient.
+        """Apply inventory updates in order, each with its own outcome: those of different roots in one transaction.
+        Raises Transient.
 
         bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
         cells are refused.
         """
-        return await self._write(
-            lambda transaction: report(transaction, updates, bus),
-            lambda: names_of_reports(updates),
-        )
+        results: list[InventoryResult | ReportRefusal] = []
+        for part in one_of_each_root(updates):
+            results += await self._write(partial(report, updates=part, bus=bus), partial(names_of_reports, part))
+        return results
 
     async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them

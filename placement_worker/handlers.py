@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import structlog
@@ -107,6 +108,11 @@ class PlacementHandlers:
             queries.GroupMembersQuery: store.reads.members,
             queries.ProjectUsageQuery: store.reads.usage,
         }
+        self._changes: dict[type[Message], Callable[[Any, Received], Awaitable[Outcome]]] = {
+            messages.InventoryReleased: self._release,
+            messages.AggregateMembers: self._set_members,
+            messages.InventoryForget: self._forget,
+        }
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
@@ -128,27 +134,31 @@ class PlacementHandlers:
         ]
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
-        """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction (in
-        several where they are large), then each change of aggregate members and each deletion of a host in its own.
+        """Handle placement.inventory in the order of its messages: updates that follow each other together, and each
+        other message in a transaction of its own.
         """
-        updates = [r.message for r in batch if isinstance(r.message, messages.InventoryUpdate)]
-        for released in (r.message for r in batch if isinstance(r.message, messages.InventoryReleased)):
-            await self._store.release_roots(released.source, released.roots, bus=batch[0].bus)
-        results = iter(await self._reported(updates, batch[0].bus))
         outcomes: list[Outcome] = []
-        replies: list[Message] = []
-        for received in batch:
-            update = received.message
-            if isinstance(update, messages.AggregateMembers):
-                outcomes.append(await self._set_members(update, received))
-            elif isinstance(update, messages.InventoryForget):
-                outcomes.append(await self._forget(update, received))
-            elif isinstance(update, messages.InventoryUpdate):
-                outcomes.append(self._answer_report(received, update, next(results), replies))
+        for kind, run in groupby(batch, lambda received: type(received.message)):
+            if kind is messages.InventoryUpdate:
+                outcomes += await self._report(list(run))
             else:
-                outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
+                change = self._changes.get(kind)
+                outcomes += [
+                    _unexpected(one.message) if change is None else await change(one.message, one) for one in run
+                ]
+        return outcomes
+
+    async def _report(self, run: Sequence[Received]) -> list[Outcome]:
+        """Apply the updates of a run, and tell their sources what they do not know."""
+        updates = [one.message for one in run if isinstance(one.message, messages.InventoryUpdate)]
+        results = await self._reported(updates, run[0].bus)
+        replies: list[Message] = []
+        outcomes = [
+            self._answer_report(received, update, result, replies)
+            for received, update, result in zip(run, updates, results, strict=True)
+        ]
         if replies and self._publish is not None:
-            await self._publish(batch[0].bus, replies)
+            await self._publish(run[0].bus, replies)
         return outcomes
 
     def _answer_report(
@@ -194,6 +204,10 @@ class PlacementHandlers:
             self._committed()
             _measure("inventory", len(part), self._clock.monotonic() - started)
         return results
+
+    async def _release(self, released: messages.InventoryReleased, received: Received) -> Outcome:
+        await self._store.release_roots(released.source, released.roots, bus=received.bus)
+        return Done()
 
     async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:
         """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not

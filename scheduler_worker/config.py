@@ -8,6 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from bus.contracts.base import Zone
 from bus.contracts.host_metrics import MetricName
 from bus.contracts.objects import Aggregate, Flavor, GroupDefinition, Quota
 from bus.contracts.operations import EvacuationPolicy
@@ -125,7 +126,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether a project is limited to its aggregates (`filter_tenant_id`), as in Nova."""
     placement_aggregate_required_for_tenants: bool = False
     """Whether a project without such an aggregate gets no host, as in Nova."""
-    default_availability_zone: str = "nova"
+    default_availability_zone: Zone = "nova"
     """The zone of hosts that are in no aggregate with a zone."""
     enable_isolated_aggregate_filtering: bool = False
     """Whether aggregates with required traits are reserved for requests with those traits, as in Nova."""

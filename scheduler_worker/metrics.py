@@ -15,13 +15,13 @@ from prometheus_client.registry import Collector
 
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent
+from bus.contracts.objects import ZONE_KEY
 from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
 from scheduler_worker.domain.admission import Admission, Answered, Continue
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import LOST
 from scheduler_worker.domain.selector import Selector

@@ -22,13 +22,12 @@ from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, 
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
 from bus.contracts.moves import MovePage, MoveQuery
-from bus.contracts.objects import CellsQuery, FenceRecord, ObjectLogQuery, ObjectsQuery
+from bus.contracts.objects import ZONE_KEY, CellsQuery, FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import RequestRefused, Transient
 from bus.turns import InParts, next_turn
 from scheduler_worker.domain.builds import is_search
-from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.selector import Selector

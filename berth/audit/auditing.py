@@ -12,9 +12,8 @@ from berth.audit.gather import gather
 from berth.audit.invariants import Facts
 from berth.audit.readable import unreadable
 from berth.site import Site
-from bus.contracts.objects import Aggregate
+from bus.contracts.objects import ZONE_KEY, Aggregate
 from bus.persistence.database import Database
-from scheduler_worker.domain.flavors import ZONE_KEY
 
 _HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.

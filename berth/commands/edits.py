@@ -51,7 +51,15 @@ from berth.settings import Settings
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.objects import DEFAULT_QUOTA, SCHEDULING, GroupDefinition, ObjectKind, StoredObject, group_named
+from bus.contracts.objects import (
+    DEFAULT_QUOTA,
+    SCHEDULING,
+    ZONE_KEY,
+    GroupDefinition,
+    ObjectKind,
+    StoredObject,
+    group_named,
+)
 from bus.contracts.placement import GroupPolicy
 
 __all__ = ["aggregates", "flavors", "groups", "quotas", "rules"]
@@ -76,7 +84,6 @@ RemoveMetadata = Annotated[list[str] | None, typer.Option(metavar="KEY", help="R
 # The sizes that a new flavor names, and the class of each, which an extra spec may state instead. A disk it need not
 # have: as in Nova it is 0 unless it is named, for instances that boot from a volume.
 SIZES = {"vcpus": "VCPU", "memory_mb": "MEMORY_MB"}
-ZONE = "availability_zone"
 
 
 class RuleField(StrEnum):
@@ -223,9 +230,9 @@ async def set_aggregate(
     decision: ForcedOptions,
 ) -> None:
     """Make a host aggregate, or change the named fields of one (its hosts leave by remove-host)."""
-    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {ZONE: zone})
+    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {ZONE_KEY: zone})
     removed = [*(remove_metadata or ())]
-    _check_disjoint(pairs, [*removed, *([ZONE] if no_zone else [])], "metadata")
+    _check_disjoint(pairs, [*removed, *([ZONE_KEY] if no_zone else [])], "metadata")
     if hosts_in_placement and host:
         raise typer.BadParameter("name hosts, or none", param_hint="--hosts-in-placement")
 
@@ -233,7 +240,7 @@ async def set_aggregate(
         before: Body = {"uuid": new_uuid(random.SystemRandom()), "name": name} if known is None else known.body
         own = _pairs(before.get("metadata", {}), pairs, removed, f"aggregate {name!r} has no metadata")
         if no_zone:
-            own.pop(ZONE, None)
+            own.pop(ZONE_KEY, None)
         body = {**before, "metadata": own} if uuid is None else {**before, "metadata": own, "uuid": uuid}
         if host:
             body["hosts"] = _members_of(body.get("hosts") or [], host, (), "")

@@ -85,10 +85,15 @@ class BootOptions(Struct, frozen=True, kw_only=True):
         list[str] | None,
         typer.Option(parser=parse_uuid, metavar="UUID", help="A network port to attach to a node; repeatable."),
     ] = None
+    network: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="A network to make a port on for a node; repeatable."),
+    ] = None
     volumes: Annotated[
         Path | None,
         typer.Option(help="A file with the volumes to attach to a node or to boot it from: a JSON list."),
     ] = None
+    availability_zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Only hosts of this zone.")] = None
     host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None
     uuid: Annotated[
         str | None,
@@ -146,6 +151,7 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
         project_id=options.project,
         name=options.name,
         image=options.image,
+        availability_zone=options.availability_zone,
         host=options.host,
         server_group=by_uuid,
         group=options.group if by_uuid is None else None,
@@ -153,7 +159,10 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
         same_host=tuple(options.same_host or ()),
         image_source=image_source_of(options.image_source, options.image_sha256),
         config_drive=_config_drive(options.user_data, options.key or ()),
-        networks=tuple(NetworkRequest(port=one) for one in options.port or ()),
+        networks=(
+            *(NetworkRequest(port=one) for one in options.port or ()),
+            *(NetworkRequest(network=one) for one in options.network or ()),
+        ),
         volumes=_volumes(options),
         on_host_failure=options.on_host_failure,
         count=options.count if of_gang else 1,
@@ -243,6 +252,7 @@ _RULES = {
     "name": ("--name", "at most 255 characters"),
     "image": ("--image", "at most 255 characters"),
     "host": ("--host", "at most 255 characters"),
+    "availability_zone": ("--availability-zone", "1 to 255 characters, none of control, and no space at either end"),
 }
 
 

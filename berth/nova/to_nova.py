@@ -10,9 +10,8 @@ from typing import Any
 from msgspec import Struct
 
 from berth.nova.to_objects import LIMITS, LeftOut
-from bus.contracts.objects import DEFAULT_QUOTA, ObjectKind
+from bus.contracts.objects import DEFAULT_QUOTA, ZONE_KEY, ObjectKind
 
-ZONE = "availability_zone"
 # Extra specs that only berth reads.
 OURS = re.compile(r"^(berth:|root_required$|same_subtree$|in_tree|trait[^:]*:in:)")
 PREFERRED = "preferred"
@@ -83,7 +82,7 @@ def _flavor(making: _Export, name: str, body: Mapping[str, Any]) -> None:
 
 def _aggregate(making: _Export, name: str, body: Mapping[str, Any]) -> None:
     metadata = dict(body.get("metadata", {}))
-    zone = metadata.pop(ZONE, None)
+    zone = metadata.pop(ZONE_KEY, None)
     words = [] if zone is None else ["--zone", zone]
     for key, value in sorted(metadata.items()):
         words += ["--property", f"{key}={value}"]

@@ -37,6 +37,7 @@ from bus.contracts.base import Label, Reason, Version, Word
 from bus.contracts.book import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
 from bus.contracts.objects import (
     MAX_CHANGES,
+    ZONE_KEY,
     GroupDefinition,
     ObjectChange,
     ObjectKind,
@@ -51,7 +52,6 @@ from bus.contracts.objects import (
 )
 from bus.contracts.placement import ServerGroup
 
-ZONE = "availability_zone"
 # The path of each kind below API_ROOT.
 SECTIONS = {
     ObjectKind.FLAVOR: "flavors",
@@ -344,6 +344,6 @@ def zones_of(aggregates: Sequence[StoredObject]) -> list[Zone]:
     """The availability zones that aggregates make, by name."""
     zones: dict[str, list[str]] = {}
     for one in aggregates:
-        if zone := one.body.get("metadata", {}).get(ZONE):
+        if zone := one.body.get("metadata", {}).get(ZONE_KEY):
             zones.setdefault(str(zone), []).append(one.name)
     return [Zone(name, tuple(names)) for name, names in sorted(zones.items())]

@@ -41,8 +41,17 @@ Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
-# The name of an availability zone; "": of no zone.
-Zone = Annotated[str, Bound(max_length=255)]
+# The name of an availability zone, where it is made and where it is asked for: as a person writes it, at most 1,020
+# bytes in UTF-8; never part of a routing key.
+Zone = Annotated[
+    str,
+    matching(
+        r"^(?!\s)[^\x00-\x1f\x7f-\x9f]{1,255}(?<!\s)" + _END,
+        "1 to 255 characters, none of control, and no space at either end",
+    ),
+]
+# What is shown of where an instance is; "": there are no zones.
+ShownZone = Annotated[str, Bound(max_length=255)]
 
 # A resource class or a trait, as Placement spells them.
 ClassName = Annotated[str, matching(r"^[A-Z0-9_]{1,255}" + _END, "1 to 255 capital letters, digits and _")]

@@ -13,7 +13,7 @@ from uuid import UUID, uuid5
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Attempt, ImageName, Label, Message, Reason, Uuid, Word, Zone
+from .base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
 from .operations import EvacuationPolicy, HostAdminState
@@ -86,7 +86,7 @@ class BuildRequest(Message, MachineSpec, frozen=True, kw_only=True, forbid_unkno
     """
 
     flavor: Label
-    availability_zone: Word | None = None
+    availability_zone: Zone | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
@@ -186,7 +186,7 @@ class EventOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults
     attempt: Attempt = 0
     reason: Reason = ""
     at: float = 0.0
-    zone: Zone = ""
+    zone: ShownZone = ""
 
 
 class RecordOfInstance(StatusOfInstance, frozen=True, kw_only=True, omit_defaults=True):

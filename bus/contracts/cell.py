@@ -21,10 +21,10 @@ from .base import (
     Message,
     Reason,
     Sequence,
+    ShownZone,
     TraitName,
     Uuid,
     Word,
-    Zone,
 )
 from .build import MachineSpec
 from .placement import ServerGroup
@@ -44,7 +44,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     service: Word
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
-    zone: Zone = ""
+    zone: ShownZone = ""
     mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
 

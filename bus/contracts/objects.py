@@ -12,10 +12,11 @@ from enum import StrEnum
 from typing import Annotated, Any
 from uuid import UUID, uuid5
 
+import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Count, Label, Message, Reason, Uuid, Version, matching
+from .base import ClassName, Count, Label, Message, Reason, Uuid, Version, Zone, matching, reason_of
 from .operations import AdminState
 from .placement import GroupPolicy, ServerGroup
 
@@ -26,6 +27,7 @@ Text = Annotated[str, Bound(max_length=255)]
 MAX_CHANGES = 1000
 MAX_PAGE = 1000
 MAX_AGGREGATE_HOSTS = 1000  # that one aggregate may name
+ZONE_KEY = "availability_zone"  # in the metadata of an aggregate: the name of the zone that it makes
 
 DEFAULT_QUOTA = "default"  # the name of the quota of projects that have none of their own
 SCHEDULING = "default"  # the name of the one object of its kind
@@ -76,11 +78,19 @@ class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     name: str
     """Unique, at most 255 characters."""
     metadata: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
-    """`availability_zone` makes the aggregate a zone; other keys are read by filters, weighers and pre-filters."""
+    """`availability_zone` makes the aggregate a zone, and is its name (1 to 255 characters, none of control, and no
+    space at either end); other keys are read by filters, weighers and pre-filters.
+    """
     hosts: Annotated[tuple[Label, ...], Bound(max_length=MAX_AGGREGATE_HOSTS)] | None = None
     """Its hosts, by name or uuid: schedulers keep the provider aggregate's members as they are here. None: the members
     are set through Placement's API.
     """
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self.metadata.get(ZONE_KEY), Zone | None)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{ZONE_KEY}: {reason_of(error)}") from None
 
 
 # Group names are of their projects; the uuid of a group that states none follows from its name.

@@ -69,8 +69,24 @@ def trees_of_reports(updates: Sequence[InventoryUpdate]) -> WantedTrees:
     return WantedTrees(names={report.name for report in reports}, whole=whole, creating=sorted(uuids))
 
 
+def one_of_each_root(updates: Sequence[InventoryUpdate]) -> list[list[InventoryUpdate]]:
+    """The updates in order, in groups that name each root once: a later report of a root is decided by what the earlier
+    one has left in the book.
+    """
+    groups: list[list[InventoryUpdate]] = []
+    roots: set[str] = set()
+    for update in updates:
+        if not groups or update.root_uuid in roots:
+            groups.append([])
+            roots.clear()
+        roots.add(update.root_uuid)
+        groups[-1].append(update)
+    return groups
+
+
 class ReportGroup:
-    """One group of updates: the updates, the earlier reports of their sources, and the result of each update.
+    """One group of updates, each of another root: the updates, the earlier reports of their sources, and the result of
+    each update.
 
     bus: the bus on which all of them arrived. cells: the cell of every root that was ever reported.
     """
@@ -90,9 +106,9 @@ class ReportGroup:
         self._sources = sources
         self._unknown: dict[int, tuple[str, ...]] = {}  # by update: the traits that were left out
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
-        self._of_root: dict[str, dict[Key, None]] = {}
-        for key in (*sources, *self.keys):
-            self._of_root.setdefault(key[0], {})[key] = None
+        self._of_root: dict[str, list[Key]] = {}
+        for key in sources:
+            self._of_root.setdefault(key[0], []).append(key)
 
     def refuse_invalid(self, known_traits: Collection[str]) -> None:
         """Refuse updates that are invalid in themselves, whatever the book holds, and a report about a root of another
@@ -118,55 +134,35 @@ class ReportGroup:
         recorded.
 
         Otherwise two hosts with one uuid would overwrite each other's inventory. A report that names the owner
-        (`takes_over`) takes the root over once the cell's conductor has released it, unless the owner reports the root
-        in the same group.
+        (`takes_over`) takes the root over once the cell's conductor has released it.
         """
-        owners: dict[str, list[str]] = {}
-        present = {key for number, key in enumerate(self.keys) if number not in self.results}
         for number, update in enumerate(self.updates):
             if number in self.results or not update.source.startswith(COMPUTE_SOURCE):
                 continue
             root, source = self.keys[number]
-            has = owners.setdefault(root, self._owners(root))
-            if source in has:
+            owners = self._owners(root)
+            if source in owners or not owners:
                 continue
-            if not has:
-                has.append(source)
-            elif update.takes_over in has and self._is_free(root, update.takes_over, present):
+            if update.takes_over in owners and self._sources[root, update.takes_over].digest in FREE:
                 self._taken_over[number] = update.takes_over
-                owners[root] = [source]
             else:
-                self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])
+                self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=owners[0])
 
     def _owners(self, root: str) -> list[str]:
         """The compute services (as sources) that have reported the root as their own: one, or none."""
-        named = [key for key in sorted(self._of_root[root]) if key[1].startswith(COMPUTE_SOURCE)]
-        return [key[1] for key in named if root in self._sources.get(key, NO_SOURCE).providers]
-
-    def _is_free(self, root: str, owner: str, present: Collection[Key]) -> bool:
-        return (root, owner) not in present and self._sources[root, owner].digest in FREE
+        named = [key for key in sorted(self._of_root.get(root, ())) if key[1].startswith(COMPUTE_SOURCE)]
+        return [key[1] for key in named if root in self._sources[key].providers]
 
     def sort_out_stale(self) -> None:
-        """Set the result of stale reports: for each source and root, only the newest report stays without a result, and
-        only if it is newer than the last recorded one.
-        """
-        newest: dict[Key, int] = {}
+        """Set the result of the reports that are not newer than the last recorded one of their source and root."""
         for number, update in enumerate(self.updates):
-            if number in self.results:
+            last = self.source(number)
+            if number in self.results or update.version > last.version:
                 continue
-            known, rival = self.source(number), newest.get(self.keys[number])
-            last, digest = known.version, known.digest
-            if rival is not None:
-                last, digest = self.updates[rival].version, self._digests[rival]
-            if update.version <= last:
-                again = update.version == last and self._digests[number] == digest
-                self.results[number] = (
-                    InventoryResult(outcome="unchanged") if again else InventoryResult(outcome="stale", version=last)
-                )
-                continue
-            if rival is not None:
-                self.results[rival] = InventoryResult(outcome="stale")
-            newest[self.keys[number]] = number
+            if (update.version, self._digests[number]) == (last.version, last.digest):
+                self.results[number] = InventoryResult(outcome="unchanged")
+            else:
+                self.results[number] = InventoryResult(outcome="stale", version=last.version)
 
     def fresh(self) -> list[int]:
         """Return the indices of the updates to plan. A report of the same content as the last one only updates the
@@ -210,7 +206,7 @@ class ReportGroup:
             )
             self._written[self.keys[number]] = row
             for key in self._beside(number):
-                row = self._written.get(key) or self._sources.get(key, NO_SOURCE)
+                row = self._sources[key]
                 left = tuple(uuid for uuid in row.providers if uuid not in given)
                 is_free = row.digest in FREE or not key[1].startswith(COMPUTE_SOURCE)
                 if is_free and len(left) < len(row.providers):
@@ -237,7 +233,7 @@ class ReportGroup:
         takes out the whole tree, also a root that no source answers for.
         """
         root, taken = self.keys[number][0], self._taken_over.get(number)
-        rows = {key: self._sources.get(key, NO_SOURCE) for key in self._beside(number)}
+        rows = {key: self._sources[key] for key in self._beside(number)}
         others = {uuid for row in rows.values() if row.digest not in FREE for uuid in row.providers}
         own = [*self.source(number).providers, *(() if taken is None else rows[root, taken].providers)]
         own += () if self.updates[number].providers else (root,)
@@ -246,7 +242,7 @@ class ReportGroup:
     def _beside(self, number: int) -> list[Key]:
         """The other sources of an update's root."""
         own = self.keys[number]
-        return [key for key in self._of_root[own[0]] if key != own]
+        return [key for key in self._of_root.get(own[0], ()) if key != own]
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; a result that changed the book carries the transaction's feed number."""

@@ -188,7 +188,9 @@ class MemoryBookTable(MemoryDatabase):
             known = self.providers.get(provider.uuid)
             self.put_provider(replace(provider, used={} if known is None else known.used))
         moved = [before[provider.uuid] for provider in changed if provider.uuid in before]
-        roots = {provider.root for provider in (*gone, *changed, *moved)}
+        self._unsettle({provider.root for provider in (*gone, *changed, *moved)})
+
+    def _unsettle(self, roots: Collection[str]) -> None:
         for key, source in self.sources.items():
             if key[0] in roots and source.settled:
                 self.sources[key] = replace(source, settled=False)
@@ -220,9 +222,12 @@ class MemoryBookTable(MemoryDatabase):
         del self.made[kind, name]
 
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
-        """Give a class another name. providers: the providers that have it, already renamed."""
+        """Give a class another name. providers: the providers that have it, already renamed. The last reports of the
+        sources of their trees no longer prove what the book holds.
+        """
         self.add_names(NameKind.CLASS, (new,))
         self.providers.update(providers)
+        self._unsettle({provider.root for provider in providers.values()})
         for row in self.consumers.values():
             held = row.consumer.holding
             if any(old in resources for resources in held.values()):

@@ -270,7 +270,8 @@ class BookTransaction(NameRows, Protocol):
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
         """Give a class another name. Returns the providers that have it; None when it does not exist. Raises
-        NameExists. The caller is the only writer of trees.
+        NameExists. The caller is the only writer of trees. The last reports of the sources of these trees no longer
+        prove what the book holds.
         """
 
     # --- the feed

@@ -263,7 +263,9 @@ class PostgresBookTransaction:
             moved = sa.update(table).where(table.c.class_id == former[0]).values(class_id=number)
             await fetch(self.connection, moved)
         await self.delete_name(port.NameKind.CLASS, old)
-        return await read_providers(self.connection, having)
+        after = await read_providers(self.connection, having)
+        await self.connection.execute(trees.UNSETTLE, sorted({provider.root for provider in after.values()}))
+        return after
 
     # --- the feed
 

@@ -51,6 +51,9 @@ def release(source: str, roots: Sequence[str], cell: str) -> sa.Update:
     )
 
 
+UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::text[]::uuid[]) AND settled"
+
+
 def retired(limit: int) -> sa.Select[Any]:
     """Sources whose tree was removed while it was in use, is no longer in use, and has no other source since."""
     every = providers.alias("every")

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
+from bus.contracts.objects import ZONE_KEY
 from bus.contracts.operations import EvacuationPolicy
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
@@ -23,7 +24,6 @@ from scheduler_worker.filters.project import tenants
 
 __all__ = ["FlavorInvalid", "ParsedFlavor", "parse", "request_spec"]
 
-ZONE_KEY = "availability_zone"
 TRAIT_KEY = "trait:"
 IMAGE_TRAITS = "image.traits"
 HOST_UNKNOWN = "host.unknown"

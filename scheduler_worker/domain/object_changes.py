@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.objects import (
+    ZONE_KEY,
     Aggregate,
     CellBus,
     CellDecision,
@@ -26,7 +27,6 @@ from bus.contracts.objects import (
 )
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fences import fence_of, followed
-from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.objects import (
     UNKNOWN,

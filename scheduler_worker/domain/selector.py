@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
-from bus.contracts.objects import group_named
+from bus.contracts.objects import ZONE_KEY, group_named
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import RejectedRoots, left_out
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
-from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
+from scheduler_worker.domain.flavors import IMAGE_TRAITS, ParsedFlavor, request_spec, traits_of_image
 from scheduler_worker.domain.fleet import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.plugins import (

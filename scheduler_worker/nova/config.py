@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import matching
+from bus.contracts.base import Zone, matching
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.settings import Secret
 from scheduler_worker.nova.api_config import NovaApiConfig
@@ -114,7 +114,7 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
     image_properties_default_architecture: Annotated[str, Bound(max_length=32)] = ""
     """`[filter_scheduler]`: the architecture of images that name none. Empty: they run on each."""
-    default_availability_zone: Annotated[str, Bound(min_length=1, max_length=255)] = "nova"
+    default_availability_zone: Zone = "nova"
     """As in nova.conf: the zone of hosts that are in no aggregate with a zone."""
     prefilters: PrefilterSettings = PrefilterSettings()
     """The settings of nova.conf that shape a query."""

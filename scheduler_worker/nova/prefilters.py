@@ -8,8 +8,9 @@ from typing import Final
 import os_traits
 from msgspec import Struct
 
+from bus.contracts.objects import ZONE_KEY
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.flavors import TRAIT_KEY, ZONE_KEY
+from scheduler_worker.domain.flavors import TRAIT_KEY
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.filters.project import KEY as TENANT_KEY
 from scheduler_worker.nova.config import PrefilterSettings

@@ -338,6 +338,8 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--wait"), {}),
     (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--json"), {}),
     (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--uuid", "1"), {}),
+    (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--network", "private"), {}),
+    (USAGE, "--availability-zone", ("boot", "--flavor", "m1.small", "--availability-zone", "z "), {}),
     (USAGE, "--flavor", ("boot",), {}),
     (USAGE, "--project", ("boot", "--flavor", "m1.small", "--project", "a b"), {}),
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--uuid", UNKNOWN), {}),
@@ -556,6 +558,20 @@ def test_members_of_a_group_keep_apart_through_alternates_and_one_is_followed_to
     )
     assert followed["host"] == apart[0]["host"] != elsewhere["host"]
     assert berth("boot", "--flavor", "m1.small", "--group", group, "--policy", "alone").status == USAGE
+
+
+def test_a_zone_is_asked_for_by_the_name_that_it_was_given(berth: Berth) -> None:
+    host = boot(berth)[0]["host"]
+    for zone in ("az.one", "DC1 Rack 2", "zürich"):
+        made = berth("aggregates", "set", "named", "--zone", zone, "--host", host, "--force")
+        assert made.status == 0, made.err
+        ask = ("boot", "--flavor", "m1.tiny", "--availability-zone", zone, "--network", UNKNOWN, "--wait", "--json")
+        done = wait_until(lambda ask=ask: found if (found := berth(*ask)).status == 0 else None)  # it has its member
+        assert done.data[0]["host"] == host
+        assert berth("aggregates", "show", "named", "--json").data["body"]["metadata"] == {"availability_zone": zone}
+    refused = berth("aggregates", "set", "named", "--zone", "z ", "--force")
+    assert refused.status == NO and "1 to 255 characters" in refused.err
+    assert berth("aggregates", "delete", "named", "--force").status == 0
 
 
 def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:

@@ -33,7 +33,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, UpdateProvider
+from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, SetTraits, UpdateProvider
 from placement_worker.domain.values import ABOVE_CELLS, Provider, stored_inventory
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.audit import move_host
@@ -142,23 +142,26 @@ async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: 
     assert await capacity(store) == 9
 
 
-async def test_a_release_counts_for_the_reports_that_come_with_it(store: ResourceBook) -> None:
+@pytest.mark.parametrize(("is_first", "vcpus"), [(True, 9), (False, 4)])
+async def test_a_release_counts_for_the_reports_that_come_after_it(
+    store: ResourceBook, is_first: bool, vcpus: int
+) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await outcomes(store, first(1))
-    released = InventoryReleased(source=FIRST, roots=(MINE,))
-    batch = [
-        Received(one, Meta(id=str(number)), "c1", "placement.inventory")
-        for number, one in enumerate((second(1, takes_over=FIRST), released))
-    ]
+    released: Message = InventoryReleased(source=FIRST, roots=(MINE,))
+    messages = [released, second(1, takes_over=FIRST)] if is_first else [second(1, takes_over=FIRST), released]
+    batch = [Received(one, Meta(id=str(at)), "c1", "placement.inventory") for at, one in enumerate(messages)]
     assert [type(one) for one in await handlers.inventory(batch)] == [Done, Done]
-    assert await capacity(store) == 9
+    assert await capacity(store) == vcpus
 
 
-async def test_it_is_not_taken_over_while_its_owner_reports_it(store: ResourceBook) -> None:
+async def test_it_is_not_taken_over_once_its_owner_reports_it(store: ResourceBook) -> None:
     await outcomes(store, first(1))
     await store.release_roots(FIRST, [MINE], bus="c1")
-    assert await outcomes(store, second(1, takes_over=FIRST), first(2, vcpus=5)) == [TAKEN, "applied"]
-    assert await capacity(store) == 5
+    assert await outcomes(store, first(2, vcpus=5), second(1, takes_over=FIRST)) == ["applied", TAKEN]
+    await store.release_roots(FIRST, [MINE], bus="c1")
+    assert await outcomes(store, second(1, takes_over=FIRST), first(3)) == ["applied", TAKEN]
+    assert await capacity(store) == 9
 
 
 async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: ResourceBook) -> None:
@@ -246,6 +249,35 @@ async def test_what_rest_has_changed_of_a_host_is_put_right_by_the_same_report(s
     assert isinstance(changed, Provider) and await capacity(store) == 1_000_000
     assert [*await outcomes(store, first(3)), *await outcomes(store, first(4))] == ["applied", "unchanged"]
     assert await capacity(store) == 4
+
+
+async def test_what_rest_adds_to_a_host_stays_beside_its_inventory_alone(store: ResourceBook) -> None:
+    """As in Nova: a host's inventory is its own service's. A class beside it is a provider's below it."""
+    await outcomes(store, first(1))
+    kept = {"VCPU": stored_inventory(Inventory(total=4))}
+    added = stored_inventory(Inventory(total=100))
+    writes = (
+        SetInventories(MINE, {**kept, "SRIOV_NET_VF": added}),
+        SetTraits(MINE, ("COMPUTE_NODE",)),
+        CreateProvider(CHILD, "below", parent=MINE),
+        SetInventories(CHILD, {"SRIOV_NET_VF": added}),
+    )
+    assert all(isinstance(one, Provider) for one in await store.write_trees(writes))
+    assert await outcomes(store, first(2)) == ["applied"]
+    states = {one.uuid: one for one in (await store.snapshot(None, 100)).providers}
+    assert {uuid: list(one.inventories) for uuid, one in states.items()} == {MINE: ["VCPU"], CHILD: ["SRIOV_NET_VF"]}
+    assert (states[MINE].traits, states[CHILD].parent_uuid) == (("COMPUTE_NODE",), MINE)
+
+
+async def test_a_report_of_a_class_that_was_renamed_counts(store: ResourceBook) -> None:
+    """`unchanged` for ever: the book had the other name, and the host was offered as what its service never said."""
+    gold = ProviderReport(uuid=MINE, name="gold", inventories={"CUSTOM_GOLD": Inventory(total=1)})
+    reports = [InventoryUpdate(source=FIRST, version=n, root_uuid=MINE, providers=(gold,)) for n in range(1, 4)]
+    assert [await outcomes(store, one) for one in reports[:2]] == [["applied"], ["unchanged"]]
+    assert await store.rename_class("CUSTOM_GOLD", "CUSTOM_SILVER")
+    assert await outcomes(store, reports[2]) == ["applied"]
+    (state,) = (await store.snapshot(None, 100)).providers
+    assert list(state.inventories) == ["CUSTOM_GOLD"]
 
 
 async def test_rest_puts_no_host_that_a_source_reports_below_another(store: ResourceBook) -> None:
@@ -445,7 +477,7 @@ async def test_a_source_above_cells_names_the_cell_of_a_node(store: ResourceBook
     await notify(store, API, node(1, "c1"))
     assert await ask(store, "c2", claim(MINE)) == "gone"
     assert await notify(store, "c2", host(MINE, 9)) == ["inventory.foreign_cell"]
-    assert await notify(store, API, node(2, "c1"), node(3)) == ["stale", "unchanged"]
+    assert await notify(store, API, node(2, "c1"), node(3)) == ["unchanged", "unchanged"]
     assert await ask(store, "c2", claim(MINE)) == "gone", "a word less opens nothing"
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 

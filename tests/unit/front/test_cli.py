@@ -29,6 +29,7 @@ from berth.load.record import LoadRecord, LoadSettings, Totals
 from berth.reference.commands import leaves
 from berth.render import counted, printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
+from bus.contracts.deploy import NetworkRequest
 from bus.contracts.stages import Stamps
 from bus.faults import DatabaseUnavailable
 from lab.demo.run import render_failures
@@ -179,6 +180,11 @@ def test_one_request_a_machine_or_one_for_all_that_start_together() -> None:
     assert (gang.name, gang.count, gang.min_count) == ("n", 3, 2)
     (single,) = requests_of(BootOptions(flavor="m1", name="n", group="rack"))
     assert (single.name, single.group, single.server_group) == ("n", "rack", None)
+    port, network = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
+    options = BootOptions(flavor="m1", availability_zone="zürich", port=[port], network=[network])
+    (placed,) = requests_of(options)
+    assert placed.availability_zone == "zürich"
+    assert placed.networks == (NetworkRequest(port=port), NetworkRequest(network=network))
 
 
 # --- the output for a person: nothing cut off, nothing that controls the terminal behind their back

@@ -107,6 +107,8 @@ def test_aggregates_with_and_without_their_hosts() -> None:
     assert imported(Cloud(aggregates=[rack]), with_hosts=True).objects[ObjectKind.AGGREGATE] == {
         "rack": {**body, "hosts": ["a", "b"]}
     }
+    nameless = AggregateRow(uuid=UUID, name="nameless", metadata={"availability_zone": " z"}, hosts=())
+    assert [one.code for one in imported(Cloud(aggregates=[nameless])).left_out] == ["import.refused"]
     many = AggregateRow(uuid=UUID, name="many", hosts=tuple(map(str, range(1001))))
     assert [one.name for one in imported(Cloud(aggregates=[many]), with_hosts=True).left_out] == ["many"]
     assert imported(Cloud(aggregates=[many])).left_out == ()

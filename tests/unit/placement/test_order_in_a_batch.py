@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.placement import Inventory, InventoryForget, InventoryUpdate, ProviderReport
+from bus.contracts.placement import (
+    AggregateMembers,
+    Inventory,
+    InventoryForget,
+    InventoryReleased,
+    InventoryUpdate,
+    ProviderReport,
+)
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.memory_rows import MemoryBookRows
@@ -40,9 +50,7 @@ async def _hosts(together: bool) -> list[str]:
     return [state.uuid for state in (await book.snapshot(None, 10)).providers]
 
 
-@pytest.mark.parametrize(
-    "together", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="Found B18"))]
-)
+@pytest.mark.parametrize("together", [False, True])
 def test_a_host_that_is_reported_after_it_was_forgotten_is_there(together: bool) -> None:
     assert asyncio.run(_hosts(together)) == [ROOT]
 
@@ -56,6 +64,53 @@ async def _classes() -> list[str]:
     return sorted(state.inventories)
 
 
-@pytest.mark.xfail(strict=True, reason="Found B18")
 def test_a_report_after_a_rename_counts() -> None:
     assert asyncio.run(_classes()) == ["CUSTOM_GOLD"]
+
+
+ROOTS = (ROOT, "cccccccc-0000-4000-8000-000000000000")
+CHILDREN = tuple(f"{letter * 8}-0000-4000-8000-000000000000" for letter in "de")
+SOURCES = ("compute-a", "compute-b", "agent")
+OTHERS = (InventoryForget, AggregateMembers)
+POOL = "ffffffff-0000-4000-8000-000000000000"
+
+
+@st.composite
+def _messages(draw: st.DrawFn) -> Any:
+    root, source = draw(st.sampled_from(ROOTS)), draw(st.sampled_from(SOURCES))
+    kind = draw(st.sampled_from((InventoryUpdate, InventoryUpdate, InventoryUpdate, InventoryReleased, *OTHERS)))
+    if kind is InventoryReleased:
+        return kind(source=source, roots=(root,))
+    if kind is InventoryForget:
+        return kind(root_uuid=root)
+    if kind is AggregateMembers:
+        return kind(aggregate=POOL, joins=(root,))
+    host = ProviderReport(
+        uuid=root,
+        name=root,  # hosts that exchange their names are applied together alone
+        inventories={"VCPU": Inventory(total=draw(st.integers(1, 2)))},
+        theirs=source == "agent",
+    )
+    below = draw(st.lists(st.sampled_from(CHILDREN), unique=True))
+    devices = [ProviderReport(uuid=uuid, name=uuid, parent_uuid=root) for uuid in below]
+    named = {"takes_over": draw(st.sampled_from((None, *SOURCES[:2])))}
+    return kind(source=source, version=draw(st.integers(1, 9)), root_uuid=root, providers=(host, *devices), **named)
+
+
+async def _left(messages: list[Any], together: bool) -> Any:
+    """The outcomes, and what is in the book then."""
+    book = await _book()
+    handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]
+    outcomes = []
+    for batch in [received] if together else [[one] for one in received]:
+        outcomes += await handlers.inventory(batch)
+    states = (await book.snapshot(None, 10)).providers
+    return [getattr(getattr(one, "reply", one), "outcome", type(one)) for one in outcomes], {
+        state.uuid: (state.name, state.parent_uuid, state.inventories, state.aggregates) for state in states
+    }
+
+
+@given(st.lists(_messages(), max_size=6))
+def test_a_batch_leaves_what_its_messages_leave_one_by_one(messages: list[Any]) -> None:
+    assert asyncio.run(_left(messages, True)) == asyncio.run(_left(messages, False))

@@ -46,9 +46,7 @@ async def _children(groups: list[list[InventoryUpdate]]) -> list[str]:
     return [state.uuid for state in (await book.snapshot(None, 10)).providers]
 
 
-@pytest.mark.parametrize(
-    "together", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="Found B18"))]
-)
+@pytest.mark.parametrize("together", [False, True])
 def test_a_child_that_passes_from_one_source_to_another_stays(together: bool) -> None:
     updates = [AGENT, of_compute(2, HOST)]
     found = asyncio.run(_children([updates] if together else [[one] for one in updates]))
@@ -69,8 +67,6 @@ async def _taken_over(together: bool) -> str:
     return result.outcome
 
 
-@pytest.mark.parametrize(
-    "together", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="Found B18"))]
-)
+@pytest.mark.parametrize("together", [False, True])
 def test_a_root_released_after_its_last_report_can_be_taken_over(together: bool) -> None:
     assert asyncio.run(_taken_over(together)) == "applied"

@@ -16,6 +16,7 @@ from placement_worker.domain.report_group import (
     digest_of,
     is_retired,
     names_of_reports,
+    one_of_each_root,
     trees_of_reports,
 )
 from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, flaw, plan
@@ -83,63 +84,47 @@ TAKES = told(source=MINE, takes_over=YOURS)
 
 
 @pytest.mark.parametrize(
-    ("updates", "sources", "owners"),
+    ("report", "sources", "owner"),
     [
-        ([told(source=MINE)], {}, [None]),
-        ([told(source=MINE)], {MINE: last()}, [None]),
-        ([told(source=MINE)], {YOURS: last()}, [YOURS]),
-        ([told(source=MINE), told(source=YOURS)], {MINE: last()}, [None, MINE]),
-        ([told(source=MINE)], {"ironic": last()}, [None]),
-        ([told(source="ironic")], {YOURS: last()}, [None]),
-        ([told(source=MINE)], {YOURS: last(providers=(CHILD,))}, [None]),
-        ([told(source=MINE), told(source=YOURS)], {}, [None, MINE]),
-        ([told(source=MINE), told(source=MINE, version=3)], {}, [None, None]),
-        ([told(source="ironic"), told(source=MINE)], {YOURS: last()}, [None, YOURS]),
-        ([TAKES], {YOURS: GIVEN_UP}, [None]),
-        ([TAKES], {YOURS: OUT}, [None]),
-        ([TAKES], {YOURS: last()}, [YOURS]),
-        ([TAKES], {THEIRS: GIVEN_UP}, [THEIRS]),
-        ([told(source=MINE)], {YOURS: GIVEN_UP}, [YOURS]),
-        ([TAKES, told(source=YOURS)], {YOURS: GIVEN_UP}, [YOURS, None]),
-        ([TAKES, told(source=THEIRS), told(source=YOURS, total=0, cell="bad")], {YOURS: GIVEN_UP}, [None, MINE, None]),
+        (told(source=MINE), {}, None),
+        (told(source=MINE), {MINE: last()}, None),
+        (told(source=MINE), {YOURS: last()}, YOURS),
+        (told(source=MINE), {"ironic": last()}, None),
+        (told(source="ironic"), {YOURS: last()}, None),
+        (told(source=MINE), {YOURS: last(providers=(CHILD,))}, None),
+        (TAKES, {YOURS: GIVEN_UP}, None),
+        (TAKES, {YOURS: OUT}, None),
+        (TAKES, {YOURS: last()}, YOURS),
+        (TAKES, {THEIRS: GIVEN_UP}, THEIRS),
+        (told(source=MINE), {YOURS: GIVEN_UP}, YOURS),
     ],
     ids=[
         "nobody's",
         "its own",
         "another's",
-        "beside its own",
         "no service's",
         "not a service's report",
         "no longer another's",
-        "the first one's",
-        "twice its own",
-        "beside a report of no service",
         "given up",
         "taken out",
         "not given up",
         "of another than is named",
         "not named",
-        "reported again beside it",
-        "taken over before another's",
     ],
 )
-def test_a_root_has_one_owner(updates: list[InventoryUpdate], sources: Any, owners: list[str | None]) -> None:
-    both = group(*updates, sources={(ROOT, source): row for source, row in sources.items()})
-    both.results.update(
-        {n: ReportRefusal("flawed", "") for n, one in enumerate(updates) if one.cell == "bad"}
-    )  # a flawed report of the owner does not make the root its own again
-    both.refuse_owned()
-    refused = [both.results.get(number) for number in range(len(updates))]
-    assert [getattr(one, "owner", None) for one in refused] == owners
+def test_a_root_has_one_owner(report: InventoryUpdate, sources: Any, owner: str | None) -> None:
+    one = group(report, sources={(ROOT, source): row for source, row in sources.items()})
+    one.refuse_owned()
+    assert getattr(one.results.get(0), "owner", None) == owner
 
 
 def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     yours = replace(GIVEN_UP, version=7, providers=(ROOT, CHILD))
     sources = {(ROOT, MINE): last(providers=(GRANDCHILD, ROOT)), (ROOT, YOURS): yours}
     sources[ROOT, MINE] = replace(sources[ROOT, MINE], providers=(GRANDCHILD,))
-    both = group(TAKES, told(source="s"), sources={**sources, (ROOT, "s"): last()})
+    both = group(TAKES, sources={**sources, (ROOT, "s"): last()})
     both.refuse_owned()
-    assert [tuple(both.earlier(number)) for number in (0, 1)] == [(GRANDCHILD, CHILD), (ROOT,)]
+    assert tuple(both.earlier(0)) == (GRANDCHILD, CHILD)
     both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
     assert both.written() == {
         (ROOT, MINE): replace(last(2), settled=True),
@@ -212,35 +197,30 @@ SAME = InventoryResult(outcome="unchanged")
 
 
 @pytest.mark.parametrize(
-    ("updates", "known", "results"),
+    ("report", "known", "result"),
     [
-        ([told(0)], None, [None]),
-        ([told(2)], last(), [None]),
-        ([told(1)], last(), [SAME]),
-        ([told(1, total=9)], last(), [replace(STALE, version=1)]),
-        ([told(0)], last(), [replace(STALE, version=1)]),
-        ([told(2), told(3)], last(), [STALE, None]),
-        ([told(3), told(2)], last(), [None, replace(STALE, version=3)]),
-        ([told(3), told(3)], last(), [None, SAME]),
-        ([told(3), told(3, total=9)], last(), [None, replace(STALE, version=3)]),
-        ([told(3), told(2, source="other")], last(), [None, None]),
-        ([told(1), told(2)], last(), [SAME, None]),
-        ([told(1), told(0)], last(), [SAME, replace(STALE, version=1)]),
+        (told(0), None, None),
+        (told(2), last(), None),
+        (told(1), last(), SAME),
+        (told(1, total=9), last(), replace(STALE, version=1)),
+        (told(0), last(), replace(STALE, version=1)),
     ],
 )
-def test_of_each_source_the_newest_report_counts(
-    updates: list[InventoryUpdate], known: ReportSource | None, results: list[InventoryResult | None]
+def test_a_report_that_is_not_newer_than_its_sources_last_one_is_stale(
+    report: InventoryUpdate, known: ReportSource | None, result: InventoryResult | None
 ) -> None:
-    both = group(*updates, sources={(ROOT, "s"): known} if known else {})
-    both.sort_out_stale()
-    assert both.results == {number: one for number, one in enumerate(results) if one}
+    one = group(report, sources={(ROOT, "s"): known} if known else {})
+    one.sort_out_stale()
+    assert one.results.get(0) == result
 
 
-def test_a_refused_report_makes_no_other_stale() -> None:
-    both = group(told(3), told(2))
-    both.results[0] = ReportRefusal("some.code", "")
-    both.sort_out_stale()
-    assert both.results == {0: ReportRefusal("some.code", "")}
+def test_a_group_names_each_root_once_and_groups_stay_in_order() -> None:
+    """One source's reports of many roots are one transaction; a second report of a root begins another one."""
+    many = [update(node(f"{number:08x}-0000-4000-8000-000000000000")) for number in range(500)]
+    assert one_of_each_root(many) == [many]
+    first, second, other = told(2), told(1, source="other"), update(node(SECOND))
+    assert one_of_each_root([other, first, second, first, other]) == [[other, first], [second], [first, other]]
+    assert one_of_each_root([]) == []
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildRequest
 from bus.contracts.drains import DrainRecord, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
@@ -107,6 +109,23 @@ def test_the_rules_of_each_kind(kind: ObjectKind, name: str, body: Body, wrong: 
     named = re.escape(f"{kind.value} {name!r}") + ".*" + re.escape(wrong or "")
     with nullcontext() if wrong is None else pytest.raises(ValueError, match=f"^{named}"):
         body_of(kind, name, body)
+
+
+@pytest.mark.parametrize(
+    ("zone", "is_a_zone"),
+    [
+        *((name, True) for name in ("z", "az.one", "DC1 Rack 2", "zürich", "eu-de-1/a", "z" * 255, "東" * 255)),
+        *((name, False) for name in ("", " ", " z", "z ", "z\n", "a\nb", "a\x00b", "a\x85b", "z" * 256)),
+    ],
+)
+def test_a_zone_that_can_be_made_can_be_asked_for_and_no_other(zone: str, is_a_zone: bool) -> None:
+    asked = {"type": "build.request.v1", "instance_uuid": U1, "flavor": "f", "project_id": "p"}
+    with nullcontext() if is_a_zone else pytest.raises(ValueError, match="availability_zone"):
+        body_of(K.AGGREGATE, "rack", rack(metadata={"availability_zone": zone}))
+    with nullcontext() if is_a_zone else pytest.raises(msgspec.ValidationError, match="availability_zone"):
+        msgspec.json.decode(msgspec.json.encode({**asked, "availability_zone": zone}), type=BuildRequest)
+    with nullcontext() if is_a_zone else pytest.raises(msgspec.ValidationError, match="default_availability_zone"):
+        msgspec.convert({"default_availability_zone": zone}, SchedulerConfig)
 
 
 @pytest.mark.parametrize(("size", "is_taken"), [(MAX_BODY_BYTES, True), (MAX_BODY_BYTES + 1, False)])
