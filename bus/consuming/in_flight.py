@@ -28,12 +28,13 @@ from bus.wire import Malformed
 # Each queue is a lane. The consumer takes the messages of one lane in their order, and next from the lane that has had
 # the least: a message with many requests, or one for many machines, counts as so many.
 
-# While messages of several lanes arrive, a lane has at most so many requests in batches under way (or one message for
-# more machines), so that a quiet lane's request is handled beside few others: what follows a batch, as its claims,
-# waits in line, too. A lane alone fills whole batches, which cost less for each request. (until: simpler)
+# While messages of quiet lanes arrive beside others, a lane has at most so many requests in batches under way (or one
+# message for more machines), so that these are handled beside few others: what follows a batch, as its claims, waits in
+# line, too. Without them lanes fill whole batches, which cost less for each request. (until: simpler)
 MAX_SHARED = 16
-# Lanes share the consumer until so many requests were taken since a message came of another lane than before.
-SHARED_FOR = 4096
+# Lanes share the consumer until so many requests were taken since a quiet lane's came. Of lanes that all have something
+# waiting none is quiet: for each of them full batches are better.
+SHARED_FOR = 1024
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
 # them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
@@ -105,7 +106,8 @@ class LanesInTurn:
     def put(self, lane: ConsumerLane, arrived: ArrivedDelivery) -> None:
         """A delivery has arrived."""
         if lane is not self._last:
-            self._shared_for = 0 if self._last is None else SHARED_FOR
+            if self._last is not None and not lane.waiting and not lane.in_hand:
+                self._shared_for = SHARED_FOR
             self._last = lane
         if not lane.waiting:
             lane.had = max(lane.had, self._had)  # it has saved up nothing

@@ -32,7 +32,7 @@ ALLOWED = (
     ("berth-operator", "db", "check"),
     ("berth-operator", "check"),
     ("berth-operator", "audit"),
-    ("berth-operator", "placement", "audit", "--repair"),
+    ("berth-operator", "placement", "audit", "--repair", "--yes"),
     ("berth-operator", "quarantine", "list"),
     ("berth-operator", "audit-log"),
     ("berth-web", "quarantine", "list"),

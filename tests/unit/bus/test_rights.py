@@ -454,9 +454,22 @@ def test_of_several_lanes_none_has_much_in_hand(monkeypatch: pytest.MonkeyPatch)
     lanes.lanes["a"].in_hand = 0
     assert (lanes.in_turn.has_quiet, lanes.in_turn.waiting(), lanes.take(9)) == (True, 16, "aaa")
     lanes.put("a", 1)
-    assert lanes.take(99) == "", "its message was the other lane's next"
+    assert lanes.take(99) == "", "a quiet lane's message came just now"
     lanes.lanes["a"].in_hand = -5
-    assert lanes.take(99) == 14 * "a", "the other lane's last message is many requests ago"
+    assert lanes.take(99) == 14 * "a", "the quiet lane's last message is many requests ago"
+
+
+def test_busy_lanes_fill_batches_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three busy projects' boots took twice the messages."""
+    monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
+    monkeypatch.setattr(in_flight, "SHARED_FOR", 6)
+    lanes = Lanes()
+    lanes.put("a", 5)
+    lanes.put("b", 5)
+    assert lanes.take(6) == "ababab", "b was quiet"
+    lanes.put("a", 1)
+    lanes.put("b", 1)
+    assert lanes.take(99) == "ababab", "neither was"
 
 
 def test_the_lost_deliveries_of_each_lane_are_dropped() -> None:
