@@ -48,10 +48,9 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     scheduler: how hosts are weighed and claimed. Raises SettingsError.
     """
     service = Service(NAME, clock=env.clock)
-    api = env.bus(API)
+    api, table = env.bus(API), host_table()
     api.publishes_as(FRONT)
     scheduler, lacking = _of_nova(scheduler, config)
-    table = host_table()
     selector = _selector(table, scheduler)
     facts = NovaFacts(table)
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
