@@ -20,7 +20,6 @@ from msgspec import Struct
 from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.book import HoldingRequest, ProjectUsageQuery
 from bus.contracts.catalogue import (
     MESSAGES,
     OF_PROJECT,
@@ -30,13 +29,11 @@ from bus.contracts.catalogue import (
     projects_key,
     published_by,
 )
-from bus.contracts.feed import ChangesRequest, SnapshotRequest
-from bus.contracts.nova_calls import NovaCall
-from bus.contracts.placement import Claim, ClaimAll, LocateRequest
 from bus.contracts.queues import (
     DEAD,
     DEAD_LETTERS,
     EVENTS,
+    FRONT,
     GIVEN_UP,
     QUEUES,
     REPLAY,
@@ -46,8 +43,7 @@ from bus.contracts.queues import (
     QueueRow,
     Where,
 )
-from bus.contracts.replies import FRONT, own_replies, replies_of, replies_to
-from bus.contracts.workers import WorkerHeartbeat
+from bus.contracts.replies import replies_of, replies_to
 from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
@@ -80,8 +76,7 @@ class PermissionRole(StrEnum):
     OPERATOR = "operator"
 
 
-# The name of a role in the catalogue, and the kinds of bus it enters, its home first: of the messages that are
-# published on both kinds it publishes its own at home.
+# The name of a role in the catalogue, and the kinds of bus it enters.
 _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
     PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
@@ -95,18 +90,6 @@ OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
 # (RabbitMQ requires that where a queue has a dead-letter exchange), so the others find it there: there are many of
 # them, on every host one.
 MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
-# What a front of Nova publishes on the API bus: of a scheduler's messages those that neither build nor command.
-_OF_FRONTS = (
-    ChangesRequest,
-    Claim,
-    ClaimAll,
-    HoldingRequest,
-    LocateRequest,
-    NovaCall,
-    ProjectUsageQuery,
-    SnapshotRequest,
-    WorkerHeartbeat,
-)
 FEED = "scheduler.feed.{process}"
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = (FEED,)
@@ -444,8 +427,7 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
         _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
-        published = [row for row in MESSAGES if row.message in _OF_FRONTS]
-        _allow_messages(at(bus), published, own_replies(FRONT, _literal(names.queue(""))), names)
+        _allow_messages(at(bus), published_by(FRONT, Where.API), replies_of(FRONT, _literal(names.queue(""))), names)
     if config.transport_url:
         of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))
         of_nova.configure[_literal(config.control_exchange)] = None

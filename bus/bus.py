@@ -17,9 +17,9 @@ from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
-from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination, sample_keys
+from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
 from bus.contracts.queues import BY_QUEUE, EVENTS, Where
-from bus.contracts.replies import REPLY_PREFIX
+from bus.contracts.replies import REPLY_PREFIX, sample_keys
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
@@ -86,7 +86,7 @@ class Bus:
         self._owner = role, deployment, place
 
     def publishes_as(self, package: str) -> None:
-        """Have `open` check that this user may publish what the catalogue lets a worker of this package publish."""
+        """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
 
     async def open(self) -> None:

@@ -13,7 +13,7 @@ delivery proves nothing about its publisher by itself. This table is the one rul
 | given-up | its routing key | it was dead-lettered by a queue that `keeps_keys`, and by no other program's queue |
 | dead, parked by a worker | the header `berth-key` | always: only berth's workers may publish there |
 | dead, by the broker | the first death's key | only queues of berth have dead-lettered it |
-| return | none | it came from a delay: a worker read it before |
+| return | none | a delay alone has dead-lettered it: a worker read it before |
 | replays | the header `berth-key`, or none | always: only operators may publish there |
 | another's, the default exchange | none | never: the broker checks no key there |
 
@@ -83,10 +83,12 @@ def _written_key(delivery: Delivery) -> str:
 
 
 def _was_delayed(delivery: Delivery) -> bool:
-    """Whether a message died last of a delay that it was published to. RabbitMQ 3.10 may have that from a publisher."""
+    """Whether a message was published to a delay, and died there alone: a queue of a worker's own may dead-letter into
+    a delay under any key. RabbitMQ 3.10 may have the record from a publisher.
+    """
     deaths = _deaths(delivery.headers)
     exchange = deaths[0].get("exchange") if deaths else None
-    return isinstance(exchange, str) and delayed_it(exchange)
+    return isinstance(exchange, str) and delayed_it(exchange) and all(_is_own(death, ()) for death in deaths)
 
 
 def letters_key(delivery: Delivery) -> str | None:

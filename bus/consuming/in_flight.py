@@ -28,12 +28,13 @@ from bus.wire import Malformed
 # Each queue is a lane. The consumer takes the messages of one lane in their order, and next from the lane that has had
 # the least: a message with many requests, or one for many machines, counts as so many.
 
-# While messages of several lanes arrive, a lane has at most so many requests in batches under way (or one message for
-# more machines), so that a quiet lane's request is handled beside few others: what follows a batch, as its claims,
-# waits in line, too. A lane alone fills whole batches, which cost less for each request. (until: simpler)
+# While messages of quiet lanes arrive beside others, a lane has at most so many requests in batches under way (or one
+# message for more machines), so that these are handled beside few others: what follows a batch, as its claims, waits in
+# line, too. Without them lanes fill whole batches, which cost less for each request. (until: simpler)
 MAX_SHARED = 16
-# Lanes share the consumer for so long after a message of another lane came.
-SHARED_S = 10.0
+# Lanes share the consumer until so many requests were taken since a quiet lane's came. Of lanes that all have something
+# waiting none is quiet: for each of them full batches are better.
+SHARED_FOR = 1024
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
 # them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
@@ -100,17 +101,14 @@ class LanesInTurn:
         self._lanes: dict[ConsumerLane, None] = {}
         self._had = 0  # what the lane had from which was taken last
         self._last: ConsumerLane | None = None
-        self._came_at = self._shared_at = -math.inf
-        self._is_shared = False
+        self._shared_for = 0  # further requests
 
     def put(self, lane: ConsumerLane, arrived: ArrivedDelivery) -> None:
         """A delivery has arrived."""
         if lane is not self._last:
-            if self._last is not None and arrived.at - self._came_at < SHARED_S:
-                self._shared_at = arrived.at
+            if self._last is not None and not lane.waiting and not lane.in_hand:
+                self._shared_for = SHARED_FOR
             self._last = lane
-        self._came_at = arrived.at
-        self._is_shared = arrived.at - self._shared_at < SHARED_S
         if not lane.waiting:
             lane.had = max(lane.had, self._had)  # it has saved up nothing
             self._lanes[lane] = None
@@ -127,7 +125,7 @@ class LanesInTurn:
     @property
     def has_quiet(self) -> bool:
         """Whether something waits in a lane of several that has nothing in hand."""
-        return self._is_shared and any(not lane.in_hand for lane in self._lanes)
+        return self._shared_for > 0 and any(not lane.in_hand for lane in self._lanes)
 
     def open(self, lane: ConsumerLane, messages: Sequence[InFlightMessage]) -> None:
         """Put the messages of its first delivery in that one's place."""
@@ -141,6 +139,7 @@ class LanesInTurn:
         self._had = lane.had
         lane.had += weight
         lane.in_hand += weight
+        self._shared_for -= weight
         self._forget_empty(lane)
 
     def take_first(
@@ -153,7 +152,7 @@ class LanesInTurn:
             self._forget_empty(lane)
 
     def _may_take(self, lane: ConsumerLane) -> bool:
-        return lane.in_hand < MAX_SHARED or not self._is_shared
+        return lane.in_hand < MAX_SHARED or self._shared_for <= 0
 
     def _forget_empty(self, lane: ConsumerLane) -> None:
         if not lane.waiting:

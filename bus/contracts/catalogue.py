@@ -49,6 +49,7 @@ from bus.contracts.queues import (
     CONDUCTOR,
     DEAD,
     EVENTS,
+    FRONT,
     IRONIC,
     LANE,
     LANES,
@@ -462,22 +463,41 @@ def project_of(key: str) -> str:
 HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
 
 
+# What a front of Nova publishes: of a scheduler's messages those that neither build nor command.
+_OF_FRONTS = (
+    book.HoldingRequest,
+    book.ProjectUsageQuery,
+    feed.ChangesRequest,
+    feed.SnapshotRequest,
+    nova_calls.NovaCall,
+    placement.Claim,
+    placement.ClaimAll,
+    placement.LocateRequest,
+    workers.WorkerHeartbeat,
+)
+
+
 def published_by(package: str, where: Where) -> list[MessageRow]:
     """The messages that a worker publishes on a bus of this kind."""
     home = HOMES.get(package, Where.API)
     kinds = (where, Where.BOTH) if where is home else (where,)
-    return [row for row in MESSAGES if package in row.publishers and row.where in kinds]
+    rows = [row for row in MESSAGES if row.where in kinds]
+    return [row for row in rows if (row.message in _OF_FRONTS if package == FRONT else package in row.publishers)]
 
 
-def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
+def message_keys(package: str, where: Where) -> list[tuple[str, str]]:
     """(exchange, routing key) of each of these, with a word for each placeholder."""
-    found = [
-        (row.exchange, re.sub(r"\{[a-z_]+\}", "x", key))
+    return [
+        (row.exchange, sample_of(key))
         for row in published_by(package, where)
         for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "")
         if key
     ]
-    return list(dict.fromkeys(found))
+
+
+def sample_of(template: str) -> str:
+    """A template of a key or a name with a word for each placeholder."""
+    return re.sub(r"\{[a-z_]+\}", "x", template)
 
 
 def projects_key(template: str, project_id: str) -> str:

@@ -58,6 +58,7 @@ API, CELL, BOTH = Where
 SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
 COMPUTE, IRONIC = "compute_sim", "ironic_sync"
 CLIENT, OPERATOR = "client", "operator"
+FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
 
 
 class QueueKind(StrEnum):

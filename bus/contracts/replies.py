@@ -9,12 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bus.contracts.catalogue import MessageRow, taken_by
-from bus.contracts.queues import CLIENT, COMPUTE, CONDUCTOR, IRONIC, OPERATOR, PLACEMENT, SCHEDULER
+from bus.contracts.catalogue import MessageRow, message_keys, sample_of, taken_by
+from bus.contracts.queues import (
+    CLIENT,
+    COMPUTE,
+    CONDUCTOR,
+    DEAD,
+    FRONT,
+    IRONIC,
+    OPERATOR,
+    PLACEMENT,
+    QUEUES,
+    REPLY,
+    SCHEDULER,
+    QueueKind,
+    QueueRow,
+    Where,
+)
+from bus.topology import delay_exchange
 
 REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
 
-FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
 # How the names of a role's processes begin. All others are an operator's programs.
 _PROCESSES: Mapping[str, str] = {
     PLACEMENT: "placement",
@@ -30,14 +45,11 @@ _SERVER_NAMED = r"amq\.gen-[A-Za-z0-9_-]+"
 _NAMED_BY_CLIENT = r"client\.reply\.[A-Za-z0-9._-]+"
 
 
-def own_replies(begin: str, prefix: str = "") -> str:
-    """The pattern of the reply queues of processes whose names begin so. prefix: of a bus's names, as a pattern."""
-    return rf"{prefix}berth\.reply\.{begin}[A-Za-z0-9_-]*\.[0-9a-f]+"
-
-
 def replies_of(asker: str, prefix: str = "") -> str:
-    """The same of a package that publishes, or of the operator's programs."""
-    return own_replies(_PROCESSES.get(asker, _OTHERS), prefix)
+    """The pattern of the reply queues of a package that publishes, or of the operator's programs. prefix: of a bus's
+    names, as a pattern.
+    """
+    return rf"{prefix}berth\.reply\.{_PROCESSES.get(asker, _OTHERS)}[A-Za-z0-9_-]*\.[0-9a-f]+"
 
 
 def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tuple[str, ...]:
@@ -48,13 +60,31 @@ def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tu
     foreign: how the names of others begin, as a pattern.
     """
     rows = [row for queue in queues for row in taken_by(queue) if is_answered(row)]
-    if not rows:
-        return ()
-    askers = dict.fromkeys([*(asker for row in rows for asker in row.publishers if asker != CLIENT), OPERATOR])
-    if SCHEDULER in askers:
-        askers[FRONT] = None
     others = (foreign + _SERVER_NAMED, prefix + _NAMED_BY_CLIENT) if any(row.public for row in rows) else ()
-    return (*(replies_of(asker, prefix) for asker in askers), *others)
+    return (*(replies_of(asker, prefix) for asker in _askers(rows)), *others)
+
+
+def _askers(rows: Iterable[MessageRow]) -> dict[str, None]:
+    askers = dict.fromkeys(asker for row in rows for asker in (*row.publishers, OPERATOR) if asker != CLIENT)
+    return askers | dict.fromkeys([FRONT] if SCHEDULER in askers else [])
+
+
+def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
+    """(exchange, routing key) by which the consumer of a queue answers, parks and retries, one of each kind."""
+    rows, name = [one for one in taken_by(row.name) if is_answered(one)], sample_of(row.name)
+    found = [(REPLY, f"{REPLY_PREFIX}{_PROCESSES.get(asker, 'x')}.0") for asker in _askers(rows)]
+    if any(one.public for one in rows):
+        found.append((REPLY, "client.reply.x"))
+    if row.kind is QueueKind.DURABLE:
+        found += [(DEAD, name), *((delay_exchange(delay_s), name) for delay_s in row.retry_s)]
+    return found
+
+
+def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
+    """The same of all that a worker publishes on a bus of this kind, with a word for each placeholder."""
+    consumed = [row for row in QUEUES if row.consumer == package and row.where in (where, Where.BOTH)]
+    found = [*message_keys(package, where), *(one for row in consumed for one in sample_answers(row))]
+    return list(dict.fromkeys(found))
 
 
 def is_answered(row: MessageRow) -> bool:

@@ -100,6 +100,7 @@ class Session:
         self._publishing = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._unsent = 0  # publishes that wait for a channel
+        self._trial: asyncio.Timeout | None = None
 
     @classmethod
     async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
@@ -139,6 +140,9 @@ class Session:
     def _alarmed(self, reason: str) -> None:
         self.blocked = reason
         (self._takes.clear if reason else self._takes.set)()
+        if reason and self._trial is not None:
+            self._trial.reschedule(0.0)
+            self._trial = None
         self.on_blocked()
 
     async def close(self) -> None:
@@ -242,14 +246,24 @@ class Session:
             ) from error
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
-        """Try keys under their local names. Raises BusRightsMissing.
+        """Try keys under their local names. Raises BusRightsMissing; TimeoutError in an alarm, in which the broker does
+        not read them.
 
         A topic exchange without topic permissions is open to all keys. That is right for a user that may do everything,
         and else says that they were not set.
         """
-        for exchange, key in keys:
-            await self._try_publish(self.names.exchange(exchange), key)
-        for exchange in dict.fromkeys(self.names.exchange(exchange) for exchange, _ in keys):
+        async with asyncio.timeout(0.0 if self.blocked else CONFIRM_TIMEOUT_S) as trial:
+            self._trial = trial
+            try:
+                await self._check_publishes(
+                    [(self.names.exchange(exchange), self.names.key(exchange, key)) for exchange, key in keys]
+                )
+            finally:
+                self._trial = None
+
+    async def _check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
+        await self._try_publishes(keys)
+        for exchange in dict.fromkeys(exchange for exchange, _ in keys):
             if not await self._may_publish(exchange, UNLISTED):
                 continue
             if await self._may_publish(FOREIGN, UNLISTED):
@@ -258,19 +272,21 @@ class Session:
 
     async def _may_publish(self, exchange: str, key: str) -> bool:
         try:
-            await self._try_publish(exchange, key)
+            await self._try_publishes([(exchange, key)])
         except BusRightsMissing:
             return False
         return True
 
-    async def _try_publish(self, exchange: str, key: str) -> None:
+    async def _try_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
         """The broker checks a publish when it comes, also in a transaction, which is then rolled back."""
-        channel = await self.named("trials")
         with translated():
+            channel = await self._publishes.channel(publisher_confirms=False, timeout=RPC_TIMEOUT_S)
             try:
                 await channel.tx_select(timeout=RPC_TIMEOUT_S)
-                await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+                for exchange, key in keys:
+                    await channel.basic_publish(b"", exchange=exchange, routing_key=key)
                 await channel.tx_rollback(timeout=RPC_TIMEOUT_S)
+                await channel.close()
             except ChannelInvalidStateError:  # the refusal was there before the roll-back was sent
                 async with asyncio.timeout(RPC_TIMEOUT_S):
                     await channel.closing

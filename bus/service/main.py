@@ -15,6 +15,7 @@ import uvloop
 from bus import metrics
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusForbidden
+from bus.retrying import passes_with_a_grant
 from bus.service.environment import Environment, NotConfigured
 from bus.service.health import Health
 from bus.service.service import Service
@@ -66,7 +67,7 @@ def run_process(
         return EXIT_INVARIANT
     except (Forbidden, BusForbidden, NotConfigured, SettingsError) as fault:
         log.error("process.cannot_start", code=fault.code, reason=str(fault))
-        return EXIT_SETTINGS
+        return EXIT_FAULT if passes_with_a_grant(fault) else EXIT_SETTINGS  # its next start waits for the grant
     except Exception as fault:  # the last log line of the process
         log.critical(
             "process.died", code=getattr(fault, "code", type(fault).__name__), reason=str(fault), exc_info=True

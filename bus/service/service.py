@@ -178,7 +178,7 @@ class Service:
         if self._consumers:
             self._spawn("stalls", self._watch_stalls(self._consumers[0].stall_watch))
         for consumer in self._consumers:
-            await consumer.start()
+            await self._permitted(consumer.start)
             self._spawn(f"consumer {consumer.queue}", consumer.run())
         self._enter_phase("ready")
         self.ready.set()

@@ -11,6 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.contracts.queues import FRONT
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
@@ -47,9 +48,9 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
     scheduler: how hosts are weighed and claimed. Raises SettingsError.
     """
     service = Service(NAME, clock=env.clock)
-    api = env.bus(API)
+    api, table = env.bus(API), host_table()
+    api.publishes_as(FRONT)
     scheduler, lacking = _of_nova(scheduler, config)
-    table = host_table()
     selector = _selector(table, scheduler)
     facts = NovaFacts(table)
     rest = NovaRest(config.api, clock=env.clock, setting="nova.api")

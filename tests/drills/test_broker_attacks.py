@@ -6,7 +6,6 @@ Small counts that show the same: half a gigabyte of disk at most. `scripts/night
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from aiormq.exceptions import AMQPError
 from pamqp.commands import Basic
 
 from bus.contracts.queues import LANES
-from tests.drills.test_project_load import TIMES, boots_s
+from tests.drills.test_project_load import MESSAGES_IN_LANES, TIMES, boots_s, number
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import until
 from tests.system.small import PLAN
@@ -37,11 +36,6 @@ ROOM_MB = 150  # the attack writes three times as much
 LARGE, LARGE_MESSAGES = 500_000, 30
 QUEUES, MALFORMED = 400, 200
 BINDINGS = 100
-MESSAGES_IN_LANES = """
-lists:sum([Count || Queue <- rabbit_amqqueue:list(<<"berth">>), {resource, _, _, Name} <- [amqqueue:get_name(Queue)],
-    binary:match(Name, <<"scheduler.requests">>) =/= nomatch,
-    {messages, Count} <- rabbit_amqqueue:info(Queue, [messages])]).
-"""
 EXCHANGE_BINDINGS = """
 length([1 || One <- rabbit_binding:info_all(<<"berth">>), lists:member({destination_kind, exchange}, One),
     lists:member({source_name, <<"berth.events">>}, One)]).
@@ -59,11 +53,6 @@ def system() -> Iterator[Guarded]:
             yield guarded
         finally:
             guarded.processes.stop()
-
-
-def number(system: Guarded, expression: str) -> int:
-    """What an Erlang expression is in the broker."""
-    return int(re.findall(r"\d+", system.servers.broker.evaluate(expression))[-1])
 
 
 @contextlib.asynccontextmanager
@@ -91,7 +80,7 @@ async def test_own_queues_that_multiply_own_events_slow_no_other_project(system:
     """Each event was a thousand messages for the broker: others' boots took 13.5 s instead of 68 ms."""
     async with tenant(system, THEIRS) as quiet:
         await boots_s(quiet, 3)
-        alone = statistics.median(await boots_s(quiet))
+        alone = statistics.median(await boots_s(quiet, 11))
         async with attacker(system) as channel:
             for _ in range(QUEUES):
                 queue = await channel.queue_declare("", exclusive=True)

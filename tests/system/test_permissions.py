@@ -26,8 +26,8 @@ from berth.permissions import Grant, PermissionRole, definitions, exchanges, of_
 from berth.settings import BusSettings, CellSettings, Settings
 from berth.trial.servers import API_VHOST, RealServers, variables
 from berth.trial.worker_processes import WorkerProcesses
-from bus.contracts.catalogue import sample_keys
 from bus.contracts.queues import Where
+from bus.contracts.replies import sample_keys
 from bus.port import BusForbidden, BusRightsMissing, BusTopicsOpen
 from bus.rabbitmq import transport
 from bus.rabbitmq.transport import RabbitTransport
@@ -518,16 +518,20 @@ async def test_what_an_agent_may_not_make_it_finds_when_another_worker_has_been_
     [
         ({}, None),
         ({"topics": {}}, BusTopicsOpen),
+        ({"open": "berth.replies"}, BusTopicsOpen),
         ({"write": "^$"}, BusRightsMissing),
         ({"configure": ".*", "write": ".*", "read": ".*", "topics": {}}, None),
     ],
-    ids=["as printed", "no topic permissions", "no exchange", "all of everything"],
+    ids=["as printed", "no topic permissions", "none of one exchange", "no exchange", "all of everything"],
 )
 async def test_a_user_is_checked_for_what_it_may_publish_before_it_does(
     system: Guarded, changed: dict[str, Any], raised: type[BusRightsMissing] | None
 ) -> None:
+    changed = dict(changed)
     grants = [one for one in of_role(PermissionRole.CONDUCTOR, system.settings) if one.vhost == "cell1"]
-    user = f"tried-{zlib.crc32(repr(changed).encode())}"
+    user, open_ = f"tried-{zlib.crc32(repr(changed).encode())}", changed.pop("open", "")
+    if open_:
+        changed["topics"] = {name: topic for name, topic in grants[0].topics.items() if name != open_}
     define(system.servers, [msgspec.structs.replace(one, user=user, **changed) for one in grants], system.settings)
     bus = RabbitTransport(system.url(user, "cell1"), name="cell1")
     await bus.open()

@@ -31,7 +31,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
+from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, REPLY, QueueKind
 from bus.port import (
     BusError,
     BusForbidden,
@@ -203,6 +203,7 @@ async def test_what_is_handled_in_an_alarm_leaves_its_queue(
     monkeypatch.setattr(channels, "CONFIRM_TIMEOUT_S", 5.0)
     transport = RabbitTransport(own_broker.url(), name="api")
     await transport.open()
+    await transport.declare_shared()
     got: list[Delivery] = []
     try:
         await transport.declare_reply_queue("q")
@@ -226,10 +227,31 @@ async def test_what_is_handled_in_an_alarm_leaves_its_queue(
         await transport.close()
 
 
+async def test_a_worker_that_starts_in_an_alarm_does_not_wait_to_learn_its_permissions(own_broker: RabbitMQ) -> None:
+    """Each bus waited half a minute for an answer that the broker gives after the alarm, which who consumes ends."""
+    await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.000001")
+    transport = RabbitTransport(own_broker.url(), name="api")
+    try:
+        await transport.open()
+        await transport.declare_shared()
+        await transport.declare_reply_queue("q")
+        with capture_logs() as logged:
+            for _ in range(2):
+                await transport.check_publishes([(REPLY, "q")])
+        assert [one["reason"] != "" for one in logged if one["event"] == "bus.permissions_unchecked"] == [True, True]
+    finally:
+        await asyncio.to_thread(own_broker.evaluate, MEMORY_LIMIT % "0.6")
+        await until(lambda: not transport.blocked)
+    await transport.check_publishes([(REPLY, "q")])
+    assert await transport.depth("q") == 0
+    await transport.close()
+
+
 async def test_either_connection_that_is_lost_ends_the_session(own_broker: RabbitMQ) -> None:
     """Who publishes and who consumes is told of one loss, and of one return."""
     transport = RabbitTransport(own_broker.url(), name="api")
     await transport.open()
+    await transport.declare_shared()
     returns: list[None] = []
     transport.on_reconnect(lambda: returns.append(None))
     try:

@@ -16,6 +16,7 @@ from berth.permissions import PermissionRole, definitions, exchanges, of_project
 from berth.trial.servers import API_VHOST, RealServers, SystemPlan
 from bus.contracts.catalogue import MESSAGES, OPERATORS, projects_key
 from bus.contracts.queues import (
+    BY_QUEUE,
     COMMANDS,
     DEAD,
     GIVEN_UP,
@@ -26,6 +27,9 @@ from bus.contracts.queues import (
     QueueKind,
     Where,
 )
+from bus.key_trust import published_key
+from bus.port import Delivery
+from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import PATIENCE_S
@@ -200,3 +204,31 @@ async def test_no_user_consumes_what_another_is_replied(servers: RealServers) ->
             assert isinstance(refused.value, aiormq.exceptions.ChannelNotFoundEntity) is mine
         finally:
             await asyncio.shield(connection.close())
+
+
+async def test_no_queue_of_a_workers_own_passes_on_what_it_may_not_publish(servers: RealServers) -> None:
+    """By a dead-letter exchange the broker checks no key: a compute service commanded its conductor by a delay."""
+    url = servers.broker.url(CELL, user="berth-compute-cell1", password=PASSWORD)
+    mine, wanted = "compute.x", "conductor.requests"
+    operators = RabbitTransport(servers.broker.url(CELL), name=CELL)
+    await operators.open()
+    await operators.declare_shared()
+    row = BY_QUEUE[wanted]
+    await operators.declare_queue(row, wanted, row.bindings)
+    came: asyncio.Queue[Delivery] = asyncio.Queue()
+    await operators.consume(wanted, came.put_nowait, prefetch=1)
+    connection = await aiormq.connect(url)
+    try:
+        channel = await connection.channel(publisher_confirms=True)
+        dead = {"x-dead-letter-exchange": DELAY, "x-dead-letter-routing-key": wanted, "x-message-ttl": 1}
+        await channel.queue_declare(mine, exclusive=True, arguments=dead)
+        await channel.exchange_declare(mine, exchange_type="fanout")
+        await channel.queue_bind(mine, mine, "")
+        await channel.basic_publish(b"{}", exchange=mine, routing_key="")
+        delivery = await asyncio.wait_for(came.get(), PATIENCE_S)
+        assert published_key(delivery, wanted) is None
+        delivery.ack()
+        await channel.exchange_delete(mine)
+    finally:
+        await connection.close()
+        await operators.close()

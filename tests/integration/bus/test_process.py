@@ -31,6 +31,7 @@ from functools import partial
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, Fault
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import BusRightsMissing
 from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import Service
@@ -47,6 +48,8 @@ def build(env):
             raise BrokenInvariant("used > capacity")
         if how == "fault":
             raise Fault("gone", code="side.gone")
+        if how == "rights":
+            raise BusRightsMissing("taken away")
         await asyncio.Event().wait()
     async def slow(grace_s):
         print("draining", flush=True)
@@ -130,6 +133,7 @@ def test_a_second_signal_ends_it_at_once(start: object) -> None:
 ENDS = [
     ("invariant", 70, "invariant.broken"),
     ("fault", 1, "side.gone"),
+    ("rights", 1, "bus.forbidden"),  # its supervisor starts it again, and its start waits
     ("database", 2, "environment.not_configured"),
 ]
 

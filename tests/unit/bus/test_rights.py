@@ -412,10 +412,10 @@ class Lanes:
         self.in_turn = LanesInTurn()
         self.lanes = {name: ConsumerLane(name) for name in "ab"}
 
-    def put(self, lane: str, count: int, at: float = 0.0) -> None:
+    def put(self, lane: str, count: int) -> None:
         for number in range(count):
             sent: Any = Sent(f"{lane}{number}")
-            self.in_turn.put(self.lanes[lane], ArrivedDelivery(sent, at, at, self.lanes[lane]))
+            self.in_turn.put(self.lanes[lane], ArrivedDelivery(sent, 0.0, 0.0, self.lanes[lane]))
 
     def take(self, count: int, **weights: int) -> str:
         """The lanes from which so many messages are taken; fewer where no lane may have more in hand."""
@@ -445,15 +445,31 @@ def test_a_lane_that_was_empty_has_saved_up_no_turns() -> None:
 
 def test_of_several_lanes_none_has_much_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
+    monkeypatch.setattr(in_flight, "SHARED_FOR", 8)
     lanes = Lanes()
     lanes.put("a", 20)
     assert lanes.take(4) == "aaaa", "alone it fills a batch"
-    lanes.put("b", 1, at=in_flight.SHARED_S / 2)
+    lanes.put("b", 1)
     assert (lanes.take(9), lanes.in_turn.has_quiet, lanes.in_turn.waiting()) == ("b", False, 0)
     lanes.lanes["a"].in_hand = 0
     assert (lanes.in_turn.has_quiet, lanes.in_turn.waiting(), lanes.take(9)) == (True, 16, "aaa")
-    lanes.put("a", 1, at=2 * in_flight.SHARED_S)
-    assert lanes.take(99) == 14 * "a", "the other lane's last message is long ago"
+    lanes.put("a", 1)
+    assert lanes.take(99) == "", "a quiet lane's message came just now"
+    lanes.lanes["a"].in_hand = -5
+    assert lanes.take(99) == 14 * "a", "the quiet lane's last message is many requests ago"
+
+
+def test_busy_lanes_fill_batches_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three busy projects' boots took twice the messages."""
+    monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
+    monkeypatch.setattr(in_flight, "SHARED_FOR", 6)
+    lanes = Lanes()
+    lanes.put("a", 5)
+    lanes.put("b", 5)
+    assert lanes.take(6) == "ababab", "b was quiet"
+    lanes.put("a", 1)
+    lanes.put("b", 1)
+    assert lanes.take(99) == "ababab", "neither was"
 
 
 def test_the_lost_deliveries_of_each_lane_are_dropped() -> None:

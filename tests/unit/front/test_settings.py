@@ -22,14 +22,25 @@ from typer.testing import CliRunner
 from berth.cli import app
 from berth.commands.as_toml import as_toml
 from berth.database_rights import statements
-from berth.permissions import Grant, PermissionRole, commands, definitions, exchanges, of_project, of_role
+from berth.permissions import (
+    Grant,
+    PermissionRole,
+    bus_locations,
+    commands,
+    definitions,
+    exchanges,
+    of_project,
+    of_role,
+)
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
 from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES, projects_key
 from bus.contracts.objects import CellBus
-from bus.contracts.queues import QUEUES
+from bus.contracts.queues import FRONT, QUEUES, Where
+from bus.contracts.replies import sample_keys
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
+from bus.topology import QueueNames
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 from scheduler_worker.domain.objects import BODIES
@@ -463,6 +474,36 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
             assert any(
                 allows(one.topics[message.exchange].write, key) for one in grants if message.exchange in one.topics
             )
+
+
+@pytest.mark.parametrize(
+    ("role", "package", "bus"),
+    [
+        (PermissionRole.PLACEMENT, "placement_worker", "api"),
+        (PermissionRole.PLACEMENT, "placement_worker", "near"),
+        (PermissionRole.SCHEDULER, "scheduler_worker", "api"),
+        (PermissionRole.SCHEDULER, "scheduler_worker", "near"),
+        (PermissionRole.CONDUCTOR, "cell_conductor", "near"),
+        (PermissionRole.COMPUTE, "compute_sim", "near"),
+        (PermissionRole.IRONIC_SYNC, "ironic_sync", "api"),
+        (PermissionRole.NOVA_SCHEDULER, FRONT, "api"),
+    ],
+)
+def test_what_a_worker_tries_at_its_start_is_all_that_its_user_may_publish(
+    role: PermissionRole, package: str, bus: str
+) -> None:
+    place = bus_locations(REAL)[bus]
+    (grant,) = [one for one in of_role(role, REAL) if (one.broker, one.vhost) == (place.broker, place.vhost)]
+    names = QueueNames(place.prefix)
+    tried = {
+        (names.exchange(exchange), names.key(exchange, key))
+        for exchange, key in sample_keys(package, Where.API if bus == "api" else Where.CELL)
+    }
+    for exchange, key in tried:
+        assert allows(grant.write, exchange) and allows(grant.topics[exchange].write, key), (exchange, key)
+    own = {name for name, topic in grant.topics.items() if topic.write != "^$" and name.startswith(place.prefix)}
+    others = tuple(one.prefix for one in bus_locations(REAL).values() if len(one.prefix) > len(place.prefix))
+    assert {name for name in own if not name.startswith(others)} == {exchange for exchange, _ in tried}
 
 
 @pytest.mark.parametrize("name", ["", "a.b", ".*", "a b", "p\n", "ü", "#", "p" * 65, "{username}"])
