@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import structlog
 from msgspec.structs import replace
 
 from bus.bus import API
@@ -25,7 +26,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NotificationSettings, NovaConfig, as_amqp
+from scheduler_worker.nova.config import NOT_OURS, NotificationSettings, NovaConfig, as_amqp
 from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
 from scheduler_worker.nova.facts import NovaFacts, host_table
 from scheduler_worker.nova.facts_keeper import FactsKeeper
@@ -37,6 +38,8 @@ from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.shadow import GrantedClaims, ShadowedRelay, StockDecides
 from scheduler_worker.placing import Placer
+
+log = structlog.get_logger("nova")
 
 NAME = "nova-scheduler"
 
@@ -82,6 +85,8 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         recorder=calls,
     )
     relay = _relay(env, config) if config.fallback_url or config.shadow else None
+    if relay is None and (undecided := [one for one in config.enabled_filters if one in NOT_OURS]):
+        log.warning("nova.no_fallback", filters=undecided)
     if relay is not None and config.shadow:
         shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
         service.add_counts(shadow.counts)

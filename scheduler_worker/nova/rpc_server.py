@@ -42,7 +42,7 @@ from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
 from scheduler_worker.nova.methods import check_method, label_of, result_of_base
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, fronts_queue, topic_queue
-from scheduler_worker.nova.relay import RelayFailed, RelayPort
+from scheduler_worker.nova.relay import RelayFailed, RelayPort, count_relayed
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
@@ -413,6 +413,7 @@ class RpcServer:
 
     async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes | None]:
         if self._relay is None:
+            count_relayed(reason, "no_fallback")
             return "undecided", encode_failure(
                 *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
             )

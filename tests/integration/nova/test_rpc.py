@@ -307,9 +307,11 @@ async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
     async with front(vhost, Instructed(undecided), stock=own_broker.add_vhost("stock")):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"], found
+    before = counted("relayed", reason="pci_requests", outcome="no_fallback")
     async with front(vhost, Instructed(undecided)):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"] and "pci_requests" in found["raised"]["text"]
+    assert counted("relayed", reason="pci_requests", outcome="no_fallback") == before + 1
 
 
 async def test_in_the_shadow_stock_decides_and_the_difference_is_counted(

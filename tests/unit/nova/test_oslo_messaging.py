@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from berth.commands.nova import both
 from berth.settings import Settings
@@ -442,6 +443,22 @@ def test_a_name_that_amqp_does_not_take_is_refused(setting: str, value: object) 
 )
 async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
     assert built(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"enabled_filters": ("ComputeFilter", "NUMATopologyFilter")}, [["NUMATopologyFilter"]]),
+        ({"enabled_filters": ("NUMATopologyFilter",), "fallback_url": "rabbit://u:p@h:5672/stock"}, []),
+        ({}, []),
+    ],
+)
+async def test_a_filter_that_only_a_fallback_has_is_told_of_without_one(
+    config: dict[str, Any], told: list[Any]
+) -> None:
+    with capture_logs() as lines:
+        built(config)
+    assert [one["filters"] for one in lines if one["event"] == "nova.no_fallback"] == told
 
 
 async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:
