@@ -188,8 +188,8 @@ class NovaRest:
         )
 
     async def services(self) -> list[NovaService]:
-        """All nova-computes, of all cells; one whose cell Nova cannot reach is not up. Of one that cannot be read there is
-        the host.
+        """All nova-computes, of all cells; one whose cell Nova cannot reach is not up. Of one that cannot be read there
+        is the host.
         """
         raw = await self.get("/os-services", {"binary": SERVICE})
         return [one.as_fact() for one in self._rows(raw, "services", _Service, _UnreadService) if one.binary == SERVICE]

@@ -228,14 +228,13 @@ class RpcServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close. Calls in hand go back to the queue."""
+        """Close. Calls in hand go back to the queue. The queue of the casts stays until it expires: with the last one
+        RabbitMQ deletes the exchange, and the next cast of each nova-compute, within a build for one, fails by a 404.
+        """
         for subscription in (*self._entrances, *self._subscriptions):
             await subscription.cancel()
         self._entrance.give_back()
         await self._cut(self._tasks.keys())
-        if not self._options.rabbit_stream_fanout:
-            with contextlib.suppress(BusError):  # it expires
-                await self._transport.delete_foreign(self._fanout.name)
         if self._relay is not None:
             await self._relay.close()
         await self._transport.close()

@@ -103,6 +103,29 @@ class Killed(Schedulers):
         self.assertEqual({}, self.held_twice())
 
 
+class Restarted(Schedulers):
+    """A front is stopped by SIGTERM while servers are asked for and built, and another one is started."""
+
+    def lost_none(self, fronts: int) -> None:
+        """Servers of before, of the restart of one front, and of after."""
+        running = [self.servers.start_front() for _ in range(fronts)]
+        flavor = self.flavor(memory_mb=64)
+        made = self.at_once(8, flavor)
+        running[0].end(signal.SIGTERM)
+        made += self.at_once(4, flavor)
+        self.servers.start_front()
+        made += self.at_once(4, flavor)
+        for one in made:
+            self.settled(one)
+        self.assertEqual({}, self.held_twice())
+
+    def test_the_only_one(self) -> None:
+        self.lost_none(1)
+
+    def test_one_of_two(self) -> None:
+        self.lost_none(2)
+
+
 class Beside(Schedulers):
     """Several schedulers on one queue, and a broker that restarts."""
 

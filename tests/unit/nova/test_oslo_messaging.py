@@ -242,7 +242,7 @@ LIMITS = {
     "rabbit_quorum_max_memory_length": 4,
     "rabbit_quorum_max_memory_bytes": 5,
 }
-EXPIRES = {"x-expires": 1_800_000}
+EXPIRES = {"x-expires": 1_800_000, "x-max-length": 1_000}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_queue_of_a_topic(
     [
         ({}, "scheduler_fanout_u", False, EXPIRES),
         ({"amqp_durable_queues": True, "amqp_auto_delete": True}, "scheduler_fanout_u", False, EXPIRES),
-        ({"rabbit_transient_queues_ttl": 0}, "scheduler_fanout_u", False, {}),
+        ({"rabbit_transient_queues_ttl": 0}, "scheduler_fanout_u", False, EXPIRES),
         ({"rabbit_ha_queues": True}, "scheduler_fanout_u", False, {"x-ha-policy": "all", **EXPIRES}),
         ({"rabbit_transient_quorum_queue": True, **LIMITS}, "scheduler_fanout_u", True, {**LIMITED, **EXPIRES}),
         (

@@ -125,8 +125,6 @@ class Transport:
 
     async def declare_reply_queue(self, name: str) -> None: ...
 
-    async def delete_foreign(self, queue: str) -> None: ...
-
     async def consumers(self, queue: str) -> int:
         return self.others
 
