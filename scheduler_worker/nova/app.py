@@ -84,9 +84,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         lacking=lacking,
         recorder=calls,
     )
-    relay = _relay(env, config) if config.fallback_url or config.shadow else None
-    if relay is None and (undecided := [one for one in config.enabled_filters if one in NOT_OURS]):
-        log.warning("nova.no_fallback", filters=undecided)
+    relay = _relay(env, config)
     if relay is not None and config.shadow:
         shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
@@ -171,11 +169,15 @@ async def _serve(server: RpcServer, started: asyncio.Event) -> None:
     await server.run()
 
 
-def _relay(env: Environment, config: NovaConfig) -> StockRelay:
-    """The fallback. Raises SettingsError."""
+def _relay(env: Environment, config: NovaConfig) -> StockRelay | None:
+    """The fallback, if there is one. Raises SettingsError."""
     if not config.fallback_url:
-        reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
-        raise SettingsError("nova.shadow_fallback", reason)
+        if config.shadow:
+            reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
+            raise SettingsError("nova.shadow_fallback", reason)
+        if undecided := [one for one in config.enabled_filters if one in NOT_OURS]:
+            log.warning("nova.no_fallback", filters=undecided)
+        return None
     if _is_one_place(config.fallback_url, config.transport_url):
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
