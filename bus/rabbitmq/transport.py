@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
+from msgspec import structs
 
 from bus import metrics
 from bus.clock import SystemClock
@@ -280,9 +281,10 @@ class RabbitTransport:
         """Declare a queue. Raises QueueLocked."""
         await self._declare(plan(row, name, bindings))
 
-    async def declare_reply_queue(self, name: str) -> None:
-        """Declare a private queue for replies."""
-        await self._declare(reply_plan(name))
+    async def declare_reply_queue(self, name: str, *, foreign: bool = False) -> None:
+        """Declare a private queue for replies. foreign: of another system, which replies by the default exchange."""
+        planned = reply_plan(name)
+        await self._declare(structs.replace(planned, bindings=()) if foreign else planned)
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """A durable queue bound to an exchange of another system. Raises QueueMissing.

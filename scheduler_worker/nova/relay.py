@@ -97,7 +97,7 @@ class StockRelay:
     async def open(self) -> None:
         """Connect; waits for the broker. Raises BusForbidden."""
         await self._transport.open()
-        await self._transport.declare_reply_queue(self._reply_queue)
+        await self._transport.declare_reply_queue(self._reply_queue, foreign=True)
         await self._transport.consume(self._reply_queue, self._take, prefetch=PREFETCH)
 
     async def close(self) -> None:
