@@ -77,7 +77,7 @@ def _run(settings: Settings, url: str, store: ResourceBook | None = None) -> int
     process = process_name("placement")
     telemetry = settings.telemetry
     return run_process(
-        lambda env: placement_worker.app.build(env, settings.placement, (), store=store),
+        lambda env: placement_worker.app.build(env, settings.placement, (), store=store, health_with_rest=True),
         lambda: here.environment(process, takes_cells=False),  # there is no scheduler to query
         role="placement",
         process=process,

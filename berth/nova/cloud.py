@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 MAX_PROJECTS = 20_000  # whose quotas are read, each by a request
 Amount = Annotated[int, Bound(ge=0, lt=2**31)]
+# A project that Keystone no longer has; Nova keeps its server groups, and accesses to flavors.
+NO_PROJECT = frozenset(f"nova.http_{status}" for status in (400, 404))
 # Limits of Keystone that are Nova's: `servers`, and `class:VCPU` and the like.
 SERVERS, CLASS = "servers", "class:"
 
@@ -72,7 +74,8 @@ class ProjectLimit(Struct, frozen=True, kw_only=True):
 
 class Cloud(Struct, kw_only=True):
     """All that was read. access: {private flavor's id: projects}. default_quota, quotas: Nova's own limits by name (-1:
-    none). unreadable: (kind, name, why) of rows that could not be read.
+    none). without_quota: (project, why) of those whose limits Nova does not tell. unreadable: (kind, name, why) of rows
+    that could not be read.
     """
 
     flavors: list[FlavorRow] = []
@@ -81,6 +84,7 @@ class Cloud(Struct, kw_only=True):
     groups: list[GroupRow] = []
     default_quota: dict[str, int] = {}
     quotas: dict[str, dict[str, int]] = {}
+    without_quota: list[tuple[str, str]] = []
     registered: list[RegisteredLimit] = []
     limits: list[ProjectLimit] = []
     unreadable: list[tuple[str, str, str]] = []
@@ -128,7 +132,12 @@ async def read_cloud(nova: NovaRest, keystone_url: str = "", projects: Sequence[
     if len(named) > MAX_PROJECTS:
         raise NovaRefused(f"more than {MAX_PROJECTS} projects", code="nova.endless_list")
     for project in sorted(named) if not cloud.is_unified else ():
-        cloud.quotas[project] = _limits(await nova.get(f"/os-quota-sets/{project}"), "quota_set")
+        try:
+            cloud.quotas[project] = _limits(await nova.get(f"/os-quota-sets/{project}"), "quota_set")
+        except NovaRefused as refused:
+            if refused.code not in NO_PROJECT:
+                raise
+            cloud.without_quota.append((project, refused.reason))
     return cloud
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -9,8 +10,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from berth.nova.to_objects import LIMITS, LeftOut
+from berth.nova.to_objects import DEDICATED, LIMITS, LeftOut, as_nova_has_it
 from bus.contracts.objects import DEFAULT_QUOTA, ZONE_KEY, ObjectKind
+from scheduler_worker.nova.request_spec import NotDecided
+from scheduler_worker.nova.resource_request import POLICY, specs_of_query
 
 # Extra specs that only berth reads.
 OURS = re.compile(r"^(berth:|root_required$|same_subtree$|in_tree|trait[^:]*:in:)")
@@ -61,9 +64,15 @@ def exported(objects: Iterable[Row]) -> Exported:
 
 def _flavor(making: _Export, name: str, body: Mapping[str, Any]) -> None:
     specs = body.get("extra_specs", {})
+    with contextlib.suppress(NotDecided):  # Nova says these itself, and takes no amounts of CPUs beside `hw:cpu_policy`
+        said = specs_of_query(as_nova_has_it(name, body.get("vcpus", 0), body.get("memory_mb", 0), specs))
+        specs = {key: value for key, value in specs.items() if said.get(key) != value}
     odd = sorted(key for key, value in specs.items() if OURS.match(key) or value == PREFERRED)
     if odd:
         making.leave_out(ObjectKind.FLAVOR, name, f"Nova does not read {', '.join(odd)}")
+        return
+    if POLICY in specs and (cpus := sorted(specs.keys() & {"resources:PCPU", "resources:VCPU"})):
+        making.leave_out(ObjectKind.FLAVOR, name, f"Nova takes no {', '.join(cpus)} beside {POLICY}")
         return
     sizes = {"vcpus": "--vcpus", "memory_mb": "--ram", "disk_gb": "--disk"}
     # Nova's flavors have at least one CPU and one MiB, which an extra spec may take away again.
@@ -105,7 +114,8 @@ def _group(making: _Export, name: str, body: Mapping[str, Any]) -> None:
 
 
 def _quota(making: _Export, name: str, limits: Mapping[str, int]) -> None:
-    odd = sorted(limits.keys() - set(LIMITS.values()))
+    of_cores = {DEDICATED} if limits.get(DEDICATED) == limits.get("VCPU") else set()
+    odd = sorted(limits.keys() - set(LIMITS.values()) - of_cores)
     if odd:
         making.leave_out(ObjectKind.QUOTA, name, f"limits of {', '.join(odd)} are unified limits of Keystone")
     words = [word for theirs, ours in sorted(LIMITS.items()) for word in (f"--{theirs}", str(limits.get(ours, -1)))]

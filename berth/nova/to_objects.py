@@ -16,18 +16,14 @@ from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.object_rules import broken_rule
 from scheduler_worker.domain.objects import body_of, unknown_class
 from scheduler_worker.nova.nova_rest import AggregateRow
+from scheduler_worker.nova.request_spec import NotDecided, NovaFlavor
+from scheduler_worker.nova.resource_request import has_topology, specs_of_query
 
 MIB_OF_GIB = 1024
-# Nova's own limits that berth has, and their names here. A limit of cores counts dedicated ones, too.
-LIMITS = {"cores": "VCPU", "ram": "MEMORY_MB", "instances": INSTANCES}
-# What Nova's scheduler makes resources, traits or a topology of; berth's has no such request yet.
-UNSUPPORTED = (
-    "accel:", "hw:cpu_dedicated_mask", "hw:cpu_realtime", "hw:locked_memory", "hw:mem_encryption", "hw:mem_page_size",
-    "hw:numa_", "hw:pci_numa_affinity_policy", "hw:pmem", "hw:tpm_", "hw:vif_multiqueue", "os:secure_boot",
-    "pci_passthrough:", "quota:vif_",
-)  # fmt: skip
-POLICY, DEDICATED = "hw:cpu_policy", "dedicated"
-EMULATOR, ISOLATE = "hw:emulator_threads_policy", "isolate"
+# Nova's own limits that berth has, and their names here. One of cores bounds shared and dedicated ones together.
+CORES = "cores"
+LIMITS = {CORES: "VCPU", "ram": "MEMORY_MB", "instances": INSTANCES}
+DEDICATED = "PCPU"
 NONE = "none"
 
 
@@ -99,18 +95,21 @@ def _flavor(making: _Import, flavor: FlavorRow, projects: tuple[str, ...]) -> No
         reason = "it is private, and no project has access to it: here a flavor without projects is everyone's"
         making.leave_out("flavor", flavor.name, "import.of_nobody", reason)
         return
-    specs = dict(flavor.extra_specs)
-    odd = sorted(key for key in specs if key.startswith(UNSUPPORTED))
-    if specs.get(POLICY, DEDICATED) not in {"shared", DEDICATED}:
-        odd.append(POLICY)
-    if odd:
-        reason = f"berth decides by no {', '.join(odd)}: as it is, it would be placed otherwise than by Nova"
+    theirs = as_nova_has_it(flavor.name, flavor.vcpus, flavor.ram, flavor.extra_specs)
+    try:
+        specs = specs_of_query(theirs) | flavor.extra_specs
+    except NotDecided as undecided:
+        reason = f"berth does not decide it by itself, and would place it otherwise than Nova: {undecided.detail}"
         making.leave_out("flavor", flavor.name, "import.spec", reason)
         return
+    if has_topology(theirs):
+        reason = (
+            "Nova gives its servers a NUMA topology: in front of Nova, NUMATopologyFilter leaves them to the fallback"
+        )
+        making.notes.append(f"flavor {flavor.name}: {reason}")
     swap_mb = flavor.swap if isinstance(flavor.swap, int) else 0
     if flavor.ephemeral or swap_mb:
         making.notes.append(f"flavor {flavor.name}: its disk counts its ephemeral disk and swap, as Nova claims them")
-    specs |= _dedicated(flavor.vcpus, specs)
     if len({key.partition(":")[0] for key in specs if key.startswith("resources") and key[9:10] not in {":", ""}}) > 1:
         if "group_policy" not in specs:
             making.notes.append(
@@ -128,12 +127,9 @@ def _flavor(making: _Import, flavor: FlavorRow, projects: tuple[str, ...]) -> No
     making.put(ObjectKind.FLAVOR, flavor.name, body, "flavor")
 
 
-def _dedicated(vcpus: int, specs: Mapping[str, str]) -> dict[str, str]:
-    """The class of dedicated CPUs instead of shared ones, unless the flavor names amounts of either."""
-    if specs.get(POLICY) != DEDICATED or specs.keys() & {"resources:PCPU", "resources:VCPU"}:
-        return {}
-    more = specs.get(EMULATOR) == ISOLATE
-    return {"resources:PCPU": str(vcpus + more), "resources:VCPU": "0"}
+def as_nova_has_it(name: str, vcpus: int, memory_mb: int, extra_specs: Mapping[str, str]) -> NovaFlavor:
+    """A flavor as Nova's scheduler gets it, but for its disks."""
+    return NovaFlavor(name=name, vcpus=vcpus, memory_mb=memory_mb, extra_specs=dict(extra_specs))
 
 
 def _aggregate(making: _Import, aggregate: AggregateRow, *, with_hosts: bool) -> None:
@@ -171,6 +167,9 @@ def _own_quotas(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, 
     default = _named(cloud.default_quota)
     if others := sorted(cloud.default_quota.keys() - LIMITS.keys()):
         making.notes.append(f"limits that berth does not have: {', '.join(others)}")
+    making.notes += [f"the quota of project {project} is not read: {why}" for project, why in cloud.without_quota]
+    if any(limits.get(CORES, -1) >= 0 for limits in (cloud.default_quota, *cloud.quotas.values())):
+        making.notes.append("a limit of cores bounds VCPU and PCPU together in Nova; here it is a limit of each")
     if default:
         yield DEFAULT_QUOTA, default
     for project, limits in sorted(cloud.quotas.items()):
@@ -179,7 +178,8 @@ def _own_quotas(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, 
 
 
 def _named(limits: Mapping[str, int]) -> dict[str, int]:
-    return {LIMITS[name]: limit for name, limit in sorted(limits.items()) if name in LIMITS and limit >= 0}
+    named = {LIMITS[name]: limit for name, limit in sorted(limits.items()) if name in LIMITS and limit >= 0}
+    return named | ({DEDICATED: named["VCPU"]} if "VCPU" in named else {})
 
 
 def _unified(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, int]]]:

@@ -287,11 +287,6 @@ class RabbitTransport:
         await self._lasting(lambda session: session.declare_foreign(planned))
         self._declared[planned.name] = partial(Session.declare_foreign, planned=planned)
 
-    async def delete_foreign(self, queue: str) -> None:
-        """Take a queue away that `declare_foreign` made for this process alone."""
-        self._declared.pop(queue, None)
-        await self._current().delete_queue(queue)
-
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
         await self._current().publish(message)

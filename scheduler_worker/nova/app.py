@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import structlog
 from msgspec.structs import replace
 
 from bus.bus import API
@@ -26,7 +27,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NotificationSettings, NovaConfig, as_amqp
+from scheduler_worker.nova.config import NOT_OURS, NotificationSettings, NovaConfig, as_amqp
 from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
 from scheduler_worker.nova.facts import NovaFacts, host_table
 from scheduler_worker.nova.facts_keeper import FactsKeeper
@@ -38,6 +39,8 @@ from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.shadow import GrantedClaims, ShadowedRelay, StockDecides
 from scheduler_worker.placing import Placer
+
+log = structlog.get_logger("nova")
 
 NAME = "nova-scheduler"
 
@@ -82,7 +85,7 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         lacking=lacking,
         recorder=calls,
     )
-    relay = _relay(env, config) if config.fallback_url or config.shadow else None
+    relay = _relay(env, config)
     if relay is not None and config.shadow:
         shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
         service.add_counts(shadow.counts)
@@ -167,11 +170,15 @@ async def _serve(server: RpcServer, started: asyncio.Event) -> None:
     await server.run()
 
 
-def _relay(env: Environment, config: NovaConfig) -> StockRelay:
-    """The fallback. Raises SettingsError."""
+def _relay(env: Environment, config: NovaConfig) -> StockRelay | None:
+    """The fallback, if there is one. Raises SettingsError."""
     if not config.fallback_url:
-        reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
-        raise SettingsError("nova.shadow_fallback", reason)
+        if config.shadow:
+            reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
+            raise SettingsError("nova.shadow_fallback", reason)
+        if undecided := [one for one in config.enabled_filters if one in NOT_OURS]:
+            log.warning("nova.no_fallback", filters=undecided)
+        return None
     if _is_one_place(config.fallback_url, config.transport_url):
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)

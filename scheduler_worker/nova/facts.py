@@ -72,13 +72,14 @@ def supported_instances(node: ComputeNode) -> str:
 
 class NovaService(Struct, frozen=True, kw_only=True):
     """A nova-compute. is_up: by Nova's service group; False also of one that an operator has forced down, and of one
-    whose cell Nova cannot reach.
+    whose cell Nova cannot reach. is_read: False: only its host could be read.
     """
 
     host: str
     is_up: bool
     is_disabled: bool = False
     reason: str = ""
+    is_read: bool = True
 
 
 class NovaAggregate(Struct, frozen=True, kw_only=True):
@@ -199,9 +200,10 @@ class NovaFacts:
     def put_services(self, services: Iterable[NovaService], *, complete: bool) -> None:
         """Take the states of nova-computes over. complete: those are all, and others are gone. Otherwise they come with
         compute nodes, and count before these do: they may be older than what is known, which stays, and are news of
-        hosts alone that no node is known of. Another one's service is gone.
+        hosts alone that no node is known of. Another one's service is gone. One that could not be read stays as known.
         """
-        found = {one.host: one for one in services if complete or one.host not in self._by_host}
+        given = (one if one.is_read else self._services.get(one.host, one) for one in services)
+        found = {one.host: one for one in given if complete or one.host not in self._by_host}
         after = found if complete else {**found, **self._services}
         self._is_announced = self._is_announced and after == self._services
         self._services = after

@@ -22,7 +22,6 @@ from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaRefused, 
 log = structlog.get_logger(__name__)
 
 MAX_ASKED = 32  # unknown root providers that are asked for one by one; for more, all compute nodes are read
-MAX_WAITING = 8  # instances of one call that Nova is asked about
 # The task states of servers that Nova's conductor asks a scheduler about: boot, resize and cold migration, live
 # migration, evacuation and rebuild, unshelve.
 WAITING = frozenset({"scheduling", "resize_prep", "migrating", "rebuilding", "unshelving"})
@@ -193,9 +192,9 @@ class FactsKeeper:
             self._log_unread(fault)
 
     async def waits_for_host(self, instances: Sequence[str]) -> bool:
-        """As FactsSource has it. All instances of a call are answered together, so the first few tell."""
+        """As FactsSource has it. One after the other until one waits: users may have deleted all others."""
         try:
-            for one in instances[:MAX_WAITING]:
+            for one in dict.fromkeys(instances):
                 if await self._api.task_of(one) in WAITING:
                     return True
         except NovaRefused as fault:

@@ -10,7 +10,9 @@ CALLS = Counter("berth_nova_calls", "Calls and casts of Nova's services, by meth
 CALL_S = Histogram("berth_nova_call_seconds", "Time from the delivery of a call to its reply.", buckets=SECONDS)
 IN_HAND = Gauge("berth_nova_calls_in_hand", "Calls that were delivered and are not answered yet.")
 RELAYED = Counter(
-    "berth_nova_relayed", "Calls left to the fallback's nova-scheduler, by reason and outcome.", ["reason", "outcome"]
+    "berth_nova_relayed",
+    "Calls left to the fallback's nova-scheduler, by reason and outcome: answered, failed, cancelled, no_fallback.",
+    ["reason", "outcome"],
 )
 UNREADABLE = Counter(
     "berth_nova_unreadable_rows", "Rows of Nova's API that were left out, as they could not be read, by list.", ["list"]

@@ -5,6 +5,7 @@ A row that cannot be read is left out and counted (`metrics.UNREADABLE`); an ans
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService
 from scheduler_worker.nova.metrics import UNREADABLE
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 VERSION = "OpenStack-API-Version"
 NEWEST = (2, 104)  # that this module was written for
@@ -85,6 +87,22 @@ class _Service(Struct, frozen=True):
     state: str = ""
     disabled_reason: str | None = None
     forced_down: bool = False
+
+    def as_fact(self) -> NovaService:
+        return NovaService(
+            host=self.host,
+            is_up=self.state == "up" and not self.forced_down,
+            is_disabled=self.status == "disabled",
+            reason=self.disabled_reason or ("its cell is out of reach" if self.status == "UNKNOWN" else ""),
+        )
+
+
+class _UnreadService(Struct, frozen=True):
+    host: Name
+    binary: str
+
+    def as_fact(self) -> NovaService:
+        return NovaService(host=self.host, is_up=False, is_read=False)
 
 
 class _ServiceOfNode(Struct, frozen=True):
@@ -170,18 +188,11 @@ class NovaRest:
         )
 
     async def services(self) -> list[NovaService]:
-        """All nova-computes, of all cells; one whose cell Nova cannot reach is not up."""
+        """All nova-computes, of all cells; one whose cell Nova cannot reach is not up. Of one that cannot be read there
+        is the host.
+        """
         raw = await self.get("/os-services", {"binary": SERVICE})
-        return [
-            NovaService(
-                host=one.host,
-                is_up=one.state == "up" and not one.forced_down,
-                is_disabled=one.status == "disabled",
-                reason=one.disabled_reason or ("its cell is out of reach" if one.status == "UNKNOWN" else ""),
-            )
-            for one in self._rows(raw, "services", _Service)
-            if one.binary == SERVICE
-        ]
+        return [one.as_fact() for one in self._rows(raw, "services", _Service, _UnreadService) if one.binary == SERVICE]
 
     async def nodes(self) -> list[tuple[ComputeNode, NovaService]]:
         """All compute nodes that have a nova-compute, each with its state."""
@@ -202,13 +213,10 @@ class NovaRest:
         NovaRefused: one of them does not tell these either.
         """
         raw = await self.get("/os-aggregates")
-        found = [one.as_fact() for one in self._rows(raw, "aggregates", AggregateRow)]
-        read = {one.uuid for one in found}
-        others = [row for row in raw["aggregates"] if not isinstance(row, dict) or str(row.get("uuid")) not in read]
-        unread = self._rows({"aggregates": others}, "aggregates", _UnreadAggregate)
-        if len(unread) < len(others):
+        rows = self._rows(raw, "aggregates", AggregateRow, _UnreadAggregate)
+        if len(rows) < len(raw["aggregates"]):
             raise NovaRefused("of an aggregate not even the hosts can be read")
-        return [*found, *(one.as_fact() for one in unread)]
+        return [one.as_fact() for one in rows]
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server. Raises NovaUnavailable, NovaRefused.
@@ -309,16 +317,20 @@ class NovaRest:
         if isinstance(self._auth, KeystoneAuth):
             await self._auth.aclose()
 
-    def _rows(self, raw: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:
+    def _rows(self, raw: Mapping[str, Any], name: str, kind: type[T], least: type[U] | None = None) -> list[T | U]:
+        """The rows of a list. least: what is read of one that cannot be read whole."""
         rows = raw.get(name)
         if not isinstance(rows, list):
             raise NovaRefused(f"the answer has no {name}", code="nova.not_a_list")
-        found = []
+        found: list[T | U] = []
         for row in rows[:MAX_ROWS]:
             try:
                 found.append(msgspec.convert(row, kind))
             except msgspec.ValidationError:
                 UNREADABLE.labels(name).inc()
+                if least is not None:
+                    with contextlib.suppress(msgspec.ValidationError):
+                        found.append(msgspec.convert(row, least))
         return found
 
     async def _decoded(self, url: str, params: Mapping[str, str], version: str, *, or_none: bool = False) -> Any:

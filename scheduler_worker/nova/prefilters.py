@@ -67,7 +67,7 @@ def prefilter(
     owner = frozenset({OWNER_TRAIT} if needs_owner else ())
     return Additions(
         root_required=owner.union(
-            _image_type(request, settings), _image_metadata(request, settings), _devices(request)
+            _image_type(request, settings), _image_metadata(request, settings), device_traits(request)
         ),
         root_forbidden=frozenset({DISABLED_TRAIT}),
         member_of=tuple(one for one in (tenant, _zone_aggregates(request, aggregates)) if one),
@@ -137,8 +137,8 @@ def _image_metadata(request: NovaRequest, settings: PrefilterSettings) -> list[s
     return _known([f"{prefix}_{value.replace('-', '_').upper()}" for prefix, value in named if value is not None])
 
 
-def _devices(request: NovaRequest) -> list[str]:
-    """The traits of what the flavor and the image ask of a host's devices. Raises NotDecided."""
+def device_traits(request: NovaRequest) -> list[str]:
+    """The traits of the root for what the flavor and the image ask of a host's devices. Raises NotDecided."""
     specs = request.flavor.extra_specs
     traits: list[str] = []
     if specs.get("accel:device_profile"):

@@ -16,6 +16,10 @@ from bus.topology import ForeignQueue
 TOPIC = "scheduler"
 # Of the calls that a front has taken from the topic, and that only fronts take from there on.
 FRONTS = "scheduler_fronts"
+# A front that has ended leaves its queue of casts behind. Newer casts take the place of older ones there: what they
+# tell is in Nova's API, too.
+UNUSED_TTL_S = 1800
+MAX_UNREAD_CASTS = 1_000
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_TTL_S = (2**32 - 1) // 1000  # RabbitMQ takes 32 bits of milliseconds
 Unused = bool | int | float | str | None
@@ -49,8 +53,10 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Messages of a quorum queue in memory. 0: not stated."""
     rabbit_quorum_max_memory_bytes: Count = 0
     """Bytes of a quorum queue in memory. 0: not stated."""
-    rabbit_transient_queues_ttl: Annotated[int, Meta(ge=0, le=MAX_TTL_S)] = 1800
-    """Seconds after which an unused fanout queue goes; of a stream, the age of its oldest message. 0: not stated."""
+    rabbit_transient_queues_ttl: Annotated[int, Meta(ge=0, le=MAX_TTL_S)] = UNUSED_TTL_S
+    """Seconds after which an unused fanout queue goes; of a stream, the age of its oldest message. 0: not stated of a
+    stream; a fanout queue of berth's, which nobody else declares, goes after half an hour all the same.
+    """
     rabbit_stream_fanout: bool = False
     """Whether all schedulers share one stream instead of a fanout queue each."""
 
@@ -166,7 +172,7 @@ def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ForeignQueu
         arguments |= {"x-max-age": f"{ttl_s}s"} if ttl_s else {}
     else:
         arguments = _kind(options, quorum=options.rabbit_transient_quorum_queue)
-        arguments |= {"x-expires": ttl_s * 1000} if ttl_s else {}
+        arguments |= {"x-expires": (ttl_s or UNUSED_TTL_S) * 1000, "x-max-length": MAX_UNREAD_CASTS}
     return ForeignQueue(
         name=exchange if options.rabbit_stream_fanout else f"{exchange}_{unique}",
         durable=options.rabbit_transient_quorum_queue,

@@ -33,6 +33,7 @@ STOPS = "this front stops"
 REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
 OTHER = "other"
 MAX_REASONS = 64
+_COUNTED: set[str] = set()  # reasons that are labels
 
 
 class RelayFailed(Fault):
@@ -92,7 +93,6 @@ class StockRelay:
         self._clock = clock
         self._in_flight = in_flight
         self._waiting: dict[str, _Awaited] = {}  # by message id
-        self._reasons: set[str] = set()
 
     async def open(self) -> None:
         """Connect; waits for the broker. Raises BusForbidden."""
@@ -130,7 +130,7 @@ class StockRelay:
             log.warning("nova.relay_failed", reason=str(error), request_id=call.request_id)
             raise
         finally:
-            RELAYED.labels(self._label(reason), outcome).inc()
+            count_relayed(reason, outcome)
         return body
 
     async def forward(self, call: Call) -> None:
@@ -208,9 +208,11 @@ class StockRelay:
             awaited.answer = reply.body if reply.ending else awaited.answer
             awaited.sign.set()
 
-    def _label(self, reason: str) -> str:
-        """The reason as a label: words of the code, and never so many that a registry is filled."""
-        known = reason in self._reasons or (len(self._reasons) < MAX_REASONS and REASON.fullmatch(reason) is not None)
-        if known:
-            self._reasons.add(reason)
-        return reason if known else OTHER
+
+def count_relayed(reason: str, outcome: str) -> None:
+    """Count a call that berth has not decided. The reason is a label: words of the code, and never so many that a
+    registry is filled.
+    """
+    if len(_COUNTED) < MAX_REASONS and REASON.fullmatch(reason):
+        _COUNTED.add(reason)
+    RELAYED.labels(reason if reason in _COUNTED else OTHER, outcome).inc()

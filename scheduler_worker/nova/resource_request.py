@@ -15,6 +15,7 @@ from uuid import UUID
 
 import os_resource_classes
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.placement import MAX_LOCATED_HOSTS
 from placement_worker.replica.request import UNNUMBERED, Group, Query
@@ -23,16 +24,18 @@ from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.nova import constraints
 from scheduler_worker.nova.config import NOT_OURS, NUMA_FILTER, PCI_FILTER, PrefilterSettings
-from scheduler_worker.nova.prefilters import Additions, prefilter, tenant_aggregates
-from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaRequest
+from scheduler_worker.nova.prefilters import Additions, device_traits, prefilter, tenant_aggregates
+from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaFlavor, NovaRequest
 
 __all__ = [
     "PrefilterSettings",
     "QueryFacts",
     "ResourceRequest",
+    "has_topology",
     "named_nodes",
     "querystring",
     "resource_request",
+    "specs_of_query",
     "translated",
     "undecided",
 ]
@@ -45,6 +48,12 @@ MAX_NAMES = 3_000
 MAX_FORCED = 100  # each host with each node
 
 _OF_OTHERS = frozenset({"group", "same_host", "different_host"})  # with one of these hints Nova asks for all candidates
+
+# Beginnings of extra specs that ask for what no query can say: parts of a NUMA topology, and devices by name.
+BEYOND_QUERIES: Final = (
+    "accel:", "hw:cpu_dedicated_mask", "hw:cpu_realtime", "hw:mem_page_size", "hw:numa_", "pci_passthrough:"
+)  # fmt: skip
+POLICY: Final = "hw:cpu_policy"
 
 _STANDARD = frozenset(os_resource_classes.STANDARDS)
 _CUSTOM = "CUSTOM_"
@@ -188,6 +197,30 @@ def translated(
         limit=None if asks_for_all else settings.max_placement_results,
         cpu_pinning_requested=drafted.cpu_pinning_requested,
     )
+
+
+def specs_of_query(flavor: NovaFlavor) -> dict[str, str]:
+    """What Nova makes of a flavor's `hw:` and `os:` extra specs, as those of amounts and traits: the ones that say the
+    same to any scheduler. Raises NotDecided: no query says it all, or the image has a part in it.
+    """
+    words = {key: value for key, value in flavor.extra_specs.items() if not _GROUPED.match(key)}
+    beyond = sorted(key for key in words if key.startswith(BEYOND_QUERIES))
+    if beyond or words.get(POLICY) == "mixed":
+        raise NotDecided("flavor", ", ".join(beyond or [POLICY]))
+    request = NovaRequest(flavor=replace(flavor, extra_specs=words))
+    own = _drafted(request, pinning=True).group()
+    plain = _drafted(NovaRequest(flavor=replace(flavor, extra_specs={})), pinning=True).group()
+    amounts = {name: own.resources.get(name, 0) for name in sorted(own.resources | plain.resources)}
+    specs = {f"resources:{name}": str(n) for name, n in amounts.items() if n != plain.resources.get(name)}
+    specs |= {f"trait:{name}": "required" for name in sorted(own.required)}
+    specs |= {f"trait:{name}": "forbidden" for name in sorted(own.forbidden)}
+    of_root = ",".join(sorted(device_traits(request)))
+    return specs | ({"root_required": of_root} if of_root else {})
+
+
+def has_topology(flavor: NovaFlavor) -> bool:
+    """Whether Nova gives its servers a NUMA topology, although `specs_of_query` says it: CPUs or memory are pinned."""
+    return flavor.extra_specs.get(POLICY) == "dedicated" or "hw:pmem" in flavor.extra_specs
 
 
 def querystring(requested: ResourceRequest) -> str:

@@ -42,7 +42,7 @@ from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
 from scheduler_worker.nova.methods import check_method, label_of, result_of_base
 from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
 from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, fronts_queue, topic_queue
-from scheduler_worker.nova.relay import RelayFailed, RelayPort
+from scheduler_worker.nova.relay import RelayFailed, RelayPort, count_relayed
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
@@ -228,14 +228,13 @@ class RpcServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Close. Calls in hand go back to the queue."""
+        """Close. Calls in hand go back to the queue. The queue of the casts stays until it expires: with the last one
+        RabbitMQ deletes the exchange, and the next cast of each nova-compute, within a build for one, fails by a 404.
+        """
         for subscription in (*self._entrances, *self._subscriptions):
             await subscription.cancel()
         self._entrance.give_back()
         await self._cut(self._tasks.keys())
-        if not self._options.rabbit_stream_fanout:
-            with contextlib.suppress(BusError):  # it expires
-                await self._transport.delete_foreign(self._fanout.name)
         if self._relay is not None:
             await self._relay.close()
         await self._transport.close()
@@ -413,6 +412,7 @@ class RpcServer:
 
     async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes | None]:
         if self._relay is None:
+            count_relayed(reason, "no_fallback")
             return "undecided", encode_failure(
                 *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
             )

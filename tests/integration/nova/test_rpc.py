@@ -105,6 +105,19 @@ async def test_casts_come_to_each_server_in_their_order(vhost: str, client: Nova
     assert all(call.fanout for call in one.calls)
 
 
+async def test_the_end_of_the_last_server_fails_no_cast(vhost: str, client: NovaPeer) -> None:
+    """With its queue the exchange went, which oslo.messaging declares once for each connection: builds of nova-compute
+    ended by a 404 (MessageDeliveryFailure).
+    """
+    later = Instructed()
+    async with front(vhost, Instructed()):
+        assert (await client.do("casts"))["result"] == "sent"
+    assert (await client.do("casts")).get("result") == "sent", "with no server there"
+    async with front(vhost, later):
+        assert (await client.do("casts"))["result"] == "sent"
+        await until(lambda: len(later.calls) == 4)
+
+
 async def test_heartbeats_keep_a_long_call_alive(vhost: str, client: NovaPeer) -> None:
     """The client gives up after 2 s of silence; the call takes 5."""
 
@@ -307,9 +320,11 @@ async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
     async with front(vhost, Instructed(undecided), stock=own_broker.add_vhost("stock")):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"], found
+    before = counted("relayed", reason="pci_requests", outcome="no_fallback")
     async with front(vhost, Instructed(undecided)):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"] and "pci_requests" in found["raised"]["text"]
+    assert counted("relayed", reason="pci_requests", outcome="no_fallback") == before + 1
 
 
 async def test_in_the_shadow_stock_decides_and_the_difference_is_counted(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from typing import Any
+from unittest import mock
 
 import outside
+from nova.virt import fake
 
 from .cloud import HOSTS, PATIENCE, Cloud, Server
 
@@ -101,6 +104,44 @@ class Killed(Schedulers):
         self.waited(server, "ERROR")
         self._delete_server(server)
         self.assertEqual({}, self.held_twice())
+
+
+class Restarted(Schedulers):
+    """A front is stopped by SIGTERM while servers are asked for and built, and another one is started."""
+
+    def lost_none(self, fronts: int) -> None:
+        """Servers of before, of the restart of one front, and of after. Some are with nova-compute when it ends: their
+        builds end with a cast to the schedulers.
+        """
+        running = [self.servers.start_front() for _ in range(fronts)]
+        flavor = self.flavor(memory_mb=64)
+        for one in self.at_once(4, flavor):
+            self.settled(one)
+        go_on, spawn = threading.Event(), fake.FakeDriver.spawn
+
+        def spawned(*arguments: Any, **named: Any) -> Any:
+            go_on.wait(PATIENCE)
+            return spawn(*arguments, **named)
+
+        with mock.patch.object(fake.FakeDriver, "spawn", spawned):
+            made = self.at_once(6, flavor)
+            for one in made:
+                self._wait_for_server_parameter(one, {"OS-EXT-STS:task_state": "spawning"}, max_retries=PATIENCE)
+            running[0].end(signal.SIGTERM)
+            go_on.set()
+            for one in made:
+                self.settled(one)
+        made = self.at_once(4, flavor)
+        self.servers.start_front()
+        for one in made + self.at_once(4, flavor):
+            self.settled(one)
+        self.assertEqual({}, self.held_twice())
+
+    def test_the_only_one(self) -> None:
+        self.lost_none(1)
+
+    def test_one_of_two(self) -> None:
+        self.lost_none(2)
 
 
 class Beside(Schedulers):

@@ -71,9 +71,74 @@ def test_flavors(row: FlavorRow, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"hw:cpu_thread_policy": "isolate"}, {"trait:HW_CPU_HYPERTHREADING": "forbidden"}),
+        ({"hw:cpu_thread_policy": "require"}, {"trait:HW_CPU_HYPERTHREADING": "required"}),
+        ({"hw:cpu_thread_policy": "prefer"}, {}),
+        (
+            {"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"},
+            {"resources:PCPU": "2", "resources:VCPU": "0", "trait:HW_CPU_HYPERTHREADING": "required"},
+        ),
+        ({"hw:virtio_packed_ring": "true"}, {"root_required": "COMPUTE_NET_VIRTIO_PACKED"}),
+        ({"hw:virtio_packed_ring": "false"}, {}),
+        (
+            {"hw:ephemeral_encryption": "true", "hw:ephemeral_encryption_format": "luks"},
+            {"root_required": "COMPUTE_EPHEMERAL_ENCRYPTION,COMPUTE_EPHEMERAL_ENCRYPTION_LUKS"},
+        ),
+        ({"hw:maxphysaddr_mode": "emulate"}, {"trait:COMPUTE_ADDRESS_SPACE_EMULATED": "required"}),
+        ({"hw:maxphysaddr_mode": "passthrough"}, {"trait:COMPUTE_ADDRESS_SPACE_PASSTHROUGH": "required"}),
+        ({"hw:sound_model": "virtio"}, {"root_required": "COMPUTE_SOUND_MODEL_VIRTIO"}),
+        ({"hw:sound_model": "ac97"}, {}),
+        (
+            {"hw:tpm_version": "2.0", "hw:tpm_model": "tpm-crb"},
+            {
+                "root_required": "COMPUTE_SECURITY_TPM_SECRET_SECURITY_USER",
+                "trait:COMPUTE_SECURITY_TPM_2_0": "required",
+                "trait:COMPUTE_SECURITY_TPM_CRB": "required",
+            },
+        ),
+        ({"hw:pmem": "A,B,A"}, {"resources:CUSTOM_PMEM_NAMESPACE_A": "2", "resources:CUSTOM_PMEM_NAMESPACE_B": "1"}),
+        ({"os:secure_boot": "required"}, {"trait:COMPUTE_SECURITY_UEFI_SECURE_BOOT": "required"}),
+        ({"os:secure_boot": "disabled", "hw:vif_multiqueue_enabled": "true", "quota:vif_outbound_peak": "9"}, {}),
+    ],
+)
+def test_what_decides_in_nova_decides_here_and_goes_back_as_it_is(words: dict[str, str], said: dict[str, str]) -> None:
+    found = imported(Cloud(flavors=[flavor(specs=words)]))
+    body = found.objects[ObjectKind.FLAVOR]["f"]
+    assert found.left_out == () and body["extra_specs"] == words | said
+    back = exported([(ObjectKind.FLAVOR, "f", body)])
+    properties = " ".join(f"--property {key}={value}" for key, value in sorted(words.items()))
+    assert back.commands == (f"openstack flavor create --vcpus 2 --ram 512 --disk 10 {properties} f",)
+    assert back.left_out == ()
+
+
+def test_a_flavor_with_amounts_of_cpus_beside_a_policy_is_not_exported() -> None:
+    """Nova refuses each boot of it."""
+    specs = {"hw:cpu_policy": "dedicated", "resources:PCPU": "9", "resources:VCPU": "0"}
+    found = exported([(ObjectKind.FLAVOR, "f", {"vcpus": 2, "memory_mb": 512, "extra_specs": specs})])
+    assert [one.name for one in found.left_out] == ["f"] and not found.commands
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [({"hw:cpu_policy": "dedicated"}, 1), ({"hw:pmem": "A"}, 1), ({"hw:cpu_policy": "shared"}, 0)],
+)
+def test_a_flavor_that_the_front_leaves_to_the_fallback_is_named(words: dict[str, str], notes: int) -> None:
+    found = imported(Cloud(flavors=[flavor("pinned", specs=words)]))
+    assert [("pinned" in one, "NUMATopologyFilter" in one) for one in found.notes] == [(True, True)] * notes
+
+
+@pytest.mark.parametrize(
     ("row", "code"),
     [
         (flavor(specs={"hw:numa_nodes": "2"}), "import.spec"),
+        (flavor(specs={"hw:mem_page_size": "large"}), "import.spec"),
+        (flavor(specs={"accel:device_profile": "fpga"}), "import.spec"),
+        (flavor(specs={"hw:cpu_realtime": "yes", "hw:cpu_policy": "dedicated"}), "import.spec"),
+        (flavor(specs={"hw:mem_encryption": "true"}), "import.spec"),
+        (flavor(specs={"hw:cpu_thread_policy": "nonsense"}), "import.spec"),
+        (flavor(specs={"hw:maxphysaddr_mode": "nonsense"}), "import.spec"),
         (flavor(specs={"pci_passthrough:alias": "a:1"}), "import.spec"),
         (flavor(specs={"hw:cpu_policy": "mixed"}), "import.spec"),
         (flavor(is_public=False), "import.of_nobody"),
@@ -152,11 +217,11 @@ def test_nova_s_own_quotas() -> None:
     quotas = {"same": default, "more": {**default, "cores": 99}, "free": {"cores": -1, "ram": -1, "instances": -1}}
     found = imported(Cloud(default_quota=default, quotas=quotas))
     assert tree_of(found)["quotas"] == {
-        "default": {"INSTANCES": 10, "MEMORY_MB": 51_200, "VCPU": 20},
+        "default": {"INSTANCES": 10, "MEMORY_MB": 51_200, "PCPU": 20, "VCPU": 20},
         "free": {},
-        "more": {"INSTANCES": 10, "MEMORY_MB": 51_200, "VCPU": 99},
+        "more": {"INSTANCES": 10, "MEMORY_MB": 51_200, "PCPU": 99, "VCPU": 99},
     }
-    assert found.left_out == () and "key_pairs" in found.notes[0]
+    assert found.left_out == () and "key_pairs" in found.notes[0] and "PCPU" in found.notes[1]
 
 
 def test_unified_limits() -> None:
@@ -249,7 +314,7 @@ def test_the_other_way_round() -> None:
                 {"uuid": UUID, "metadata": {"availability_zone": "z", "k": "v"}, "hosts": ["h"]},
             ),
             (ObjectKind.GROUP, "p/web", {"policy": "anti-affinity", "max_per_host": 2}),
-            (ObjectKind.QUOTA, "default", {"limits": {"VCPU": 5, "CUSTOM_GOLD": 1}}),
+            (ObjectKind.QUOTA, "default", {"limits": {"VCPU": 5, "PCPU": 5, "CUSTOM_GOLD": 1}}),
             (ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": -1.0}}),
         ]
     )
@@ -313,12 +378,16 @@ def answers(request: httpx.Request, changed: dict[str, Any]) -> Any:
     return {"quota_set": {**DEFAULT, "cores": len(path)}}
 
 
+def answered(found: Any) -> httpx.Response:
+    return httpx.Response(found, json={}) if isinstance(found, int) else httpx.Response(200, json=found)
+
+
 async def read(changed: dict[str, Any] | None = None, keystone: str = "", *projects: str) -> Cloud:
     nova = NovaRest(
         NovaApiConfig(url="http://nova/v2.1", page_size=2),
         clock=SystemClock(),
         setting="nova",
-        transport=httpx.MockTransport(lambda request: httpx.Response(200, json=answers(request, changed or {}))),
+        transport=httpx.MockTransport(lambda request: answered(answers(request, changed or {}))),
     )
     return await read_cloud(nova, keystone, projects)
 
@@ -331,6 +400,14 @@ async def test_everything_of_all_projects_that_something_names() -> None:
     assert sorted(found.quotas) == ["given", "of-flavor", "of-group"]
     assert [(kind, name) for kind, name, _ in found.unreadable] == [("flavor", "odd"), ("aggregate", "bad")]
     assert not found.is_unified
+
+
+async def test_a_project_that_keystone_no_longer_has_is_a_note() -> None:
+    """Nova keeps its server groups, and answers 400 when it is asked for its quota: nothing at all was imported."""
+    found = await read({"/os-quota-sets/of-group": 400})
+    assert sorted(found.quotas) == ["of-flavor"] and [project for project, _ in found.without_quota] == ["of-group"]
+    made = imported(found)
+    assert any("of-group" in one for one in made.notes) and not any(one.kind == "quota" for one in made.left_out)
 
 
 async def test_keystone_lists_the_projects() -> None:
@@ -356,6 +433,7 @@ async def test_unified_limits_are_keystone_s_and_then_nova_s_own_are_not_read() 
         ("/os-aggregates", {"aggregates": 1}, "nova.not_a_list"),
         ("/v3/projects", [], "nova.not_json"),
         ("/v3/projects", {"projects": [], "truncated": True}, "nova.not_a_list"),
+        ("/os-quota-sets/of-group", 403, "nova.http_403"),
     ],
 )
 async def test_what_is_no_answer_is_refused(path: str, answer: Any, code: str) -> None:

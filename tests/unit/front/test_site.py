@@ -10,10 +10,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 from pathlib import Path
 
+import httpx
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
@@ -158,6 +160,31 @@ def test_placement_alone_queries_no_schedulers_for_cells(monkeypatch: pytest.Mon
     monkeypatch.setenv("BERTH_STATE_DIR", str(tmp_path))
     result = CliRunner().invoke(app, ["placement", "serve", "--memory"])
     assert result.exit_code == 0 and [one.takes_cells for one in environments] == [False]
+
+
+async def test_placement_alone_tells_its_health_without_a_token(tmp_path: Path) -> None:
+    (tmp_path / "tokens.toml").write_text(f'[[tokens]]\nsha256 = "{"0" * 64}"\nuser_id = "u"\n')
+    settings = tmp_path / "berth.toml"
+    settings.write_text(f'[placement.rest]\nauth = "tokens"\ntoken_file = "{tmp_path}/tokens.toml"\n')
+    at = f"127.0.0.1:{free_port()}"
+    serve = (sys.executable, "-m", "berth", "placement", "serve", "--memory", "--api", at)
+    env = {**os.environ, "BERTH_CONFIG": str(settings), "BERTH_STATE_DIR": str(tmp_path)}
+    process = await asyncio.create_subprocess_exec(*serve, env=env, stderr=asyncio.subprocess.DEVNULL)
+    async with httpx.AsyncClient(base_url=f"http://{at}") as http:
+
+        async def status_of(path: str) -> int:
+            with contextlib.suppress(httpx.TransportError):
+                return (await http.get(path)).status_code
+            return 0
+
+        try:
+            while await status_of("/readyz") in {0, 503}:  # ends: with the process
+                assert process.returncode is None
+            found = [await status_of(path) for path in ("/readyz", "/healthz", "/metrics", "/resource_providers")]
+        finally:
+            process.terminate()
+            await process.wait()
+    assert found == [200, 200, 200, 401]
 
 
 # --- `berth bus url`: what a program of the user's own connects to

@@ -60,6 +60,7 @@ async def test_services() -> None:
         {"binary": "nova-compute", "host": "a b", "state": "up", "status": "disabled", "disabled_reason": "fan"},
         {"binary": "nova-compute", "host": "forced", "state": "down", "status": "enabled", "forced_down": True},
         {"binary": "nova-compute", "host": "away", "status": "UNKNOWN"},
+        {"binary": "nova-compute", "host": "odd", "state": 7},
         {"binary": "nova-compute", "host": ""},
         7,
     ]
@@ -69,8 +70,9 @@ async def test_services() -> None:
         NovaService(host="a b", is_up=True, is_disabled=True, reason="fan"),
         NovaService(host="forced", is_up=False),
         NovaService(host="away", is_up=False, reason="its cell is out of reach"),
+        NovaService(host="odd", is_up=False, is_read=False),
     ]
-    assert unreadable("services") == before + 2
+    assert unreadable("services") == before + 3
 
 
 def unreadable(name: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from berth.commands.nova import both
 from berth.settings import Settings
@@ -241,7 +242,7 @@ LIMITS = {
     "rabbit_quorum_max_memory_length": 4,
     "rabbit_quorum_max_memory_bytes": 5,
 }
-EXPIRES = {"x-expires": 1_800_000}
+EXPIRES = {"x-expires": 1_800_000, "x-max-length": 1_000}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_the_queue_of_a_topic(
     [
         ({}, "scheduler_fanout_u", False, EXPIRES),
         ({"amqp_durable_queues": True, "amqp_auto_delete": True}, "scheduler_fanout_u", False, EXPIRES),
-        ({"rabbit_transient_queues_ttl": 0}, "scheduler_fanout_u", False, {}),
+        ({"rabbit_transient_queues_ttl": 0}, "scheduler_fanout_u", False, EXPIRES),
         ({"rabbit_ha_queues": True}, "scheduler_fanout_u", False, {"x-ha-policy": "all", **EXPIRES}),
         ({"rabbit_transient_quorum_queue": True, **LIMITS}, "scheduler_fanout_u", True, {**LIMITED, **EXPIRES}),
         (
@@ -442,6 +443,22 @@ def test_a_name_that_amqp_does_not_take_is_refused(setting: str, value: object) 
 )
 async def test_settings_with_which_it_starts(config: dict[str, Any]) -> None:
     assert built(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"enabled_filters": ("ComputeFilter", "NUMATopologyFilter")}, [["NUMATopologyFilter"]]),
+        ({"enabled_filters": ("NUMATopologyFilter",), "fallback_url": "rabbit://u:p@h:5672/stock"}, []),
+        ({}, []),
+    ],
+)
+async def test_a_filter_that_only_a_fallback_has_is_told_of_without_one(
+    config: dict[str, Any], told: list[Any]
+) -> None:
+    with capture_logs() as lines:
+        built(config)
+    assert [one["filters"] for one in lines if one["event"] == "nova.no_fallback"] == told
 
 
 async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from scheduler_worker.nova.nova_rest import NovaRefused, NovaRest, NovaUnavailab
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
 
 
-@pytest.mark.xfail(strict=True, reason="Found B27")
 async def test_a_redelivered_call_of_nine_waits_for_its_ninth() -> None:
     """The users deleted the first eight; the ninth still has the task state `scheduling`. The call is refused whole."""
 
