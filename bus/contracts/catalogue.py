@@ -326,6 +326,13 @@ MESSAGES: tuple[MessageRow, ...] = (
         max_reply_values=MAX_FOUND_VALUES,
         reply=cell.MachinesFound,
     ),
+    to_compute(
+        cell.ListMachines,
+        "compute.listing.{service}",
+        "a question",
+        persistent=False,
+        reply=cell.MachinesPage,
+    ),
     result_of_compute(cell.QueueMarker, "compute.marker.{service}", "epoch"),
     result_of_compute(cell.ComputeResult, "compute.result", "instance_uuid, attempt and outcome"),
     asked_of_compute(cell.ReportHosts, "compute.report", "requests a report", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
