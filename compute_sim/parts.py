@@ -27,6 +27,7 @@ from compute_sim.guarded import guarded
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.host_changes import HostChanges
 from compute_sim.inventory import InventoryReporter
+from compute_sim.listing import MachineLister
 from compute_sim.measuring import Measuring
 from compute_sim.name import ServiceName
 from compute_sim.offering import Offering
@@ -87,6 +88,14 @@ class Parts:
         self.survey = Survey(self.driver, self.records, on_listed=self.quarantine.drop_gone)
         self.finder = Finder(service=service, driver=self.driver, records=self.records, survey=self.survey)
         self.agent = self._agent()
+        self.lister = MachineLister(
+            service=service,
+            driver=self.driver,
+            records=self.records,
+            survey=self.survey,
+            is_busy=self.agent.is_busy,
+            owed=self.agent.owed,
+        )
         self.reporter = self._reporter()
         self.inventory = self._inventory()
         self.handlers = self._handlers()
@@ -194,6 +203,7 @@ class Parts:
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             find=self.finder.find,
+            list_machines=self.lister.list,
             sync=self.records.sync,
             ring=self.ring,
             contested=self.contested,

@@ -143,7 +143,7 @@ def wanted_of(result: Reconciled) -> set[tuple[str | None, int]]:
 
 
 def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
-    """What becomes of the machines that must not."""
+    """What becomes of the machines, and must not."""
     record, machines, known, _ = case
     own = [one for one in machines if not one.foreign]
     ordered = [order.machine for order in result.orders]
@@ -156,12 +156,14 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
     running |= {order.machine.host_uuid for order in result.orders if order.action is Action.START}
     if len(running) > 1 or len(wanted) > 2:
         yield "two are wanted"
+    if any(one.busy for one in own) and result.blocked_reason is not BlockedReason.BUSY:
+        yield "what is busy is decided about"
     if not result.blocked_reason and any(one.complete and one not in wanted and one not in ordered for one in own):
         yield "a complete machine is forgotten"
 
 
 def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
-    """What becomes of the record that must not."""
+    """What becomes of the record, and must not."""
     record, machines, known, absent = case
     own, after = [one for one in machines if not one.foreign], result.record
     if after is None or result.blocked_reason:
@@ -184,6 +186,37 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
 def is_same(again: Reconciled, first: Reconciled) -> bool:
     """An end is announced once; again only where the top still waits for it."""
     return set(again.ended) <= set(first.ended) and replace(again, ended=first.ended) == first
+
+
+@pytest.mark.parametrize(
+    ("record", "verb", "phase", "actions"),
+    [
+        (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", Action.QUARANTINE)}),
+        (record_of((State.DELETED, None)), Verb.ADOPT, None, {("A", Action.DESTROY), ("B", Action.DESTROY)}),
+        (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", Action.DESTROY)}),
+        (record_of((State.ACTIVE, None)), Verb.PROTECT, (State.ACTIVE, None), set()),
+    ],
+)
+def test_an_operator_decides_about_one_machine(
+    record: Instance, verb: Verb, phase: Phase | None, actions: set[tuple[str, Action]]
+) -> None:
+    decision = OperatorDecision(verb, ON["B"].host_uuid)
+    machines, known = (listed("A", 1), listed("B", 2)), known_at("A", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION)
+    assert result.record is not None and phase in (None, result.record.phase)
+    names = {one.host_uuid: name for name, one in ON.items()}
+    assert {(names[o.machine.host_uuid], o.action) for o in result.orders} == actions
+    if verb is Verb.ADOPT and phase is not None:
+        assert (result.record.host_uuid, result.record.attempt) == (ON["B"].host_uuid, 2)
+
+
+def test_a_machine_without_record_and_top_is_taken_up_by_its_spec_and_the_project_of_its_allocations() -> None:
+    machine = listed("A", 4)
+    for project, taken in ((SPEC.project_id, State.ACTIVE), ("another", None)):
+        known = KnownInstance(exists=False, project_id=project)
+        result = reconcile(None, (machine,), known, frozenset(), None, incarnation=INCARNATION)
+        assert (result.record and result.record.state) == taken
+        assert [o.action for o in result.orders] == ([] if taken else [Action.QUARANTINE])
 
 
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
@@ -540,9 +573,8 @@ def without(rule: reconciling.Rule) -> dict[str, Any]:
 
 # (what is seen otherwise, what is put in place of the module's own, the harm that it does)
 DEFECTS: dict[str, tuple[Callable[[list[ListedMachine], KnownInstance], Seen], dict[str, Any], str]] = {
-    "rule 0: an end without the top's word": (as_seen, {"_ends": lambda _facts, _result: False}, "forgotten"),
+    "rule 0: an end without the top's word": (as_seen, {"_ends": lambda _facts, _result: False}, "doubled"),
     "rule 0: an old word counts": (believing, {}, "doubled"),
-    "rule 2: busy machines": (as_seen, without(reconciling.wait_until_quiet), "doubled"),
     "rule 3: departed": (as_seen, without(reconciling.depart), "doubled"),
     "rule 6: hosts that have not listed": (as_seen, without(reconciling.wait_for_hosts), "doubled"),
     "the newest": (as_seen, {"newest_of": oldest_of}, "doubled"),
