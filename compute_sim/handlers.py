@@ -12,9 +12,7 @@ from bus.contracts.cell import (
     Heartbeat,
     HostsContested,
     HostsReleased,
-    ListMachines,
     MachinesFound,
-    MachinesPage,
     QueueMarker,
     ReportHosts,
     RescanHosts,
@@ -23,6 +21,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
     Spawn,
 )
+from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated, InventoryTaken
 from compute_sim.agent import Agent

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from bus.contracts.base import encode
-from bus.contracts.cell import (
+from bus.contracts.cell import UNKNOWN_ATTEMPT
+from bus.contracts.listing import (
     MAX_LISTED_BYTES,
     MAX_LISTED_HOSTS,
     MAX_LISTED_MACHINES,
-    UNKNOWN_ATTEMPT,
     ListedMachine,
     ListMachines,
     MachinesPage,

@@ -12,16 +12,32 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_ATTEMPT
-from bus.contracts.cell import InstanceSpec, ListedMachine, Selection
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import CHOOSES_HOSTS, Condition, MoveKind, MoveState
 
-from .desires import AT_REST, DELETE_REQUESTED, ELSEWHERE, MAY_BE_THERE, Desire, Wish, Work, desire_of
-from .instance import MAX_ENDED, EndedMove, Instance, Power, State
+from .desires import (
+    AT_REST,
+    DELETE_REQUESTED,
+    ELSEWHERE,
+    MAY_BE_THERE,
+    Ask,
+    Desire,
+    Wish,
+    Work,
+    desire_of,
+    states_where,
+)
+from .instance import MAX_ENDED, EndedMove, Instance, Phase, Power, State
 from .move_events import MOVE_LOST
 from .rules import LOST
 
 BUILD_LOST = "build.lost"
 ATTEMPTS_PER_INCARNATION = 1000
+
+(RELEASING_FAILED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.FAILED)
+(RELEASING_DELETED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.DELETED)
+(DESTROYING_DELETED,) = states_where(lambda row: row.here is Wish.DESTROY and row.condition is Condition.DELETED)
 
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
@@ -100,7 +116,7 @@ class Reconciled(Struct, frozen=True):
     blocked_reason: BlockedReason | None = None
 
 
-class Facts:
+class InstanceFacts:
     """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's mark
     about which no operator has decided, the newest last. base: the record, or what the top knows newer.
     """
@@ -192,7 +208,7 @@ def should_run(power: Power) -> bool:
 # --- the rules, in their order: the first that holds
 
 
-def adopt_decided(facts: Facts) -> Reconciled | None:
+def adopt_decided(facts: InstanceFacts) -> Reconciled | None:
     """1: an operator has given it this machine. A delete is not revoked by that."""
     decision, base = facts.decision, facts.base
     if decision is None or decision.verb is not Verb.ADOPT or base is None or base.phase in DELETE_REQUESTED:
@@ -201,12 +217,12 @@ def adopt_decided(facts: Facts) -> Reconciled | None:
     return None if chosen is None else _active(facts, base, chosen)
 
 
-def wait_until_quiet(facts: Facts) -> Reconciled | None:
+def wait_until_quiet(facts: InstanceFacts) -> Reconciled | None:
     """2."""
     return facts.blocked(BlockedReason.BUSY) if any(one.busy for one in facts.own) else None
 
 
-def depart(facts: Facts) -> Reconciled | None:
+def depart(facts: InstanceFacts) -> Reconciled | None:
     """3: another cell has it by a later attempt."""
     known, base = facts.known, facts.base
     if known is None or not known.is_elsewhere or known.attempt <= (0 if base is None else base.last_attempt):
@@ -219,7 +235,7 @@ def depart(facts: Facts) -> Reconciled | None:
     return _ended(Reconciled(replace(base, state=State.DEPARTED, then=None, move=None), facts.orders(), ended))
 
 
-def delete(facts: Facts) -> Reconciled | None:
+def delete(facts: InstanceFacts) -> Reconciled | None:
     """4: its client has requested that, by one of the two, and the other has nothing later."""
     known, base = facts.known, facts.base
     is_by_record = base is not None and (base.phase in DELETE_REQUESTED or (base.move is not None and base.move.delete))
@@ -239,7 +255,7 @@ def delete(facts: Facts) -> Reconciled | None:
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if base.phase not in AT_REST or facts.own or not is_by_record:
         is_gone = not facts.own and not may_be_absent
-        base = replace(base, state=State.RELEASING if is_gone else State.DESTROYING, then=State.DELETED)
+        base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
     if may_be_absent:  # its places, the source's among them, are waited for
         base = replace(base, move=base.move and replace(base.move, delete=True))
     else:
@@ -247,7 +263,7 @@ def delete(facts: Facts) -> Reconciled | None:
     return _ended(Reconciled(base, orders, ended))
 
 
-def keep(facts: Facts) -> Reconciled | None:
+def keep(facts: InstanceFacts) -> Reconciled | None:
     """5: it is at rest, or resized, and as recorded."""
     base, known = facts.base, facts.known
     if base is None:
@@ -276,14 +292,14 @@ def keep(facts: Facts) -> Reconciled | None:
     return Reconciled(base, facts.orders(*found), again)
 
 
-def wait_for_hosts(facts: Facts) -> Reconciled | None:
+def wait_for_hosts(facts: InstanceFacts) -> Reconciled | None:
     """6."""
     if facts.base is None or not facts.may_be_absent:
         return None
     return facts.blocked(BlockedReason.HOST_ABSENT)
 
 
-def activate(facts: Facts) -> Reconciled | None:
+def activate(facts: InstanceFacts) -> Reconciled | None:
     """7: it has a complete machine that is proved; the newest is its own."""
     if facts.base is None or not facts.proved:
         return None
@@ -293,7 +309,7 @@ def activate(facts: Facts) -> Reconciled | None:
     return _active(facts, facts.base, chosen)
 
 
-def build_on(facts: Facts) -> Reconciled | None:
+def build_on(facts: InstanceFacts) -> Reconciled | None:
     """8: a build goes on where its newest machine is. Of anything else, what is incomplete is ordered away first: it
     may have become complete by then.
     """
@@ -307,7 +323,7 @@ def build_on(facts: Facts) -> Reconciled | None:
     return Reconciled(building, facts.orders(newest))
 
 
-def end_without_machine(facts: Facts) -> Reconciled | None:
+def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
     """9, 10, 11: no machine is left of it."""
     base = facts.base
     if base is None:
@@ -318,11 +334,11 @@ def end_without_machine(facts: Facts) -> Reconciled | None:
         offloaded = replace(base, state=State.OFFLOADED, then=None, power=Power.SHELVED, image=image, move=None)
         return _ended(Reconciled(offloaded, orders, ended))
     code = BUILD_LOST if facts.desire.work is Work.BUILD else LOST
-    lost = replace(base, state=State.RELEASING, then=State.FAILED, code=code, move=None)
+    lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
     return _ended(Reconciled(lost, orders, ended))
 
 
-def take_up_unrecorded(facts: Facts) -> Reconciled:
+def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
     """12: neither record nor map has it. Its spec and the project of its allocations prove it."""
     project = "" if facts.known is None else facts.known.project_id
     if facts.known is None or not facts.complete or (facts.known.exists and not facts.known.is_here):
@@ -335,7 +351,7 @@ def take_up_unrecorded(facts: Facts) -> Reconciled:
     return _active(facts, Instance(uuid=newest.instance_uuid, spec=newest.spec), newest)
 
 
-Rule = Callable[[Facts], Reconciled | None]
+Rule = Callable[[InstanceFacts], Reconciled | None]
 RULES: tuple[Rule, ...] = (
     adopt_decided, wait_until_quiet, depart, delete, keep, wait_for_hosts, activate, build_on, end_without_machine,
     take_up_unrecorded,
@@ -352,7 +368,7 @@ def reconcile(
     incarnation: int,
 ) -> Reconciled:
     """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced."""
-    facts = Facts(record, machines, known, absent, decision)
+    facts = InstanceFacts(record, machines, known, absent, decision)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
         result = facts.blocked(BlockedReason.TOP_SILENT)
@@ -362,7 +378,7 @@ def reconcile(
     return replace(result, record=numbered, orders=(*decided, *result.orders))
 
 
-def _ends(facts: Facts, result: Reconciled) -> bool:
+def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
     """Whether the result releases anything, or ends a request that had not ended."""
     base, record = facts.base, result.record
     if base is None or record is None:
@@ -371,7 +387,7 @@ def _ends(facts: Facts, result: Reconciled) -> bool:
     return is_released or any(one not in base.ended for one in result.ended)
 
 
-def _numbered(facts: Facts, record: Instance | None, incarnation: int) -> Instance | None:
+def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -> Instance | None:
     """Above all numbers that were seen, and the floor of the incarnation. Of one that waits, or has left or is deleted,
     the numbers stay comparable with the top's.
     """
@@ -395,14 +411,16 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
         if known.is_old or not is_over or known.attempt <= record.last_attempt:
             return record
     of_map = record or Instance(uuid=known.spec.instance_uuid, power=known.power or Power.RUNNING)
-    state = State.ACTIVE if known.is_active else State.BUILDING
+    state = State.BUILDING
+    if known.is_active:
+        state = State.ACTIVE
     return replace(
         of_map, state=state, then=None, spec=known.spec, selections=known.selections[:1], position=0,
         attempt=known.attempt, code="", departure=None,
     )  # fmt: skip
 
 
-def _active(facts: Facts, base: Instance, chosen: ListedMachine) -> Reconciled:
+def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:
     """On this machine. What is incomplete and newer comes first: it may be complete by the time it is ordered away."""
     known = facts.known
     others = facts.orders(chosen)
@@ -433,7 +451,7 @@ def _has_arrived(kind: MoveKind, base: Instance, chosen: ListedMachine) -> bool:
     return kind in CHOOSES_HOSTS and chosen.attempt > before
 
 
-def _requests(facts: Facts) -> tuple[tuple[str, MoveKind], ...]:
+def _requests(facts: InstanceFacts) -> tuple[tuple[str, MoveKind], ...]:
     """Those under way, by the record and by the top: the record may be from before."""
     found: dict[str, MoveKind] = {}
     if facts.base is not None and facts.base.move is not None:
@@ -443,7 +461,7 @@ def _requests(facts: Facts) -> tuple[tuple[str, MoveKind], ...]:
     return tuple(found.items())
 
 
-def _ends_of(facts: Facts, chosen: ListedMachine | None = None) -> tuple[EndedMove, ...]:
+def _ends_of(facts: InstanceFacts, chosen: ListedMachine | None = None) -> tuple[EndedMove, ...]:
     """As they are on record; else they have arrived with this machine, or failed."""
     base = facts.base
     if base is None:
@@ -466,6 +484,10 @@ def _ended(result: Reconciled) -> Reconciled:
     new = tuple(one for one in result.ended if one not in result.record.ended)
     ended = (*result.record.ended, *new)[-MAX_ENDED:]
     return replace(result, record=replace(result.record, ended=ended)) if new else result
+
+
+def _in(record: Instance, phase: Phase) -> Instance:
+    return replace(record, state=phase[0], then=phase[1])
 
 
 def _place(machine: ListedMachine, base: Instance) -> dict[str, object]:

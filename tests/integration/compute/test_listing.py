@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from bus.clock import SystemClock
-from bus.contracts.cell import ListedMachine, ListMachines, MachinesPage
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.moves import ChangeKind, ChangeMachine
 from compute_sim import listing
 from compute_sim.config import ComputeConfig

@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import encode
-from bus.contracts.cell import InstanceSpec, ListedMachine, ListMachines, Spawn
+from bus.contracts.cell import InstanceSpec, Spawn
 from bus.contracts.deploy import ConfigDrive
+from bus.contracts.listing import ListedMachine, ListMachines
 from bus.contracts.moves import ChangeKind, ChangeMachine
 from compute_sim import listing, records
 from compute_sim.driver import ChangeOrder, ChangeResult

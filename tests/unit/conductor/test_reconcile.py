@@ -13,7 +13,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.cell import ListedMachine
+from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import Condition, MoveKind
 from cell_conductor.domain import reconcile as reconciling
 from cell_conductor.domain.desires import (
