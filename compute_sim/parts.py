@@ -88,14 +88,7 @@ class Parts:
         self.survey = Survey(self.driver, self.records, on_listed=self.quarantine.drop_gone)
         self.finder = Finder(service=service, driver=self.driver, records=self.records, survey=self.survey)
         self.agent = self._agent()
-        self.lister = MachineLister(
-            service=service,
-            driver=self.driver,
-            records=self.records,
-            survey=self.survey,
-            is_busy=self.agent.is_busy,
-            owed=self.agent.owed,
-        )
+        self.lister = self._lister()
         self.reporter = self._reporter()
         self.inventory = self._inventory()
         self.handlers = self._handlers()
@@ -158,6 +151,16 @@ class Parts:
             on_settled=self.offering.on_settled,
             begun=self.offering.begun,
             owner_of=self.contested.owner_of,
+        )
+
+    def _lister(self) -> MachineLister:
+        return MachineLister(
+            service=self._service,
+            driver=self.driver,
+            records=self.records,
+            survey=self.survey,
+            is_busy=self.agent.is_busy,
+            owed=self.agent.owed,
         )
 
     def _reporter(self) -> Reporter:
