@@ -88,7 +88,6 @@ class Parts:
         self.survey = Survey(self.driver, self.records, on_listed=self.quarantine.drop_gone)
         self.finder = Finder(service=service, driver=self.driver, records=self.records, survey=self.survey)
         self.agent = self._agent()
-        self.lister = self._lister()
         self.reporter = self._reporter()
         self.inventory = self._inventory()
         self.handlers = self._handlers()
@@ -206,7 +205,7 @@ class Parts:
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             find=self.finder.find,
-            list_machines=self.lister.list,
+            list_machines=self._lister().list,
             sync=self.records.sync,
             ring=self.ring,
             contested=self.contested,

@@ -192,7 +192,7 @@ def is_same(again: Reconciled, first: Reconciled) -> bool:
     ("record", "verb", "phase", "actions"),
     [
         (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", Action.QUARANTINE)}),
-        (record_of((State.DELETED, None)), Verb.ADOPT, None, {("A", Action.DESTROY), ("B", Action.DESTROY)}),
+        (record_of((State.DELETED, None)), Verb.ADOPT, None, set()),  # it contradicts the delete
         (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", Action.DESTROY)}),
         (record_of((State.ACTIVE, None)), Verb.PROTECT, (State.ACTIVE, None), set()),
     ],
