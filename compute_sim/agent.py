@@ -355,6 +355,13 @@ class Agent:
                 found[key] = None
         return list(found)
 
+    def is_busy(self, key: Key) -> bool:
+        """Whether a machine is being changed or destroyed, or its destruction has failed so far; a build is neither."""
+        chain, entry = self._jobs.chain(key), self._records.get(key)
+        if chain is None:
+            return key in self._undone or (entry is not None and entry.phase is Phase.DESTROYING)
+        return chain.clearing or entry is None or entry.phase is not Phase.BUILDING
+
     def _settle(self, key: Key) -> None:
         if key not in self._undone:
             self._on_settled(key)

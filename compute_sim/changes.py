@@ -153,6 +153,8 @@ class Changes:
             except TimeoutError:
                 self._answer(command, done=False, code="change.timeout", reason="the driver did not answer in time")
             else:
+                if command.change in (ChangeKind.RESIZE, ChangeKind.REBUILD):
+                    self._records.keep_spec(key, command.attempt, command.spec, command.allocations)
                 self._answer(command, done=True, runs=ended.runs, image=ended.image)
 
     async def _check_source(self, change: ChangeOrder) -> None:

@@ -21,6 +21,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
     Spawn,
 )
+from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated, InventoryTaken
 from compute_sim.agent import Agent
@@ -31,6 +32,7 @@ from compute_sim.records import Key
 from compute_sim.ring import Ring
 
 DONE = Done()
+COMMANDS = (Spawn, Destroy, ChangeMachine, QueueMarker, FindMachines, ListMachines)
 
 
 class ComputeHandlers:
@@ -49,6 +51,7 @@ class ComputeHandlers:
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
         find: Callable[[FindMachines], Awaitable[MachinesFound]],
+        list_machines: Callable[[ListMachines], Awaitable[MachinesPage]],
         sync: Callable[[], Awaitable[None]],
         ring: Ring | None = None,
         contested: ContestedHosts | None = None,
@@ -63,6 +66,7 @@ class ComputeHandlers:
         self._reserve = reserve
         self._on_rescan = on_rescan
         self._find = find
+        self._list_machines = list_machines
         self._sync = sync
         self._ring = ring
         self._contested = contested
@@ -70,23 +74,23 @@ class ComputeHandlers:
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
 
-        QueueMarker: everything before it has been taken. FindMachines: answered when that is so.
+        QueueMarker: everything before it has been taken. FindMachines, ListMachines: answered when that is so.
         """
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
         markers: list[QueueMarker] = []
-        questions: list[tuple[int, FindMachines]] = []
+        questions: list[tuple[int, FindMachines | ListMachines]] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
-            if not isinstance(message, Spawn | Destroy | ChangeMachine | QueueMarker | FindMachines):
+            if not isinstance(message, COMMANDS):
                 outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
             elif message.service != self._service:
                 outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))
             else:
                 if isinstance(message, QueueMarker):
                     markers.append(message)
-                elif isinstance(message, FindMachines):
+                elif isinstance(message, FindMachines | ListMachines):
                     questions.append((len(outcomes), message))
                 else:
                     taken.append(message)
@@ -99,8 +103,10 @@ class ComputeHandlers:
             self._on_marker(marker, self._agent.owed())
         return outcomes
 
-    async def _answer(self, question: FindMachines) -> Outcome:
+    async def _answer(self, question: FindMachines | ListMachines) -> Outcome:
         try:
+            if isinstance(question, ListMachines):
+                return Done(await self._list_machines(question))
             return Done(await self._find(question))
         except DriverUnavailable as fault:  # no answer: the conductor repeats it
             return Refuse("driver.unavailable", str(fault))

@@ -27,6 +27,7 @@ from compute_sim.guarded import guarded
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.host_changes import HostChanges
 from compute_sim.inventory import InventoryReporter
+from compute_sim.listing import MachineLister
 from compute_sim.measuring import Measuring
 from compute_sim.name import ServiceName
 from compute_sim.offering import Offering
@@ -151,6 +152,16 @@ class Parts:
             owner_of=self.contested.owner_of,
         )
 
+    def _lister(self) -> MachineLister:
+        return MachineLister(
+            service=self._service,
+            driver=self.driver,
+            records=self.records,
+            survey=self.survey,
+            is_busy=self.agent.is_busy,
+            owed=self.agent.owed,
+        )
+
     def _reporter(self) -> Reporter:
         return Reporter(
             self.bus,
@@ -194,6 +205,7 @@ class Parts:
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
             find=self.finder.find,
+            list_machines=self._lister().list,
             sync=self.records.sync,
             ring=self.ring,
             contested=self.contested,

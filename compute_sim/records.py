@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_EPOCH
-from bus.contracts.cell import ComputeResult, ReservedMachine, Spawn
+from bus.contracts.base import MAX_EPOCH, Resources, encode
+from bus.contracts.cell import ComputeResult, InstanceSpec, ReservedMachine, Spawn
 from bus.contracts.moves import MachineChanged
 from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
 from compute_sim.journal import Journal
@@ -21,6 +21,7 @@ from compute_sim.journal import Journal
 Key = tuple[str, str]  # (host uuid, instance uuid)
 
 MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
+MAX_SPEC_BYTES = 64 * 1024  # of the spec and the allocations of one machine, as JSON
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
 HOSTS_A_ROW = 1000
 VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
@@ -41,6 +42,16 @@ class PurgeRow(Struct, frozen=True, array_like=True, tag="f"):
 
     host: str
     instance: str
+
+
+class SpecRow(Struct, frozen=True, array_like=True, tag="s"):
+    """The spec and the allocations of an attempt's machine, as they were commanded last; None: they are too long."""
+
+    host: str
+    instance: str
+    attempt: int
+    spec: InstanceSpec | None
+    allocations: dict[str, Resources]
 
 
 class FailuresRow(Struct, frozen=True, array_like=True, tag="h"):
@@ -80,7 +91,7 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
+Row = EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
 
 
 class Records:
@@ -91,6 +102,7 @@ class Records:
         self._journal: Journal[Row] | None = Journal(path, Row, synced=synced) if path else None  # type: ignore[arg-type]
         self._entries: dict[Key, Entry] = {}
         self._spawns: dict[Key, Spawn] = {}
+        self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
         self._running: dict[Key, None] = {}
         self._lost: dict[Key, None] = {}
@@ -125,6 +137,21 @@ class Records:
     def spawn_of(self, key: Key) -> Spawn | None:
         """The command of a build that has not ended."""
         return self._spawns.get(key)
+
+    def spec_of(self, key: Key, attempt: int | None) -> SpecRow | None:
+        """The spec of this attempt's machine; None: it is too long, or a release recorded it that kept none."""
+        row = self._specs.get(key)
+        return row if row is not None and row.attempt == attempt and row.spec is not None else None
+
+    def keep_spec(self, key: Key, attempt: int, spec: InstanceSpec, allocations: Mapping[str, Resources]) -> None:
+        """Its machine is of this spec now: it was resized or rebuilt."""
+        row = _spec_row(key, attempt, spec, allocations)
+        self._apply(row)
+        self.write([row])
+
+    def building(self) -> list[Key]:
+        """The builds that have not ended."""
+        return list(self._spawns)
 
     def entries(self) -> Iterator[tuple[Key, Entry]]:
         """All of them, oldest first."""
@@ -285,8 +312,10 @@ class Records:
             case EntryRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
-                for forgetful in (self._entries, self._spawns, self._ended, self._lost):
+                for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._lost):
                     forgetful.pop((host, instance), None)
+            case SpecRow(host, instance):
+                self._specs[host, instance] = row
             case FailuresRow(host, failed_builds):
                 self._failures[host] = failed_builds
             case ReservedRow(host, machines):
@@ -304,8 +333,11 @@ class Records:
 
     def _apply_entry(self, key: Key, entry: Entry, spawn: Spawn | None) -> None:
         self._entries[key] = entry
+        if entry.phase in ENDED:
+            self._specs.pop(key, None)
         if spawn is not None:
             self._spawns[key] = spawn
+            self._specs[key] = _spec_row(key, spawn.attempt, spawn.spec, spawn.allocations)
         elif entry.phase is not Phase.BUILDING:
             self._spawns.pop(key, None)
         for table, belongs in (
@@ -331,3 +363,12 @@ class Records:
             yield UndeployingRow(key[0], key[1], mark)
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))
+        yield from self._specs.values()
+
+
+def _spec_row(key: Key, attempt: int, spec: InstanceSpec, allocations: Mapping[str, Resources]) -> SpecRow:
+    """Without its config drive where it is too long with that, and without all where it is too long without."""
+    row = SpecRow(*key, attempt, spec, dict(allocations))
+    if len(encode(row)) > MAX_SPEC_BYTES:
+        row = replace(row, spec=replace(spec, config_drive=None))
+    return row if len(encode(row)) <= MAX_SPEC_BYTES else SpecRow(*key, attempt, None, {})

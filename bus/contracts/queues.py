@@ -306,6 +306,7 @@ QUEUES: tuple[QueueRow, ...] = (
             "compute.destroy.{service}",
             "compute.change.{service}",
             "compute.find.{service}",
+            "compute.listing.{service}",
             "compute.marker.{service}",
         ),
     ),

@@ -51,13 +51,14 @@ class Marking(Scripted):
     """Its machines carry marks, and it knows what they take."""
 
     mark = OURS
+    unseen: Sequence[str] | set[str] = ()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         listed = await super().list(hosts)
         return {
             host: [replace(one, deployment=self.mark, allocations=TAKEN) for one in machines]
             for host, machines in listed.items()
-            if hosts is None or host in hosts
+            if (hosts is None or host in hosts) and host not in self.unseen
         }
 
 

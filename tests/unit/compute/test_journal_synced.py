@@ -229,6 +229,7 @@ async def test_a_command_is_acknowledged_and_a_result_published_when_its_record_
     handlers = ComputeHandlers(
         story, service="s", wait_for_capacity=story.wait_for_capacity, on_report_requested=nothing,
         on_heartbeat=nothing, outdated=nothing, on_marker=nothing, reserve=nothing, on_rescan=nothing, find=nothing,
+        list_machines=nothing,
         sync=story.sync,
     )  # type: ignore[arg-type]  # fmt: skip
     command = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, deployment=UUID)

@@ -1,0 +1,510 @@
+"""What is true of one instance once its cell's database was set back: from its record, from the machines that the
+compute services list of it, and from the top's word. Pure, and idempotent: with its own result it comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from enum import StrEnum
+from functools import cached_property
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_ATTEMPT
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.listing import ListedMachine
+from bus.contracts.moves import CHOOSES_HOSTS, Condition, MoveKind, MoveState
+
+from .desires import (
+    AT_REST,
+    DELETE_REQUESTED,
+    ELSEWHERE,
+    MAY_BE_THERE,
+    Ask,
+    Desire,
+    Wish,
+    Work,
+    desire_of,
+    states_where,
+)
+from .instance import MAX_ENDED, EndedMove, Instance, Phase, Power, State
+from .move_events import MOVE_LOST
+from .rules import LOST
+
+BUILD_LOST = "build.lost"
+ATTEMPTS_PER_INCARNATION = 1000
+
+(RELEASING_FAILED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.FAILED)
+(RELEASING_DELETED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.DELETED)
+(DESTROYING_DELETED,) = states_where(lambda row: row.here is Wish.DESTROY and row.condition is Condition.DELETED)
+
+
+class KnownInstance(Struct, frozen=True, kw_only=True):
+    """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
+
+    attempt: the highest that map and placement have. selections: where it has allocations, its own before those of its
+    migration; project_id is theirs. power: in the map (None: not known). request_id, kind: of the request under way.
+    """
+
+    is_old: bool = False
+    exists: bool = True
+    is_active: bool = True
+    is_deleted: bool = False
+    is_elsewhere: bool = False
+    attempt: int = 0
+    project_id: str = ""
+    spec: InstanceSpec | None = None
+    selections: tuple[Selection, ...] = ()
+    power: Power | None = None
+    request_id: str = ""
+    kind: MoveKind | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this cell is to have it."""
+        return self.exists and not self.is_deleted and not self.is_elsewhere
+
+
+class Verb(StrEnum):
+    """What an operator decides about a machine."""
+
+    DESTROY = "destroy"
+    PROTECT = "protect"
+    ADOPT = "adopt"
+
+
+class OperatorDecision(Struct, frozen=True):
+    """About the machine of the instance on one host."""
+
+    verb: Verb
+    host_uuid: str
+
+
+class Action(StrEnum):
+    """What becomes of a machine. A start is ordered, and a quarantine is only recorded."""
+
+    DESTROY = "destroy"
+    DESTROY_IF_INCOMPLETE = "destroy_if_incomplete"
+    START = "start"
+    QUARANTINE = "quarantine"
+
+
+class RecoveryOrder(Struct, frozen=True):
+    """One action on one machine."""
+
+    action: Action
+    machine: ListedMachine
+
+
+class BlockedReason(StrEnum):
+    """Why nothing is begun with an instance."""
+
+    TOP_SILENT = "top_silent"  # the top has said nothing, or is old: what would be released or ended is not
+    BUSY = "busy"  # a machine is being changed or destroyed
+    HOST_ABSENT = "host_absent"  # a host that may have its machine has not listed
+    INCOMPLETE = "incomplete"  # a machine was ordered away unless it is complete: which it is is awaited
+    CONFLICT = "conflict"  # two words contradict each other
+
+
+class Reconciled(Struct, frozen=True):
+    """ended: the requests under way have these ends. blocked_reason: nothing is begun (None: it goes on as usual)."""
+
+    record: Instance | None
+    orders: tuple[RecoveryOrder, ...] = ()
+    ended: tuple[EndedMove, ...] = ()
+    blocked_reason: BlockedReason | None = None
+
+
+class InstanceFacts:
+    """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's mark
+    about which no operator has decided, the newest last. base: the record, or what the top knows newer.
+    """
+
+    def __init__(
+        self,
+        record: Instance | None,
+        machines: Sequence[ListedMachine],
+        known: KnownInstance | None,
+        absent: Collection[str],
+        decision: OperatorDecision | None,
+    ) -> None:
+        self.known = None if known is None or known.is_old else known
+        decided = decision.host_uuid if decision is not None and decision.verb is not Verb.ADOPT else None
+        ours = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
+        self.own = [one for one in ours if one.host_uuid != decided]
+        self.decided = [one for one in ours if one.host_uuid == decided]
+        self.decision = decision
+        # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
+        self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
+        self.base = _base(None if record is None or desire_of(record).here is Wish.UNKNOWN else record, known)
+
+    @cached_property
+    def desire(self) -> Desire:
+        """Of the base."""
+        assert self.base is not None
+        return desire_of(self.base)
+
+    @cached_property
+    def complete(self) -> list[ListedMachine]:
+        """The newest last."""
+        return [one for one in self.own if one.complete]
+
+    @cached_property
+    def proved(self) -> list[ListedMachine]:
+        """The complete ones that are this instance's: of its project, or of an attempt that it has had."""
+        base = self.base
+        if base is None or base.spec is None:
+            return []
+        project = base.spec.project_id
+        return [
+            one
+            for one in self.complete
+            if (one.project_id == project if one.project_id is not None else one.attempt <= base.attempt)
+        ]
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether a host that has not listed may have a machine of it: its places; any, without the top's word."""
+        return bool(self.unseen if self.known is None else self.unseen & self.places)
+
+    @cached_property
+    def places(self) -> set[str]:
+        """The hosts that may have a machine of it, by its record and its allocations."""
+        found = {one.host_uuid for one in self.known.selections} if self.known is not None else set[str]()
+        if self.base is None:
+            return found
+        row = self.desire
+        if self.base.selections and row.here not in (Wish.NONE, Wish.GONE):
+            found.add(self.base.here.host_uuid)
+        if self.base.move is not None and self.base.move.source is not None and row.source is not Wish.GONE:
+            found.add(self.base.move.source.host_uuid)
+        return found
+
+    def orders(self, *wanted: ListedMachine) -> tuple[RecoveryOrder, ...]:
+        """About the machines that are not wanted: no complete one is destroyed."""
+        return tuple(
+            RecoveryOrder(Action.QUARANTINE if one.complete else Action.DESTROY_IF_INCOMPLETE, one)
+            for one in self.own
+            if one not in wanted
+        )
+
+    def blocked(self, reason: BlockedReason, orders: tuple[RecoveryOrder, ...] = ()) -> Reconciled:
+        """Nothing changes."""
+        return Reconciled(self.base, orders, blocked_reason=reason)
+
+
+def newest_of(machines: Sequence[ListedMachine], base: Instance) -> ListedMachine | None:
+    """The one with the highest attempt. Of several with that, the one on record; None: none of them is."""
+    latest = [one for one in machines if one.attempt == machines[-1].attempt]
+    return latest[0] if len(latest) == 1 else next((one for one in latest if one.host_uuid == base.host_uuid), None)
+
+
+def should_run(power: Power) -> bool:
+    """Whether an instance of this power runs."""
+    return power in (Power.RUNNING, Power.RESCUED)
+
+
+# --- the rules, in their order: the first that holds
+
+
+def adopt_decided(facts: InstanceFacts) -> Reconciled | None:
+    """1: an operator has given it this machine. A delete is not revoked by that."""
+    decision, base = facts.decision, facts.base
+    if decision is None or decision.verb is not Verb.ADOPT or base is None or base.phase in DELETE_REQUESTED:
+        return None
+    chosen = next((one for one in facts.complete if one.host_uuid == decision.host_uuid and not one.busy), None)
+    return None if chosen is None else _active(facts, base, chosen)
+
+
+def wait_until_quiet(facts: InstanceFacts) -> Reconciled | None:
+    """2."""
+    return facts.blocked(BlockedReason.BUSY) if any(one.busy for one in facts.own) else None
+
+
+def depart(facts: InstanceFacts) -> Reconciled | None:
+    """3: another cell has it by a later attempt."""
+    known, base = facts.known, facts.base
+    if known is None or not known.is_elsewhere or known.attempt <= (0 if base is None else base.last_attempt):
+        return None
+    if facts.complete:
+        return facts.blocked(BlockedReason.CONFLICT)
+    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED:
+        return Reconciled(base, facts.orders())
+    ended = _ends_of(facts)
+    return _ended(Reconciled(replace(base, state=State.DEPARTED, then=None, move=None), facts.orders(), ended))
+
+
+def delete(facts: InstanceFacts) -> Reconciled | None:
+    """4: its client has requested that, by one of the two, and the other has nothing later."""
+    known, base = facts.known, facts.base
+    is_by_record = base is not None and (base.phase in DELETE_REQUESTED or (base.move is not None and base.move.delete))
+    is_by_top = known is not None and known.is_deleted
+    if not (is_by_record or is_by_top):
+        return None
+    numbers, others = [0], [one.attempt for one in facts.complete]
+    if base is not None:
+        (numbers if is_by_record else others).append(base.last_attempt if is_by_record else base.attempt)
+    if known is not None and known.exists:
+        (numbers if is_by_top else others).append(known.attempt)
+    if max(others, default=0) > max(numbers):
+        return facts.blocked(BlockedReason.CONFLICT)
+    orders = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.own)
+    if base is None:
+        return Reconciled(None, orders)
+    ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
+    if base.phase not in AT_REST or facts.own or not is_by_record:
+        is_gone = not facts.own and not may_be_absent
+        base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
+    if may_be_absent:  # its places, the source's among them, are waited for
+        base = replace(base, move=base.move and replace(base.move, delete=True))
+    else:
+        base = replace(base, move=None, **(_place(facts.own[-1], base) if facts.own else {}))
+    return _ended(Reconciled(base, orders, ended))
+
+
+def keep(facts: InstanceFacts) -> Reconciled | None:
+    """5: it is at rest, or resized, and as recorded."""
+    base, known = facts.base, facts.known
+    if base is None:
+        return None
+    row = facts.desire
+    if not (row.ends or row.elsewhere or row.condition in (Condition.FAILED, Condition.RESIZED)):
+        return None
+    newest = max((one.attempt for one in facts.own if not one.complete or one in facts.proved), default=0)
+    if newest > base.last_attempt or (known is not None and known.is_here and known.attempt > base.last_attempt):
+        return None
+    again = tuple(one for one in base.ended if known is not None and one.request_id == known.request_id)
+    if row.here not in MAY_BE_THERE:
+        if facts.may_be_absent:
+            return None
+        if known is None and row.condition is Condition.OFFLOADED:  # another cell may have it
+            return facts.blocked(BlockedReason.TOP_SILENT)
+        return Reconciled(base, facts.orders(), again)
+    found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
+    if not found or found[0].runs != should_run(base.power):
+        return None
+    source = (base.source_host_uuid, base.source_attempt)
+    sources = [one for one in facts.complete if (one.host_uuid, one.attempt) == source]
+    if any(one.runs for one in sources):
+        return None
+    found += sources
+    return Reconciled(base, facts.orders(*found), again)
+
+
+def wait_for_hosts(facts: InstanceFacts) -> Reconciled | None:
+    """6."""
+    if facts.base is None or not facts.may_be_absent:
+        return None
+    return facts.blocked(BlockedReason.HOST_ABSENT)
+
+
+def activate(facts: InstanceFacts) -> Reconciled | None:
+    """7: it has a complete machine that is proved; the newest is its own."""
+    if facts.base is None or not facts.proved:
+        return None
+    chosen = newest_of(facts.proved, facts.base)
+    if chosen is None:
+        return facts.blocked(BlockedReason.CONFLICT)
+    return _active(facts, facts.base, chosen)
+
+
+def build_on(facts: InstanceFacts) -> Reconciled | None:
+    """8: a build goes on where its newest machine is. Of anything else, what is incomplete is ordered away first: it
+    may have become complete by then.
+    """
+    base, incomplete = facts.base, [one for one in facts.own if not one.complete]
+    if base is None or not incomplete:
+        return None
+    if facts.desire.work is not Work.BUILD:
+        return facts.blocked(BlockedReason.INCOMPLETE, facts.orders())
+    newest = incomplete[-1]
+    building = replace(base, state=State.BUILDING, then=None, attempt=newest.attempt, **_place(newest, base))
+    return Reconciled(building, facts.orders(newest))
+
+
+def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
+    """9, 10, 11: no machine is left of it."""
+    base = facts.base
+    if base is None:
+        return None
+    image = base.image or ("" if base.move is None else base.move.image)
+    ended, orders = _ends_of(facts), facts.orders()
+    if image and facts.desire.work is not Work.BUILD:
+        offloaded = replace(base, state=State.OFFLOADED, then=None, power=Power.SHELVED, image=image, move=None)
+        return _ended(Reconciled(offloaded, orders, ended))
+    code = BUILD_LOST if facts.desire.work is Work.BUILD else LOST
+    lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
+    return _ended(Reconciled(lost, orders, ended))
+
+
+def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
+    """12: neither record nor map has it. Its spec and the project of its allocations prove it."""
+    project = "" if facts.known is None else facts.known.project_id
+    if facts.known is None or not facts.complete or (facts.known.exists and not facts.known.is_here):
+        return Reconciled(None, facts.orders() if facts.known is not None else _quarantine(facts.complete))
+    newest = facts.complete[-1]
+    is_proved = newest.attempt > 0 and newest.spec is not None and newest.spec.project_id == project
+    is_unique = sum(one.attempt == newest.attempt for one in facts.complete) == 1
+    if not is_proved or not is_unique or newest.allocations is None or facts.unseen & facts.places:
+        return Reconciled(None, facts.orders())
+    return _active(facts, Instance(uuid=newest.instance_uuid, spec=newest.spec), newest)
+
+
+Rule = Callable[[InstanceFacts], Reconciled | None]
+RULES: tuple[Rule, ...] = (
+    adopt_decided, wait_until_quiet, depart, delete, keep, wait_for_hosts, activate, build_on, end_without_machine,
+    take_up_unrecorded,
+)  # fmt: skip
+
+
+def reconcile(
+    record: Instance | None,
+    machines: Sequence[ListedMachine],
+    known: KnownInstance | None,
+    absent: Collection[str],
+    decision: OperatorDecision | None,
+    *,
+    incarnation: int,
+) -> Reconciled:
+    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced."""
+    facts = InstanceFacts(record, machines, known, absent, decision)
+    result = next(found for rule in RULES if (found := rule(facts)) is not None)
+    if facts.known is None and _ends(facts, result):  # rule 0
+        result = facts.blocked(BlockedReason.TOP_SILENT)
+    destroyed = decision is not None and decision.verb is Verb.DESTROY
+    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided if destroyed)
+    numbered = result.record if result.blocked_reason else _numbered(facts, result.record, incarnation)
+    return replace(result, record=numbered, orders=(*decided, *result.orders))
+
+
+def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
+    """Whether the result releases anything, or ends a request that had not ended."""
+    base, record = facts.base, result.record
+    if base is None or record is None:
+        return False
+    is_released = record.phase != base.phase and desire_of(record).here in (Wish.GONE, Wish.NONE)
+    return is_released or any(one not in base.ended for one in result.ended)
+
+
+def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -> Instance | None:
+    """Above all numbers that were seen, and the floor of the incarnation. Of one that waits, or has left or is deleted,
+    the numbers stay comparable with the top's.
+    """
+    if record is None or record.phase in ELSEWHERE:
+        return record
+    seen = [record.last_attempt, *(one.attempt for one in facts.own)]
+    if facts.known is not None and not facts.known.is_elsewhere:
+        seen.append(facts.known.attempt)
+    if record.phase not in DELETE_REQUESTED:
+        seen.append(incarnation * ATTEMPTS_PER_INCARNATION)
+    newest = min(max(seen), MAX_ATTEMPT)
+    return record if newest == record.last_attempt else replace(record, newest=newest)
+
+
+def _base(record: Instance | None, known: KnownInstance | None) -> Instance | None:
+    """The record. Where it has no machine, and the map has one under a later attempt, what the map has."""
+    if known is None or not known.is_here or known.spec is None or not known.selections:
+        return record
+    if record is not None:
+        is_over = desire_of(record).here is Wish.NONE and record.move is None and record.phase not in DELETE_REQUESTED
+        if known.is_old or not is_over or known.attempt <= record.last_attempt:
+            return record
+    of_map = record or Instance(uuid=known.spec.instance_uuid, power=known.power or Power.RUNNING)
+    state = State.BUILDING
+    if known.is_active:
+        state = State.ACTIVE
+    return replace(
+        of_map, state=state, then=None, spec=known.spec, selections=known.selections[:1], position=0,
+        attempt=known.attempt, code="", departure=None,
+    )  # fmt: skip
+
+
+def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:
+    """On this machine. What is incomplete and newer comes first: it may be complete by the time it is ordered away."""
+    known = facts.known
+    others = facts.orders(chosen)
+    if any(not one.complete and one.attempt > chosen.attempt for one in facts.own):
+        return facts.blocked(BlockedReason.INCOMPLETE, tuple(o for o in others if o.action is not Action.QUARANTINE))
+    is_stopping = any(kind in STOPPING for _, kind in _requests(facts))
+    wanted = known.power if known is not None and not is_stopping else None
+    starts = not chosen.runs and wanted is not None and should_run(wanted)
+    runs = chosen.runs or starts
+    fallback = Power.RUNNING if runs else Power.STOPPED
+    record = replace(
+        base, state=State.ACTIVE, then=None, attempt=chosen.attempt, spec=chosen.spec or base.spec, move=None, code="",
+        power=base.power if should_run(base.power) is runs else fallback, **_place(chosen, base),
+    )  # fmt: skip
+    started = (RecoveryOrder(Action.START, chosen),) if starts else ()
+    return _ended(Reconciled(record, (*started, *others), _ends_of(facts, chosen)))
+
+
+STOPPING = frozenset({MoveKind.STOP, MoveKind.SHELVE, MoveKind.OFFLOAD})
+
+
+def _has_arrived(kind: MoveKind, base: Instance, chosen: ListedMachine) -> bool:
+    if kind in STOPPING:
+        return not chosen.runs
+    if kind in (MoveKind.START, MoveKind.UNSHELVE):
+        return chosen.runs
+    before = base.attempt if base.move is None else base.move.source_attempt
+    return kind in CHOOSES_HOSTS and chosen.attempt > before
+
+
+def _requests(facts: InstanceFacts) -> tuple[tuple[str, MoveKind], ...]:
+    """Those under way, by the record and by the top: the record may be from before."""
+    found: dict[str, MoveKind] = {}
+    if facts.base is not None and facts.base.move is not None:
+        found[facts.base.move.request_id] = facts.base.move.kind
+    if facts.known is not None and facts.known.request_id and facts.known.kind is not None:
+        found[facts.known.request_id] = facts.known.kind
+    return tuple(found.items())
+
+
+def _ends_of(facts: InstanceFacts, chosen: ListedMachine | None = None) -> tuple[EndedMove, ...]:
+    """As they are on record; else they have arrived with this machine, or failed."""
+    base = facts.base
+    if base is None:
+        return ()
+    before = {one.request_id: one for one in base.ended}
+    return tuple(
+        before.get(request_id)
+        or (
+            EndedMove(request_id, kind, MoveState.DONE)
+            if chosen is not None and _has_arrived(kind, base, chosen)
+            else EndedMove(request_id, kind, MoveState.FAILED, MOVE_LOST)
+        )
+        for request_id, kind in _requests(facts)
+    )
+
+
+def _ended(result: Reconciled) -> Reconciled:
+    """With the ends on record, so that a copy of a request is answered the same."""
+    assert result.record is not None
+    new = tuple(one for one in result.ended if one not in result.record.ended)
+    ended = (*result.record.ended, *new)[-MAX_ENDED:]
+    return replace(result, record=replace(result.record, ended=ended)) if new else result
+
+
+def _in(record: Instance, phase: Phase) -> Instance:
+    return replace(record, state=phase[0], then=phase[1])
+
+
+def _place(machine: ListedMachine, base: Instance) -> dict[str, object]:
+    return {"selections": (_selection(machine, base),), "position": 0}
+
+
+def _selection(machine: ListedMachine, base: Instance) -> Selection:
+    """Where it is; what it takes, by its host, else by the record of that host."""
+    known = next((one for one in base.selections if one.host_uuid == machine.host_uuid), None)
+    taken = machine.allocations or (known and known.allocations) or {}
+    if known is not None and taken == known.allocations and known.service == machine.service:
+        return known
+    return Selection(
+        host_uuid=machine.host_uuid, host=machine.host, service=machine.service, allocations=taken,
+        zone=known.zone if known is not None else "",
+    )  # fmt: skip
+
+
+def _quarantine(machines: Sequence[ListedMachine]) -> tuple[RecoveryOrder, ...]:
+    return tuple(RecoveryOrder(Action.QUARANTINE, one) for one in machines)

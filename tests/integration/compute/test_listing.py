@@ -1,0 +1,127 @@
+"""A conductor reads everything that a real compute service has, over a bus, in pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from bus.clock import SystemClock
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
+from bus.contracts.moves import ChangeKind, ChangeMachine
+from compute_sim import listing
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import Faults
+from compute_sim.driver import Build, ChangeOrder, ChangeResult
+from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.fleet import Guest
+from tests.integration.compute.harness import DEPLOYMENT, SERVICE, Cell, Metal, cell_on, planned, spawn
+from tests.kit.waiting import PATIENCE_S, until
+
+ANOTHER = "dddddddd-0000-4000-8000-000000000002"
+
+
+@pytest_asyncio.fixture(params=["memory", "broker"])
+async def cell(request: pytest.FixtureRequest) -> AsyncIterator[Cell]:
+    made = Cell() if request.param == "memory" else cell_on(*request.getfixturevalue("amqp"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def read_all(cell: Cell, service: str = SERVICE) -> tuple[dict[str, ListedMachine], list[str], int]:
+    """The machines by instance, the hosts, and how many pages they came in."""
+    machines, hosts, pages = dict[str, ListedMachine](), list[str](), 0
+    question = ListMachines(service=service, database_id=DEPLOYMENT)
+    while True:
+        page = await cell.bus.request(question, MachinesPage, timeout_s=PATIENCE_S)
+        machines |= {one.instance_uuid: one for one in page.machines}
+        hosts += page.hosts
+        pages += 1
+        if not page.more:
+            return machines, hosts, pages
+        question = ListMachines(
+            service=service, database_id=DEPLOYMENT, after_host=page.next_host, after_instance=page.next_instance
+        )
+
+
+class Gated(Hypervisors):
+    """Builds and changes of what is named wait."""
+
+    waiting: frozenset[str] = frozenset()
+
+    async def spawn(self, build: Build) -> None:
+        if build.spec.instance_uuid in self.waiting:
+            await asyncio.get_running_loop().create_future()
+        await super().spawn(build)
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        if change.spec.instance_uuid in self.waiting:
+            await asyncio.get_running_loop().create_future()
+        return await super().change(change)
+
+
+def stop(host: str, instance: str) -> ChangeMachine:
+    order = spawn(host, instance)
+    return ChangeMachine(
+        spec=order.spec, attempt=1, host_uuid=host, allocations=order.allocations, service=SERVICE,
+        deployment=DEPLOYMENT, change=ChangeKind.STOP, order=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+async def test_every_machine_is_listed_whatever_its_state(
+    cell: Cell, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "MAX_LISTED_MACHINES", most)
+    settings = ComputeConfig(hosts=3, heartbeat_interval_s=0.05)
+    fleet = planned(settings)
+    driver = Gated(fleet, Faults(), seed=1, clock=SystemClock())
+    life = await cell.compute(settings, fleet, driver=driver)
+    hosts = [one.plan.uuid for one in fleet.hosts]
+    built, stopped, changing, building, foreign = (cell.instance() for _ in range(5))
+    for instance, host in ((built, hosts[0]), (stopped, hosts[1]), (changing, hosts[2])):
+        await cell.built(host, instance)
+    await cell.bus.publish(stop(hosts[1], stopped))
+    await until(lambda: not fleet.guest(hosts[1], stopped).runs)  # type: ignore[union-attr]
+    fleet.put(hosts[0], Guest(foreign, 1, {hosts[0]: {"VCPU": 1}}, deployment=ANOTHER))
+    driver.waiting = frozenset({changing, building})
+    await cell.bus.publish(stop(hosts[2], changing))
+    await cell.spawn(hosts[0], building)
+
+    machines, read, pages = await read_all(cell)
+
+    assert sorted(read) == sorted(hosts) and pages == {1: 5, 3: 2, 1000: 1}[most]
+    assert {
+        name: (one.complete, one.runs, one.busy, one.foreign)
+        for name, one in (
+            (name, machines.pop(uuid))
+            for name, uuid in (
+                ("built", built), ("stopped", stopped), ("changing", changing), ("building", building),
+                ("foreign", foreign),
+            )
+        )
+    } == {
+        "built": (True, True, False, False),
+        "stopped": (True, False, False, False),
+        "changing": (True, True, True, False),
+        "building": (False, False, False, False),
+        "foreign": (True, True, False, True),
+    } and machines == {}  # fmt: skip
+    await life.kill()
+
+
+async def test_a_node_s_machine_is_listed_with_the_spec_of_its_order(metal: Metal) -> None:
+    cell = Cell()
+    await cell.open()
+    life, node = await metal.serve(cell), metal.first
+    instance = await cell.built(node)
+    await life.kill()
+    await metal.serve(cell)
+    machines, hosts, _ = await read_all(cell)
+    one, order = machines[instance], spawn(node, instance)
+    assert sorted(hosts) == sorted(metal.nodes)
+    assert (one.spec, one.allocations, one.complete) == (order.spec, order.allocations, True)
+    await cell.close()

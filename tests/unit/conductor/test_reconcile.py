@@ -1,0 +1,597 @@
+"""What is made of one instance after its cell's database was set back: over all that may be recorded, listed and known,
+and over histories of which every pair of backups is restored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+from typing import Any, TypeAlias
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.listing import ListedMachine
+from bus.contracts.moves import Condition, MoveKind
+from cell_conductor.domain import reconcile as reconciling
+from cell_conductor.domain.desires import (
+    DELETE_REQUESTED,
+    DESIRES,
+    ELSEWHERE,
+    WANTED,
+    Wish,
+    Work,
+    desire_of,
+    states_where,
+)
+from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
+from cell_conductor.domain.reconcile import (
+    ATTEMPTS_PER_INCARNATION,
+    Action,
+    BlockedReason,
+    KnownInstance,
+    OperatorDecision,
+    Reconciled,
+    RecoveryOrder,
+    Verb,
+    reconcile,
+)
+from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.scenario import SPEC, UUID, selection
+
+ON = {name: selection(n) for n, name in enumerate("ABC", start=1)}
+INCARNATION = 3
+FLOOR = INCARNATION * ATTEMPTS_PER_INCARNATION
+
+
+def listed(place: str, attempt: int, **other: Any) -> ListedMachine:
+    at = ON[place]
+    known: dict[str, Any] = {
+        "instance_uuid": UUID,
+        "host_uuid": at.host_uuid,
+        "service": at.service,
+        "host": at.host,
+        "project_id": SPEC.project_id,
+        "spec": SPEC,
+        "allocations": at.allocations,
+    }
+    return ListedMachine(attempt=attempt, **known | other)
+
+
+def known_at(*places: str, **other: Any) -> KnownInstance:
+    known = {"spec": SPEC, "project_id": SPEC.project_id, "selections": tuple(ON[place] for place in places)}
+    return KnownInstance(**known | other)
+
+
+# --- over everything
+
+
+def record_of(phase: Phase, **other: Any) -> Instance:
+    """On A as attempt 1; one that is moved, from there to B as attempt 2."""
+    row = DESIRES[phase]
+    made = Instance(uuid=UUID, state=phase[0], then=phase[1], spec=SPEC, selections=(ON["A"],), attempt=1, sequence=20)
+    if row.source is not Wish.UNKNOWN or row.work is Work.MOVE:
+        move = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON["A"], source_attempt=1, book_attempt=1, spec=SPEC)
+        is_at_source = row.asks is not None and row.source in WANTED and row.here is Wish.NONE
+        at, attempt = (0, 1) if is_at_source else (1, 2)
+        made = replace(made, selections=(ON["A"], ON["B"]), position=at, attempt=attempt, move=move)
+    return replace(made, **other)
+
+
+PHASES = [phase for phase, row in DESIRES.items() if row.here is not Wish.UNKNOWN]
+RECORDS = [
+    None,
+    *(record_of(phase, **other) for phase, other in product(PHASES, ({}, {"image": "kept"}, {"power": Power.STOPPED}))),
+]
+ON_A = (
+    (),
+    (listed("A", 1),),
+    (listed("A", 1, runs=False),),
+    (listed("A", 1, complete=False),),
+    (listed("A", 1, busy=True),),
+    (listed("A", 1, foreign=True),),
+)
+ON_B = (
+    (),
+    (listed("B", 2),),
+    (listed("B", 2, runs=False),),
+    (listed("B", 2, complete=False),),
+    (listed("B", 9, spec=None, project_id=None),),
+)
+ON_C = ((), (listed("C", 7),))
+MACHINES = [(*a, *b, *c) for a, b, c in product(ON_A, ON_B, ON_C)]
+WORDS = (
+    None,
+    known_at("A", attempt=1, is_old=True),
+    known_at("A", attempt=1, power=Power.RUNNING),
+    known_at("B", "A", attempt=2, request_id=MOVE, kind=MoveKind.MIGRATE, power=Power.RUNNING),
+    known_at("A", attempt=2, request_id=OTHER, kind=MoveKind.STOP, power=Power.RUNNING),
+    known_at("C", attempt=7, is_active=False),
+    known_at(attempt=2, is_deleted=True),
+    known_at(attempt=9, is_deleted=True),
+    known_at(attempt=9, is_elsewhere=True),
+    KnownInstance(exists=False),
+)
+Case: TypeAlias = tuple[Instance | None, Sequence[ListedMachine], KnownInstance | None, frozenset[str]]
+
+
+def cases() -> Iterator[Case]:
+    absents = [frozenset[str](), *(frozenset({one.host_uuid}) for one in ON.values())]
+    for record, machines, known, absent in product(RECORDS, MACHINES, WORDS, absents):
+        if not any(one.host_uuid in absent for one in machines):
+            yield record, machines, known, absent
+
+
+def is_delete_recorded(record: Instance | None, known: KnownInstance | None) -> bool:
+    return (record is not None and record.phase in DELETE_REQUESTED) or (
+        known is not None and known.is_deleted and not known.is_old
+    )
+
+
+def wanted_of(result: Reconciled) -> set[tuple[str | None, int]]:
+    """The (host, attempt) pairs that the record has machines under."""
+    after, places = result.record, set[tuple[str | None, int]]()
+    if after is None or result.blocked_reason:
+        return places
+    if desire_of(after).here in WANTED:
+        places.add((after.host_uuid, after.attempt))
+    if desire_of(after).source is Wish.STAY:
+        places.add((after.source_host_uuid, after.source_attempt))
+    return places
+
+
+def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
+    """What becomes of the machines, and must not."""
+    record, machines, known, _ = case
+    own = [one for one in machines if not one.foreign]
+    ordered = [order.machine for order in result.orders]
+    if any(one.foreign for one in ordered):
+        yield "a foreign machine is touched"
+    if any(o.action is Action.DESTROY for o in result.orders) and not is_delete_recorded(record, known):
+        yield "a machine is ordered away without a delete"
+    wanted = [one for one in own if (one.host_uuid, one.attempt) in wanted_of(result)]
+    running = {one.host_uuid for one in wanted if one.complete and one.runs}
+    running |= {order.machine.host_uuid for order in result.orders if order.action is Action.START}
+    if len(running) > 1 or len(wanted) > 2:
+        yield "two are wanted"
+    if any(one.busy for one in own) and result.blocked_reason is not BlockedReason.BUSY:
+        yield "what is busy is decided about"
+    if not result.blocked_reason and any(one.complete and one not in wanted and one not in ordered for one in own):
+        yield "a complete machine is forgotten"
+
+
+def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
+    """What becomes of the record, and must not."""
+    record, machines, known, absent = case
+    own, after = [one for one in machines if not one.foreign], result.record
+    if after is None or result.blocked_reason:
+        return
+    if after.phase not in DESIRES:
+        yield "no row of the desired states"
+    row = desire_of(after)
+    is_there = any((one.host_uuid, one.attempt) == (after.host_uuid, after.attempt) and one.complete for one in own)
+    if row.here is Wish.RUN and not is_there and not absent:
+        yield "it runs nowhere"
+    if after.phase not in ELSEWHERE and after.last_attempt < max((one.attempt for one in own), default=0):
+        yield "a number was seen that is higher"
+    if after.phase not in ELSEWHERE | DELETE_REQUESTED and after.last_attempt < FLOOR:
+        yield "its numbers are below the floor"
+    is_changed = record is not None and after.phase != record.phase
+    if (known is None or known.is_old) and is_changed and row.here in (Wish.GONE, Wish.NONE):
+        yield "it is released without the top's word"
+
+
+def is_same(again: Reconciled, first: Reconciled) -> bool:
+    """An end is announced once; again only where the top still waits for it."""
+    return set(again.ended) <= set(first.ended) and replace(again, ended=first.ended) == first
+
+
+@pytest.mark.parametrize(
+    ("record", "verb", "phase", "actions"),
+    [
+        (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", Action.QUARANTINE)}),
+        (record_of((State.DELETED, None)), Verb.ADOPT, None, set()),  # it contradicts the delete
+        (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", Action.DESTROY)}),
+        (record_of((State.ACTIVE, None)), Verb.PROTECT, (State.ACTIVE, None), set()),
+    ],
+)
+def test_an_operator_decides_about_one_machine(
+    record: Instance, verb: Verb, phase: Phase | None, actions: set[tuple[str, Action]]
+) -> None:
+    decision = OperatorDecision(verb, ON["B"].host_uuid)
+    machines, known = (listed("A", 1), listed("B", 2)), known_at("A", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION)
+    assert result.record is not None and phase in (None, result.record.phase)
+    names = {one.host_uuid: name for name, one in ON.items()}
+    assert {(names[o.machine.host_uuid], o.action) for o in result.orders} == actions
+    if verb is Verb.ADOPT and phase is not None:
+        assert (result.record.host_uuid, result.record.attempt) == (ON["B"].host_uuid, 2)
+
+
+def test_a_machine_without_record_and_top_is_taken_up_by_its_spec_and_the_project_of_its_allocations() -> None:
+    machine = listed("A", 4)
+    for project, taken in ((SPEC.project_id, State.ACTIVE), ("another", None)):
+        known = KnownInstance(exists=False, project_id=project)
+        result = reconcile(None, (machine,), known, frozenset(), None, incarnation=INCARNATION)
+        assert (result.record and result.record.state) == taken
+        assert [o.action for o in result.orders] == ([] if taken else [Action.QUARANTINE])
+
+
+def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
+    wrong, counted, outcomes = Counter[str](), 0, Counter[str]()
+    first: dict[str, Any] = {}
+    for case in cases():
+        counted += 1
+        result = reconcile(*case, None, incarnation=INCARNATION)
+        again = reconcile(result.record, *case[1:], None, incarnation=INCARNATION)
+        found = [*faults_about_machines(case, result), *faults_about_the_record(case, result)]
+        found += ["it comes to another result"] * (not is_same(again, result))
+        for fault in found:
+            first.setdefault(fault, (case, result, again))
+        wrong.update(found)
+        outcomes[result.blocked_reason or "decided"] += 1
+    assert not wrong, (wrong, next(iter(first.values())))
+    assert counted > 90_000 and set(outcomes) == {"decided", *BlockedReason}
+
+
+# --- over histories
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """What is true, and what the cell and the top have on record. alive: the machine that the client has, as (host,
+    attempt) ("": in another cell). off: hosts that are; fenced: of these, whose fence is on record.
+    """
+
+    record: Instance | None = None
+    known: KnownInstance = KnownInstance(exists=False)
+    machines: tuple[ListedMachine, ...] = ()
+    alive: tuple[str, int] | None = None
+    is_deleted: bool = False
+    off: frozenset[str] = frozenset()
+    fenced: frozenset[str] = frozenset()
+
+
+NOTHING = Moment()
+
+
+def history(*changes: dict[str, Any], start: Moment = NOTHING) -> list[Moment]:
+    """Each moment is the one before with these changes."""
+    moments = [start]
+    for change in changes:
+        moments.append(replace(moments[-1], **change))
+    return moments
+
+
+def at(place: str, attempt: int, *phase: State, **other: Any) -> Instance:
+    """The record of an instance there."""
+    state, then = phase if len(phase) == 2 else (phase[0], None)
+    known = {"state": state, "then": then, "spec": SPEC, "selections": (ON[place],), "attempt": attempt}
+    return Instance(uuid=UUID, **known | other)
+
+
+def moving(*phase: State, kind: MoveKind = MoveKind.MIGRATE, **other: Any) -> Instance:
+    """From A to B."""
+    move = Move(request_id=MOVE, kind=kind, source=ON["A"], source_attempt=1, book_attempt=1, spec=SPEC)
+    is_claimed = phase[0] is not State.CLAIMING
+    known = {"selections": (ON["A"], ON["B"]), "position": int(is_claimed), "move": move}
+    return replace(at("A", 2 if is_claimed else 1, *phase), **known | other)
+
+
+def here(place: str, attempt: int) -> tuple[str, int]:
+    return ON[place].host_uuid, attempt
+
+
+RUNNING, A, B = Power.RUNNING, here("A", 1), here("B", 2)
+ON_A_1 = known_at("A", attempt=1, power=RUNNING)
+ON_B_2 = known_at("B", attempt=2, power=RUNNING)
+LEAVING_A = known_at("A", attempt=1, power=RUNNING, request_id=MOVE, kind=MoveKind.MIGRATE)
+TO_B = known_at("B", "A", attempt=2, power=RUNNING, request_id=MOVE, kind=MoveKind.MIGRATE)
+ACTIVE_ON_A = Moment(record=at("A", 1, State.ACTIVE), known=ON_A_1, machines=(listed("A", 1),), alive=A)
+BUILT = history(
+    {"known": known_at("A", attempt=1, is_active=False)},
+    {"record": at("A", 1, State.BUILDING)},
+    {"machines": (listed("A", 1, complete=False),)},
+    {"machines": (listed("A", 1),), "alive": A},
+    {"record": at("A", 1, State.ACTIVE)},
+    {"known": ON_A_1},
+)
+STOPPED_A, RUNS_B, MADE_B = listed("A", 1, runs=False), listed("B", 2), listed("B", 2, complete=False)
+LEFT_A = (
+    {"known": LEAVING_A},
+    {"record": moving(State.CLAIMING, State.PREPARING)},
+    {"known": TO_B},
+    {"record": moving(State.PREPARING)},
+    {"record": moving(State.HANDING_OVER)},
+    {"machines": (listed("A", 1, busy=True),)},
+    {"machines": (STOPPED_A,)},
+    {"record": moving(State.FINISHING)},
+    {"machines": (STOPPED_A, MADE_B)},
+)
+ARRIVED_ON_B = (
+    {"machines": (STOPPED_A, RUNS_B), "alive": B},
+    {"record": moving(State.DESTROYING, State.ACTIVE)},
+    {"machines": (RUNS_B,)},
+    {"record": moving(State.RELEASING, State.ACTIVE)},
+    {"known": ON_B_2},
+    {"record": at("B", 2, State.ACTIVE)},
+)
+SHELVED_A = at("A", 1, State.OFFLOADED, power=Power.SHELVED, image="kept")
+OFFLOADED = (
+    {"record": moving(State.CHANGING, kind=MoveKind.SHELVE, selections=(ON["A"],), position=0, attempt=1)},
+    {"machines": (STOPPED_A,)},
+    {"record": at("A", 1, State.DESTROYING, State.OFFLOADED, power=Power.SHELVED, image="kept")},
+    {"machines": (), "alive": None},
+    {"record": SHELVED_A},
+    {"known": known_at(attempt=1, power=Power.SHELVED)},
+)
+UNSHELVING = Move(request_id=OTHER, kind=MoveKind.UNSHELVE, spec=SPEC, power=Power.SHELVED, image="kept")
+HISTORIES = {
+    "it is built": BUILT,
+    "it is built on an alternate": history(
+        {"known": known_at("A", attempt=1, is_active=False)},
+        {"record": at("A", 1, State.BUILDING)},
+        {"machines": (listed("A", 1, complete=False),)},
+        {"machines": ()},
+        {"record": at("A", 1, State.CLAIMING, State.BUILDING, selections=(ON["A"], ON["B"]))},
+        {"known": known_at("B", attempt=2, is_active=False)},
+        {"record": at("A", 2, State.BUILDING, selections=(ON["A"], ON["B"]), position=1)},
+        {"machines": (MADE_B,)},
+        {"machines": (RUNS_B,), "alive": B},
+        {"record": at("A", 2, State.ACTIVE, selections=(ON["A"], ON["B"]), position=1)},
+        {"known": ON_B_2},
+    ),
+    "it is deleted": history(
+        {"known": replace(ON_A_1, is_deleted=True), "is_deleted": True},
+        {"record": at("A", 1, State.DESTROYING, State.DELETED)},
+        {"machines": (), "alive": None},
+        {"record": at("A", 1, State.RELEASING, State.DELETED)},
+        {"known": known_at(attempt=1, is_deleted=True)},
+        {"record": at("A", 1, State.DELETED)},
+        start=ACTIVE_ON_A,
+    ),
+    "it is migrated": history(*LEFT_A, *ARRIVED_ON_B, start=ACTIVE_ON_A),
+    "its migration fails": history(
+        *LEFT_A,
+        {"machines": (STOPPED_A,)},
+        {"record": moving(State.DESTROYING, State.REVERTING)},
+        {"record": moving(State.REVERTING)},
+        {"known": LEAVING_A},
+        {"record": moving(State.RESTARTING, selections=(ON["A"],), position=0, attempt=1, newest=2)},
+        {"machines": (listed("A", 1),)},
+        {"record": at("A", 1, State.ACTIVE, newest=2)},
+        {"known": ON_A_1},
+        start=ACTIVE_ON_A,
+    ),
+    "it is migrated live": history(
+        *LEFT_A[:5],
+        {"machines": (listed("A", 1, busy=True), MADE_B)},
+        {"record": moving(State.FINISHING)},
+        {"machines": (listed("A", 1, busy=True, runs=False), listed("B", 2, complete=False, busy=True))},
+        *ARRIVED_ON_B,
+        start=ACTIVE_ON_A,
+    ),
+    "it is stopped and started": history(
+        {"known": replace(ON_A_1, request_id=MOVE, kind=MoveKind.STOP)},
+        {"record": moving(State.CHANGING, kind=MoveKind.STOP, selections=(ON["A"],), position=0, attempt=1)},
+        {"machines": (STOPPED_A,)},
+        {"record": at("A", 1, State.ACTIVE, power=Power.STOPPED)},
+        {"known": replace(ON_A_1, power=Power.STOPPED)},
+        {"known": replace(ON_A_1, power=Power.STOPPED, request_id=OTHER, kind=MoveKind.START)},
+        {"machines": (listed("A", 1),)},
+        {"record": at("A", 1, State.ACTIVE)},
+        {"known": ON_A_1},
+        start=ACTIVE_ON_A,
+    ),
+    "it is shelved, and unshelved elsewhere": history(
+        {"known": replace(ON_A_1, request_id=MOVE, kind=MoveKind.SHELVE)},
+        *OFFLOADED,
+        {"known": known_at("B", attempt=2, power=Power.SHELVED, request_id=OTHER, kind=MoveKind.UNSHELVE)},
+        {"record": at("B", 2, State.FINISHING, power=Power.SHELVED, image="kept", move=UNSHELVING)},
+        {"machines": (MADE_B,)},
+        {"machines": (RUNS_B,), "alive": B},
+        {"record": at("B", 2, State.ACTIVE)},
+        {"known": ON_B_2},
+        start=ACTIVE_ON_A,
+    ),
+    "it is evacuated": history(
+        {"off": frozenset({A[0]}), "machines": (), "alive": None},
+        {"fenced": frozenset({A[0]})},
+        {"known": replace(LEAVING_A, kind=MoveKind.EVACUATE)},
+        {"known": replace(TO_B, kind=MoveKind.EVACUATE)},
+        {"record": moving(State.FINISHING, kind=MoveKind.EVACUATE)},
+        {"machines": (MADE_B,)},
+        {"machines": (RUNS_B,), "alive": B},
+        {"record": at("B", 2, State.ACTIVE)},
+        {"known": ON_B_2},
+        {"off": frozenset(), "fenced": frozenset()},
+        start=ACTIVE_ON_A,
+    ),
+    "it goes to another cell and comes back": history(
+        {"known": replace(LEAVING_A, request_id=OTHER)},
+        *OFFLOADED[:-1],
+        {"record": at("A", 1, State.DEPARTED, image="kept")},
+        {"known": known_at(attempt=2, is_elsewhere=True), "alive": ("", 2)},
+        {"known": known_at(attempt=2, is_elsewhere=True, power=Power.SHELVED), "alive": None},
+        {"known": known_at("B", attempt=3, is_active=False)},
+        {"record": at("B", 3, State.BUILDING)},
+        {"machines": (listed("B", 3),), "alive": here("B", 3)},
+        {"record": at("B", 3, State.ACTIVE)},
+        {"known": known_at("B", attempt=3, power=RUNNING)},
+        start=ACTIVE_ON_A,
+    ),
+}
+
+
+class Restored(Struct, frozen=True):
+    """A moment, with the record of an earlier one and the top's word of another."""
+
+    now: Moment
+    record: Instance | None
+    known: KnownInstance
+    fenced: frozenset[str]
+    absent: frozenset[str]
+
+
+def restored(moments: Sequence[Moment]) -> Iterator[Restored]:
+    """Every cut, every pair of backups of cell and top, and every set of hosts that do not list."""
+    hosts = [ON["A"].host_uuid, ON["B"].host_uuid]
+    for cut, now in enumerate(moments):
+        for cell, top in product(range(cut + 1), repeat=2):
+            known = replace(moments[top].known, is_old=top < cut)
+            fenced = moments[cell].fenced | moments[top].fenced
+            for count in range(len(hosts) + 1):
+                for absent in combinations(hosts, count):
+                    yield Restored(now, moments[cell].record, known, fenced, frozenset(absent))
+
+
+def follow(machines: Sequence[ListedMachine], orders: Sequence[RecoveryOrder]) -> list[ListedMachine]:
+    """The machines when the orders were carried out, and what was under way has ended."""
+    left = []
+    for one in machines:
+        actions = {order.action for order in orders if order.machine == one}
+        if Action.DESTROY in actions or (Action.DESTROY_IF_INCOMPLETE in actions and not one.complete):
+            continue
+        left.append(replace(one, busy=False, runs=one.runs or Action.START in actions))
+    return left
+
+
+def harms_of(case: Restored, before: Sequence[ListedMachine], result: Reconciled) -> Iterator[str]:
+    """What a result does to the client's machine."""
+    alive, after = case.now.alive, result.record
+    if alive is None:
+        return
+    if not case.now.is_deleted and any(
+        (one.host_uuid, one.attempt) == alive for one in before if one not in follow_quiet(before, result)
+    ):
+        yield "destroyed"
+    if after is None or result.blocked_reason or case.now.is_deleted:
+        return
+    starts = [order.machine for order in result.orders if order.action is Action.START]
+    wanted = {(after.host_uuid, after.attempt)} if desire_of(after).here in WANTED else set()
+    wanted |= {(one.host_uuid, one.attempt) for one in starts}
+    if wanted - {alive} or after.phase in OFFLOADED_PHASES:
+        yield "doubled"
+    if after.phase in RELEASED and alive[0] != "":
+        yield "forgotten"
+
+
+OFFLOADED_PHASES = states_where(lambda row: row.condition is Condition.OFFLOADED)
+RELEASED = states_where(lambda row: row.condition in (Condition.FAILED, Condition.DELETED))
+
+
+def follow_quiet(before: Sequence[ListedMachine], result: Reconciled) -> list[ListedMachine]:
+    """Those that the orders leave, as they were."""
+    left = {(one.host_uuid, one.attempt) for one in follow(before, result.orders)}
+    return [one for one in before if (one.host_uuid, one.attempt) in left]
+
+
+Seen: TypeAlias = tuple[list[ListedMachine], KnownInstance | None]
+
+
+def recover(case: Restored, see: Callable[[list[ListedMachine], KnownInstance], Seen]) -> Iterator[str]:
+    """The harms: first with the hosts that list, then with all, until nothing changes."""
+    record, machines, now = case.record, list(case.now.machines), case.now
+    absent, result = case.absent | now.off, Reconciled(None)
+    for round_ in range(6):
+        hidden = [one for one in machines if one.host_uuid in absent]
+        listing, known = see([one for one in machines if one not in hidden], case.known)
+        result = reconcile(record, listing, known, absent - case.fenced, None, incarnation=INCARNATION)
+        real = [replace(o, machine=next(m for m in machines if is_one(m, o.machine))) for o in result.orders]
+        yield from harms_of(case, machines, replace(result, orders=tuple(real)))
+        following = [*follow([one for one in machines if one not in hidden], real), *hidden]
+        if round_ and (following, result.record) == (machines, record):
+            break
+        record, machines, absent = result.record, following, now.off
+    else:
+        yield "never at rest"
+    yield from end_of(case, machines, result)
+
+
+def is_one(one: ListedMachine, other: ListedMachine) -> bool:
+    return (one.host_uuid, one.attempt) == (other.host_uuid, other.attempt)
+
+
+def end_of(case: Restored, machines: Sequence[ListedMachine], result: Reconciled) -> Iterator[str]:
+    """What is wrong at the end, when all hosts that are on have listed."""
+    now, after = case.now, result.record
+    if now.is_deleted or now.alive is None:
+        if not case.known.is_old and now.is_deleted and machines and not result.blocked_reason:
+            yield "kept"
+        return
+    is_listed = any((o.machine.host_uuid, o.machine.attempt) == now.alive for o in result.orders)
+    is_wanted = now.alive in wanted_of(result) or (now.alive[0] == "" and (after is None or after.phase in ELSEWHERE))
+    if not (is_wanted or is_listed or result.blocked_reason or now.alive[0] == ""):
+        yield "forgotten"
+    if not case.known.is_old and not is_wanted:
+        yield "undecided"
+
+
+def as_seen(machines: list[ListedMachine], known: KnownInstance) -> Seen:
+    return machines, known
+
+
+def count_harms(see: Callable[[list[ListedMachine], KnownInstance], Seen]) -> tuple[Counter[str], int]:
+    harms, counted = Counter[str](), 0
+    for name, moments in HISTORIES.items():
+        for case in restored(moments):
+            counted += 1
+            harms.update({f"{harm}: {name}" for harm in recover(case, see)})
+    return harms, counted
+
+
+def test_no_history_ends_with_a_machine_destroyed_doubled_or_forgotten() -> None:
+    harms, counted = count_harms(as_seen)
+    assert not harms
+    assert counted > 5_000
+
+
+def alone(machines: list[ListedMachine], _known: KnownInstance) -> Seen:
+    return machines, KnownInstance(exists=False)
+
+
+def believing(machines: list[ListedMachine], known: KnownInstance) -> Seen:
+    return machines, replace(known, is_old=False)
+
+
+def without_places(machines: list[ListedMachine], known: KnownInstance) -> Seen:
+    return machines, replace(known, selections=())
+
+
+def as_running(machines: list[ListedMachine], known: KnownInstance) -> Seen:
+    return [replace(one, runs=True) for one in machines], known
+
+
+def oldest_of(machines: Sequence[ListedMachine], _base: Instance) -> ListedMachine:
+    return machines[0]
+
+
+def without(rule: reconciling.Rule) -> dict[str, Any]:
+    return {"RULES": tuple(one for one in reconciling.RULES if one is not rule)}
+
+
+# (what is seen otherwise, what is put in place of the module's own, the harm that it does)
+DEFECTS: dict[str, tuple[Callable[[list[ListedMachine], KnownInstance], Seen], dict[str, Any], str]] = {
+    "rule 0: an end without the top's word": (as_seen, {"_ends": lambda _facts, _result: False}, "doubled"),
+    "rule 0: an old word counts": (believing, {}, "doubled"),
+    "rule 3: departed": (as_seen, without(reconciling.depart), "doubled"),
+    "rule 6: hosts that have not listed": (as_seen, without(reconciling.wait_for_hosts), "doubled"),
+    "the newest": (as_seen, {"newest_of": oldest_of}, "doubled"),
+    "the top's word": (alone, {}, "forgotten"),
+    "the places that the top has": (without_places, {}, "forgotten"),
+    "stopped is no running": (as_running, {}, "doubled"),
+}
+
+
+@pytest.mark.parametrize(("see", "patched", "harm"), DEFECTS.values(), ids=DEFECTS)
+def test_each_rule_that_is_left_out_does_harm(
+    see: Callable[[list[ListedMachine], KnownInstance], Seen],
+    patched: dict[str, Any],
+    harm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in patched.items():
+        monkeypatch.setattr(reconciling, name, value)
+    harms, _ = count_harms(see)
+    assert any(found.startswith(harm) for found in harms)
