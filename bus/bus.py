@@ -19,12 +19,13 @@ from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
 from bus.contracts.queues import BY_QUEUE, EVENTS, Where
-from bus.contracts.replies import REPLY_PREFIX, sample_keys
+from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
 from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
+from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer

@@ -7,26 +7,19 @@ user may not would lose its channel, and what others have under way on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from bus.contracts.catalogue import MessageRow, message_keys, sample_of, taken_by
+from bus.contracts.catalogue import MessageRow, taken_by
 from bus.contracts.queues import (
     CLIENT,
     COMPUTE,
     CONDUCTOR,
-    DEAD,
     FRONT,
     IRONIC,
     OPERATOR,
     PLACEMENT,
-    QUEUES,
-    REPLY,
     SCHEDULER,
-    QueueKind,
-    QueueRow,
-    Where,
 )
-from bus.topology import delay_exchange
 
 REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
 
@@ -69,22 +62,11 @@ def _askers(rows: Iterable[MessageRow]) -> dict[str, None]:
     return askers | dict.fromkeys([FRONT] if SCHEDULER in askers else [])
 
 
-def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
-    """(exchange, routing key) by which the consumer of a queue answers, parks and retries, one of each kind."""
-    rows, name = [one for one in taken_by(row.name) if is_answered(one)], sample_of(row.name)
-    found = [(REPLY, f"{REPLY_PREFIX}{_PROCESSES.get(asker, 'x')}.0") for asker in _askers(rows)]
-    if any(one.public for one in rows):
-        found.append((REPLY, "client.reply.x"))
-    if row.kind is QueueKind.DURABLE:
-        found += [(DEAD, name), *((delay_exchange(delay_s), name) for delay_s in row.retry_s)]
-    return found
-
-
-def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
-    """The same of all that a worker publishes on a bus of this kind, with a word for each placeholder."""
-    consumed = [row for row in QUEUES if row.consumer == package and row.where in (where, Where.BOTH)]
-    found = [*message_keys(package, where), *(one for row in consumed for one in sample_answers(row))]
-    return list(dict.fromkeys(found))
+def sample_reply_keys(rows: Sequence[MessageRow]) -> list[str]:
+    """A key of each kind of reply queue to which the consumer of such messages answers."""
+    rows = [row for row in rows if is_answered(row)]
+    keys = [f"{REPLY_PREFIX}{_PROCESSES.get(asker, 'x')}.0" for asker in _askers(rows)]
+    return [*keys, "client.reply.x"] if any(row.public for row in rows) else keys
 
 
 def is_answered(row: MessageRow) -> bool:

@@ -247,8 +247,8 @@ OTHER_NAMES = {
     ),
     "exchanges, queues and routing keys": (
         "amq.default amq.topic berth.dead berth.delay berth.delayed berth.events berth.of.* berth.owner.* berth.probe "
-        "berth.replays berth.replies berth.reply.*.* berth.return operator.request operator.request.* "
-        "*.b *.* **.* *.*.*"
+        "berth.replays berth.replies berth.reply.*.* berth.reply.*.0 client.reply.x berth.return operator.request "
+        "operator.request.* *.b *.* **.* *.*.*"
     ),
     "names under which handled messages are on record": "scheduler.changes.refused",
     "columns and percentiles of a load's record": "depths.* stages.* utilisation.share p99.9",

@@ -27,10 +27,10 @@ from berth.settings import BusSettings, CellSettings, Settings
 from berth.trial.servers import API_VHOST, RealServers, variables
 from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.queues import Where
-from bus.contracts.replies import sample_keys
 from bus.port import BusForbidden, BusRightsMissing, BusTopicsOpen
 from bus.rabbitmq import transport
 from bus.rabbitmq.transport import RabbitTransport
+from bus.rights import sample_keys
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN

@@ -38,7 +38,7 @@ from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES, projects_key
 from bus.contracts.objects import CellBus
 from bus.contracts.queues import FRONT, QUEUES, Where
-from bus.contracts.replies import sample_keys
+from bus.rights import sample_keys
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from bus.topology import QueueNames
 from lab.reference.settings import _struct

@@ -123,7 +123,7 @@ class Transport:
     def fanout(self) -> str:
         return next(queue for queue in self.consumed if queue.startswith(f"{TOPIC}_fanout"))
 
-    async def declare_reply_queue(self, name: str, *, foreign: bool) -> None: ...
+    async def declare_reply_queue(self, name: str, *, bound: bool) -> None: ...
 
     async def consumers(self, queue: str) -> int:
         return self.others

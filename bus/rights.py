@@ -1,0 +1,24 @@
+"""What a worker publishes on a bus, one key of each kind: it tries these at its start."""
+
+from __future__ import annotations
+
+from bus.contracts.catalogue import message_keys, sample_of, taken_by
+from bus.contracts.queues import DEAD, QUEUES, REPLY, QueueKind, QueueRow, Where
+from bus.contracts.replies import sample_reply_keys
+from bus.topology import delay_exchange
+
+
+def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
+    """(exchange, routing key) by which the consumer of a queue answers, parks and retries."""
+    name = sample_of(row.name)
+    found = [(REPLY, key) for key in sample_reply_keys(taken_by(row.name))]
+    if row.kind is QueueKind.DURABLE:
+        found += [(DEAD, name), *((delay_exchange(delay_s), name) for delay_s in row.retry_s)]
+    return found
+
+
+def sample_keys(package: str, where: Where) -> list[tuple[str, str]]:
+    """The same of all that a worker publishes on a bus of this kind, with a word for each placeholder."""
+    consumed = [row for row in QUEUES if row.consumer == package and row.where in (where, Where.BOTH)]
+    found = [*message_keys(package, where), *(one for row in consumed for one in sample_answers(row))]
+    return list(dict.fromkeys(found))
