@@ -28,7 +28,14 @@ from tests.kit.waiting import until
 from tests.system.small import PLAN
 from tests.system.test_permissions import MINE, THEIRS, Guarded, Tenant, key_of, tenant
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
+# A ratio of two times: the machine must have nothing else to do.
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.system,
+    pytest.mark.rabbitmq,
+    pytest.mark.postgres,
+    pytest.mark.timeout(600),
+]
 
 BATCH = "application/vnd.berth.batch+json"
 ROUNDS, BOOTS = 4, 5
