@@ -50,6 +50,7 @@ class PeerWatch:
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
         self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves, by migration
         self._fenced: dict[str, None] = {}  # hosts that ever were
+        self._offloaded: dict[str, None] = {}  # instances that ever were: a scheduler may know it late, or no more
         self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # refused for their project's quota
 
@@ -136,6 +137,8 @@ class PeerWatch:
 
     def machines(self) -> None:
         """After a commit of a cell: what is active keeps the rules too. Raises Breach."""
+        for table in self._cells.values():
+            self._offloaded |= {uuid: None for uuid, one in table.instances.items() if one.state is State.OFFLOADED}
         self._groups(
             {
                 uuid: instance.host_uuid
@@ -189,7 +192,9 @@ class PeerWatch:
         alone = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
         requested = {name: order.count * amount for name, amount in alone.items()}
         quota = self._plan.quota_of(order.project)
+        offloaded = sum(self._orders[one].project == order.project for one in self._offloaded if one in self._orders)
         for held in self._held_since(order.project, self._since[uuid]):
+            held[INSTANCES] += offloaded
             if any(held[name] + requested.get(name, 0) > most for name, most in quota.items() if name in requested):
                 return
         raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")
@@ -201,7 +206,7 @@ class PeerWatch:
         known = [(0.0, Counter[str]()), *self._held.get(project, [])]
         for number, (at, held) in enumerate(known):
             if number + 1 == len(known) or known[number + 1][0] >= since:
-                counted = held.copy()
+                counted = held.copy()  # its receiver may add to it
                 for (_, before), (then, after) in pairwise(known[:number]):
                     if then >= at - OVERLAP_S:
                         counted += before - after  # what it grew by is in `held`

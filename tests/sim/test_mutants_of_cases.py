@@ -162,7 +162,7 @@ def doubt_is_not_seen() -> AbstractContextManager[Any]:
 # {defect: the kind of the world, and a seed that finds it}
 RARE_FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     defects.old_error_ends_a_power_order: (NODE_POWER, 3),
-    doubt_is_not_seen: (TRANSFERS_RESTORED, 555),
+    doubt_is_not_seen: (TRANSFERS_RESTORED, 35),
 }
 
 
