@@ -16,8 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming import consumer, in_flight
-from cell_conductor import engine
-from cell_conductor.domain import departure_rules, doubt, move_events
+from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.rules import Step
 from lab.simulation import drain_watch
@@ -148,21 +147,11 @@ def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.Mo
 
 MOVES = frozenset({Widening.MOVES})
 NODE_POWER = frozenset({Widening.NODE_POWER})
-TRANSFERS_RESTORED = frozenset({Widening.TRANSFERS_RESTORED})
-
-
-def doubt_is_not_seen() -> AbstractContextManager[Any]:
-    """The step judges a record that may be older than the world by the row of its state."""
-    patches = ExitStack()
-    for place in (doubt, engine):
-        patches.enter_context(patch.object(place, "is_in_doubt", lambda _: False))
-    return patches
 
 
 # {defect: the kind of the world, and a seed that finds it}
 RARE_FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     defects.old_error_ends_a_power_order: (NODE_POWER, 3),
-    doubt_is_not_seen: (TRANSFERS_RESTORED, 35),
 }
 
 
