@@ -143,7 +143,8 @@ CUT = (
     " WHERE pid <> pg_backend_pid() AND datname = current_database()"
 )
 IDLE_IN_TRANSACTION = (
-    "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%' AND pid <> pg_backend_pid()"
+    "SELECT count(*) FROM pg_stat_activity"
+    " WHERE state LIKE 'idle in transaction%' AND pid <> pg_backend_pid() AND datname = current_database()"
 )
 
 

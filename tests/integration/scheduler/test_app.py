@@ -198,7 +198,10 @@ pytestmark = pytest.mark.postgres
 FIRST, LAST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
 # The plan of a large batch: rows as they come in the table, each looked for among the values.
 BY_TABLE = "SET LOCAL enable_nestloop = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_indexscan = off"
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%build_requests%'"
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%build_requests%'"
+)
 LOCK = "SELECT FROM build_requests WHERE instance_uuid = $1 FOR UPDATE"
 
 
