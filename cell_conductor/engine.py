@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
-from bus.contracts.moves import CellBook
 from bus.faults import Forbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
@@ -436,19 +435,6 @@ class Engine:
             return {}
         async with self._store.transaction() as transaction:
             return await transaction.lock(sorted(instances))
-
-    async def answered(self, books: Sequence[CellBook]) -> None:
-        """Apply placement's answers that came by way of the schedulers, each to the question that is still asked."""
-        known = await self.known({one.instance_uuid for one in books})
-        events: list[InstanceEvent] = []
-        for one in books:
-            instance = known.get(one.instance_uuid)
-            if instance is None or question_of(instance) != one.question:
-                continue
-            event = self._placement.event_of(instance, one)
-            events += [InstanceEvent(one.instance_uuid, event)] if event is not None else []
-        if events:
-            await self._ask_placement(await self._apply(events))
 
     def adopt(self, instance: str) -> None:
         """Have the next search look for the machine in quarantine that is this instance's by an operator's word, and

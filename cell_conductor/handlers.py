@@ -25,8 +25,7 @@ from bus.contracts.cell import (
     RescanHosts,
 )
 from bus.contracts.moves import (
-    CellBook,
-    CellCheck,
+    CellDepart,
     CellMove,
     CellMoveQuery,
     MachineChanged,
@@ -38,11 +37,12 @@ from bus.contracts.queues import BY_QUEUE
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Listings
-from .domain.departure_rules import passed_on
 from .domain.events import (
     BuildRequested,
     ChangeEnded,
     DeleteRequested,
+    DepartRequested,
+    DepartureEnded,
     Destroyed,
     Event,
     HostRuns,
@@ -140,16 +140,15 @@ class RequestHandlers:
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
-        if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
-            await self._engine.answered(books)
         at = self._clock.time()
         outcomes: list[Outcome] = []
         incoming: list[InstanceEvent] = []
         for received in batch:
             instance_event = _instance_event(received, at)
-            is_known = instance_event is not None or _is_of_check(received.message)
-            outcomes.append(DONE if is_known else Refuse("message.unexpected", type(received.message).__name__))
-            if instance_event is not None:
+            if instance_event is None:
+                outcomes.append(Refuse("message.unexpected", type(received.message).__name__))
+            else:
+                outcomes.append(DONE)
                 incoming.append(instance_event)
         try:
             flushed = await self._engine.take(incoming, source=source) if incoming else None
@@ -160,23 +159,9 @@ class RequestHandlers:
                 for received, outcome in zip(batch, outcomes, strict=True)
             ]
             flushed = await self._engine.take(incoming, source=source) if incoming else None
-        await self._pass_on(batch)  # an arrival that came before its check is on record now
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
-
-    async def _pass_on(self, batch: Sequence[Received]) -> None:
-        changes = [one.message.change for one in batch if isinstance(one.message, CellCheck)]
-        asked = {one.spec.instance_uuid for one in changes if one is not None}
-        known = await self._engine.known(asked) if asked else {}
-        unexplained = await self._search.unexplained(asked)
-        for received in batch:
-            message = received.message
-            if (passed := passed_on(message, self._bus.name, known, unexplained)) is not None:
-                await self._bus.publish(passed, cause=received.meta.cause)
-            elif isinstance(message, CellCheck) and message.change is not None:
-                uuid, reason = message.change.spec.instance_uuid, "no record explains a machine of it that is here"
-                log.warning("move.check_unanswered", instance=uuid, by=message.asked_by.cell, reason=reason)
 
     async def _searched(
         self, incoming: list[InstanceEvent], unsearched: Unsearched, batch: Sequence[Received]
@@ -396,18 +381,13 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         event = move_event(message, at, meta.cause or message.request_id, given_up=_given_up(received))
     elif isinstance(message, CellMoveQuery):
         uuid, event = message.instance_uuid, move_queried(message, at, meta.cause)
-    elif isinstance(message, CellCheck) and message.answer is not None:
-        uuid, event = message.answer.instance_uuid, _event(ChangeEnded, message.answer, at)
-    elif isinstance(message, MachineChanged) and message.asked_by is None:
+    elif isinstance(message, CellDepart):
+        uuid, event = message.instance_uuid, departure_event(message, at, meta.cause, _given_up(received))
+    elif isinstance(message, MachineChanged):
         uuid, event = message.instance_uuid, _event(ChangeEnded, message, at)
     elif isinstance(message, ComputeResult):
         uuid, event = message.instance_uuid, _result(message, at)
     return None if event is None else InstanceEvent(uuid, event, meta.id, meta.cause)
-
-
-def _is_of_check(message: Message) -> bool:
-    is_answer = isinstance(message, MachineChanged) and message.asked_by is not None
-    return is_answer or isinstance(message, CellCheck | CellBook)
 
 
 def _given_up(received: Received) -> Refusal | None:
@@ -440,6 +420,16 @@ def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildR
 def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequested:
     """The event that a CellMoveQuery brings."""
     return move_event(CellMove(**_common(message, CellMove)), at, cause or message.request_id, is_query=True)
+
+
+def departure_event(message: CellDepart, at: float, cause: str = "", given_up: Refusal | None = None) -> Event:
+    """The event that a CellDepart brings."""
+    if message.ended:
+        return DepartureEnded(at=at, attempt=message.attempt)
+    request, cause = CellMove(**_common(message, CellMove), offload=True), cause or message.request_id
+    if given_up is not None:
+        return move_event(request, at, cause, given_up=given_up)
+    return DepartRequested(at=at, request=request, cause=cause, attempt=message.attempt)
 
 
 def _result(message: ComputeResult, at: float) -> Event:

@@ -16,7 +16,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import AskedBy, CellAsks, CellBook, MoveEvent
+from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
@@ -96,17 +96,7 @@ class PlacementRequests:
             self._under_way.difference_update(question.instance.uuid for question in mine)
 
     async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """Many of a kind at once; those of instances that leave for another cell by way of the schedulers."""
-        by_schedulers = [(one, book) for one in questions if (book := self._for_schedulers(one)) is not None]
-        if by_schedulers:
-            asks = [(CellAsks(message=book), one.instance.cause) for one, book in by_schedulers]
-            try:
-                await self._bus.publish_all(asks)
-            except BusError as error:  # it is asked again
-                for one, _ in by_schedulers:
-                    self._unanswered(one.instance, "schedulers", error)
-            sent = {one.instance.uuid for one, _ in by_schedulers}
-            questions = [one for one in questions if one.instance.uuid not in sent]
+        """Many of a kind at once."""
         incoming: list[InstanceEvent] = []
         for kind, reply in REPLIES:
             asked = [(one, message) for one in questions if isinstance(message := one.message, kind)]
@@ -118,23 +108,6 @@ class PlacementRequests:
                 if (event := self._event(one, answer)) is not None:
                     incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming
-
-    def _for_schedulers(self, question: PendingQuestion) -> CellBook | None:
-        move, message = question.instance.move, question.message
-        if move is None or move.to_cell is None or not isinstance(message, Claim | Release | Revert):
-            return None
-        asked_by = AskedBy(cell=self._bus.name, request_id=move.request_id)
-        return CellBook(
-            asked_by=asked_by,
-            instance_uuid=question.instance.uuid,
-            question=message,
-            repeated=question.repeated,
-            stay=question.instance.stay,
-        )
-
-    def event_of(self, instance: Instance, book: CellBook) -> Event | None:
-        """The event of an answer that came by way of the schedulers; None: the request is repeated."""
-        return self._event(PendingQuestion(instance, book.question, book.repeated), book.answer)
 
     def _event(self, question: PendingQuestion, answer: object) -> Event | None:
         """The event of placement's answer to this question; None: no answer yet, and the request is repeated."""

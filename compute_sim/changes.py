@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cell import Origin
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, MachineChanged
 from bus.tracing.tracer import work_for
 from compute_sim import metrics
@@ -102,10 +101,8 @@ class Changes:
         )
 
     async def _check(self, command: ChangeMachine) -> None:
-        asked_by = command.asked_by
-        origin = None if asked_by is None else Origin(migration=asked_by.request_id, image=command.image)
         build = Build(
-            command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment, origin
+            command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment, None
         )
         try:
             async with asyncio.timeout(command.timeout_s):
@@ -222,7 +219,6 @@ class Changes:
                 reason=reason[:MAX_REASON],
                 refused=refusal is not None,
                 elsewhere=refusal is not None and refusal.elsewhere,
-                asked_by=command.asked_by,
             )
         )
 

@@ -1,14 +1,10 @@
-"""Queue `scheduler.builds`: what cells announce is recorded in order and published again on the API bus.
-
-Queue `scheduler.asks`: what a cell has to ask of others for an instance that is to leave it (decision 0021). A queue of
-its own: placement may be away, and what cells announce waits for no answer of it.
-"""
+"""Queue `scheduler.builds`: what cells announce is recorded in order and published again on the API bus."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
 from msgspec import Struct
@@ -16,29 +12,18 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent
-from bus.contracts.moves import CellAsks, CellBook, CellCheck, MoveEvent
+from bus.contracts.moves import MoveEvent
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
-from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker import metrics
-from scheduler_worker.claims import BusClaims
 from scheduler_worker.domain.builds import BuildUpdate
-from scheduler_worker.domain.object_changes import removal_of
 from scheduler_worker.domain.recorded_moves import (
     ANNOUNCED,
     EARLY,
     LATE,
     Announcements,
     AppliedEvent,
-    answered,
-    answered_for_removed,
-    book_key,
-    check_key,
-    handed_on,
-    may_ask,
-    refused,
-    rests,
 )
 from scheduler_worker.domain.requests import retried_often
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
@@ -192,65 +177,3 @@ class AnnouncementHandler:
         builds = [one.event for one in applied if one.verdict == ANNOUNCED and isinstance(one.event, BuildEvent)]
         metrics.count_ended(builds)
         metrics.observe_announced([one.stamps for one in builds if one.stamps is not None])
-
-
-class CellAsksHandler:
-    """Handles the queue on one cell's bus. A cell asks for its own instances only."""
-
-    def __init__(
-        self, store: SchedulerStore, cell: str, *, clock: Clock, cells: Container[str], claims: BusClaims
-    ) -> None:
-        """`cells`: those that are in use here."""
-        self._clock = clock
-        self._store = store
-        self._cell = cell
-        self._cells = cells
-        self._claims = claims
-
-    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Nothing is retried: a cell without an answer asks again."""
-        asked = [received.message.message for received in batch if isinstance(received.message, CellAsks)]
-        if checks := [one for one in asked if isinstance(one, CellCheck)]:
-            await self._hand_on(checks)
-        if books := [one for one in asked if isinstance(one, CellBook)]:
-            await self._ask_book(books)
-        return [Done()] * len(batch)
-
-    async def _hand_on(self, checks: Sequence[CellCheck]) -> None:
-        """Checks of hosts of other cells, and their answers: to the other cell. For one that was removed the schedulers
-        answer. That it was says the record: an operator may have entered it again, and it has not been heard here yet.
-        """
-        async with self._store.operation() as unit:
-            unused = {one.cell for one in checks if one.answer is None and one.cell not in self._cells}
-            objects = (await unit.lock_objects()).objects if unused else {}
-            removed = {cell: removal for cell in unused if (removal := removal_of(objects, cell)) is not None}
-            lost = [one for one in checks if one.answer is None and one.cell in removed]
-            known = await unit.known([check_key(one) for one in lost], lock=True)
-            for check in checks:
-                message = handed_on(check, self._cell)
-                if message is not None and check in lost:
-                    message = answered_for_removed(check, known[check_key(check)], removed[check.cell])
-                    if message is None:
-                        log.warning(
-                            "cell.check_unanswered", instance=check_key(check)[1], cell=check.cell, by=self._cell
-                        )
-                if message is not None:
-                    unit.emit(message)
-
-    async def _ask_book(self, books: Sequence[CellBook]) -> None:
-        """What only placement as a whole answers, of instances that leave this cell.
-
-        An instance leaves its cell, or what it was to leave for is given back: the first of the two that is on record
-        here rules the other out.
-        """
-        async with self._store.operation() as unit:
-            known = await unit.known([book_key(one) for one in books], lock=True)
-            asked = [one for one in books if may_ask(one, known[book_key(one)], self._cell)]
-            await unit.update(rests(asked, known), self._clock.time())
-        answers = await self._claims.ask([one.question for one in asked])
-        found = [refused(one, known[book_key(one)]) for one in books if one not in asked]
-        found += [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-        async with self._store.operation() as unit:
-            for book in found:
-                if book is not None:
-                    unit.emit(OutboxMessage(self._cell, book, book.asked_by.request_id))

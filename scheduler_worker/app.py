@@ -24,7 +24,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter, CellAsksHandler
+from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
@@ -372,13 +372,11 @@ def _link(
     )
     bus.transport.on_reconnect(listener.on_reconnected)
     announced = AnnouncementHandler(parts.store, parts.writer, bus.name, on_fences=registry.record_fences)
-    asks = CellAsksHandler(parts.store, bus.name, clock=env.clock, cells=cells, claims=parts.claims)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
         consume("scheduler.builds", announced),
-        consume("scheduler.asks", asks),
         consume("scheduler.hosts.{process}", listener),
         _metrics_consumer(bus, parts.selector, measured),
     ]

@@ -28,6 +28,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
+    CellDepart,
     CellMove,
     Condition,
     MoveKind,
@@ -67,6 +68,7 @@ from scheduler_worker.domain.recorded_moves import (
     PendingMove,
     RecordedMove,
     RequestKey,
+    Transfer,
     event_of,
     flavor_of,
     recorded,
@@ -464,7 +466,7 @@ class MoveEngine:
         refusal: Refusal | None,
         chosen: Chosen | None,
         author: Author,
-    ) -> tuple[RecordedMove, CellMove | None]:
+    ) -> tuple[RecordedMove, CellMove | CellDepart | None]:
         """The record of a request, and the command to its cell if there is one."""
         if refusal is not None:
             more = {"code": refusal.code, "reason": refusal.reason}
@@ -481,10 +483,12 @@ class MoveEngine:
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
         if first is not None:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
-        if chosen.cell in (None, known.build.cell):
+        if chosen.cell is None or chosen.cell == known.build.cell:
             return move, command
-        leaving = replace(command, to_cell=chosen.cell, stay=known.now.stay)
-        return replace(move, command=leaving), leaving
+        leaving = _depart(command, chosen.cell, known.build)
+        build = replace(command, to_cell=move.cell)
+        transfer = Transfer(home=known.build.cell, away=leaving.to_cell, build=build, command=leaving)
+        return replace(move, transfer=transfer), leaving
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         assert known.build is not None
@@ -512,6 +516,19 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
+
+
+def _depart(command: CellMove, cell: str, build: RecordedBuild) -> CellDepart:
+    return CellDepart(
+        request_id=command.request_id,
+        instance_uuid=command.instance_uuid,
+        project_id=command.project_id,
+        kind=command.kind,
+        to_cell=cell,
+        attempt=build.attempt,
+        step_timeout_s=command.step_timeout_s,
+        sequence=command.sequence,
+    )
 
 
 def _located(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:

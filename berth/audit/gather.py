@@ -79,7 +79,7 @@ _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE} FROM instances
-WHERE state NOT IN ('{RESIZED}', '{DEPARTED}')
+WHERE state <> '{RESIZED}' AND split_part(state, '/', 1) <> '{DEPARTED}'
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""

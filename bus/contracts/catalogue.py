@@ -308,12 +308,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     to_conductor(moves.CellMove, "cell.move", "request_id"),
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
-    # A conductor makes these two as well, and has the schedulers hand them on.
-    to_conductor(
-        moves.CellCheck, "cell.check", "order of the change; a check changes nothing", by=(SCHEDULER, CONDUCTOR)
-    ),
-    to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question", by=(SCHEDULER, CONDUCTOR)),
-    event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, by=(CONDUCTOR,)),
+    to_conductor(moves.CellDepart, "cell.depart", "request_id and attempt"),
     to_conductor(operations.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(operations.HostFence, "host.fence", "host_uuid, version and state"),
     to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),

@@ -88,13 +88,14 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
 
     It is published again while no event of it comes; one under way is announced again. begun: the cell has announced
     the build or has its claim, or is silent for long: without a record it has lost it, and queries its compute services
-    first. stay: of the instance there, as the schedulers count it.
+    first. attempt: the first that the instance may have there by the schedulers' record: one that has left with a lower
+    one has come back since.
     """
 
     instance_uuid: Uuid
     project_id: Word
     begun: bool = False
-    stay: Count = 0
+    attempt: Count = 0
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,16 +18,7 @@ from .base import ClassName, Count, ImageName, Label, Message, Reason, Uuid, Wor
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
-from .placement import (
-    MAX_LOCATED_HOSTS,
-    Claim,
-    ClaimResult,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
-    ServerGroup,
-)
+from .placement import MAX_LOCATED_HOSTS, ServerGroup
 
 
 class MoveKind(StrEnum):
@@ -162,36 +153,25 @@ class Condition(StrEnum):
 
 
 class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance that goes from its cell to another one, as the former one has it on record. Nothing is left there.
+    """An instance that its cell has given up for another one, as it has it on record. Nothing is left there.
 
     cell: where it goes. spec: as it was before the request by which it leaves. image: its snapshot. last: the host that
-    it had. selections: hosts in the other cell, of which the first is claimed for it, under the attempt `newest` and
-    with that consumer_generation; its host has answered that it can build it from the image. order, sequence: no change
-    of its machine, and no announcement, up to these is numbered again; `sequence` is that of the one that has this
-    departure. stay: that ends by it; the next one is in the other cell. kind: of the request. is_stopped: the instance
-    was stopped before. at: when it has left, in seconds since the epoch.
+    it had. attempt: the last one; in the next cell it is built under a later one. sequence: of the announcement that
+    has this departure. kind: of the request. is_stopped: the instance was stopped before. at: when it has left, in
+    seconds since the epoch. code, reason: why no host of this cell has taken it ("": it was to leave).
     """
 
     cell: Word
     spec: InstanceSpec
     image: ImageName
     last: Selection
-    selections: Annotated[tuple[Selection, ...], Bound(min_length=1, max_length=9)]
-    newest: Count
-    consumer_generation: int | None = None
-    order: Annotated[int, Bound(ge=0, le=2**62)] = 0
+    attempt: Count
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    stay: Count = 0
     kind: MoveKind = MoveKind.UNSHELVE
     is_stopped: bool = False
     at: float = 0.0
-
-
-class AskedBy(Struct, frozen=True, kw_only=True):
-    """The cell for whose instance a host of another cell is checked, and the request."""
-
-    cell: Word
-    request_id: Uuid
+    code: str = ""
+    reason: Reason = ""
 
 
 class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
@@ -250,11 +230,11 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
     attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
     what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
-    place that is not answered is given twice as long each time. to_cell: the
-    selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
-    cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
-    than the cell has on record, unless that was set back. stay: the ordinal of the instance's stay in this cell. The
-    other fields: as in MoveRequest. fenced_hosts: as in the Claim of an evacuation.
+    place that is not answered is given twice as long each time. departure: with
+    what it has left its former cell for this one, where it is on record from now on, and is built. to_cell: it leaves
+    for that one where no host takes it (None: it rests offloaded). sequence: its announcements are numbered
+    above this: no more than the cell has on record, unless that was set back. The other fields: as in MoveRequest.
+    fenced_hosts: as in the Claim of an evacuation.
     """
 
     spec: InstanceSpec | None = None
@@ -264,10 +244,25 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    departure: Departure | None = None
     to_cell: Word | None = None
-    arrival: Departure | None = None
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    stay: Count = 0
+
+
+class CellDepart(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.depart.v1"):
+    """Have an instance leave its cell for another one: its image is kept, and its host given up. The cell announces the
+    departure, and no end of the request.
+
+    attempt: the newest of the instance; a cell that has another one announces that, and begins nothing. to_cell: where
+    it goes. ended: the build there has ended; the record of the departure need not be kept any longer. sequence,
+    step_timeout_s: as in a CellMove.
+    """
+
+    to_cell: Word
+    attempt: Count
+    ended: bool = False
+    step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
 class CellMoveQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.move.query.v1"):
@@ -275,10 +270,10 @@ class CellMoveQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="
 
     The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
     of ends there and then, as failed (`move.lost`), and a copy of it that comes later is answered the same.
-    arrival: as in a CellMove.
+    departure: as in a CellMove.
     """
 
-    arrival: Departure | None = None
+    departure: Departure | None = None
 
 
 class ChangeKind(StrEnum):
@@ -296,18 +291,12 @@ class ChangeKind(StrEnum):
     UNRESCUE = "unrescue"  # boot it from its own disks; it runs
 
 
-def _refuse_but_checks(change: ChangeKind | None) -> None:
-    if change is not ChangeKind.CHECK:
-        raise ValueError("another cell's hosts are checked, and nothing else is commanded there")
-
-
 class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.change.v1"):
     """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
 
     order: rises with every change that is requested of one instance; a host carries out none at or below the last it
     took for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a
-    machine whose mark names another one, or none, is left alone and the command refused. image: of a check: the
-    snapshot that the machine would be built from ("": none); asked_by: for another cell, and part of the answer.
+    machine whose mark names another one, or none, is left alone and the command refused.
     """
 
     change: ChangeKind
@@ -315,20 +304,12 @@ class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compu
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    image: ImageName = ""
-    asked_by: AskedBy | None = None
-
-    def __post_init__(self) -> None:
-        if self.asked_by is not None:
-            _refuse_but_checks(self.change)
 
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
-# The code of a check by a cell that the instance has left for the one that answers: its record of that is lost.
-ARRIVED = "move.arrived"
-# The code of the same, where the cell that answers does not have the instance.
-NOT_ARRIVED = "instance.unknown"
+# The code of a departure that was commanded for another attempt than the newest of the instance.
+OTHER_ATTEMPT = "move.other_attempt"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 
@@ -350,52 +331,3 @@ class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="com
     reason: Reason = ""
     refused: bool = False
     elsewhere: bool = False
-    asked_by: AskedBy | None = None
-
-    def __post_init__(self) -> None:
-        if self.asked_by is not None:
-            _refuse_but_checks(self.change)
-
-
-class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
-    """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
-    the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
-
-    cell: which has the host; asked_by: the other one. change: the check, until it is answered. stay: of the instance in
-    the cell that asks: the other one, if it has it in a later one, answers that itself (ARRIVED). is_query: only that
-    is asked: the other cell answers by its record, and its host, which may be dead, is not. It answers nothing where it
-    has no such record and an unexplained machine of the instance.
-    """
-
-    cell: Word
-    asked_by: AskedBy
-    change: ChangeMachine | None = None
-    answer: MachineChanged | None = None
-    stay: Count = 0
-    is_query: bool = False
-
-    def __post_init__(self) -> None:
-        about = self.change if self.answer is None else self.answer
-        _refuse_but_checks(None if about is None else about.change)
-
-
-class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
-    """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,
-    with the answer, what placement has answered. The schedulers ask, if they have that move on record.
-
-    repeated: it may have been asked before. stay: of the instance in its cell. Where the claim for the other cell is
-    given back the next one begins there, and no departure from this one counts any more.
-    """
-
-    asked_by: AskedBy
-    instance_uuid: Uuid
-    question: Claim | Release | Revert
-    answer: ClaimResult | ReleaseResult | RevertResult | None = None
-    repeated: bool = False
-    stay: Count = 0
-
-
-class CellAsks(Message, frozen=True, kw_only=True, tag="cell.asks.v1"):
-    """A conductor has the schedulers hand this on: each cell is connected with them alone."""
-
-    message: CellCheck | CellBook

@@ -337,15 +337,6 @@ QUEUES: tuple[QueueRow, ...] = (
         events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence"),
         declared_by=(CONDUCTOR,),
     ),
-    # of its own: what is asked of placement waits for it
-    durable(
-        "scheduler.asks",
-        SCHEDULER,
-        CELL,
-        events=("cell.asks",),
-        max_length=MAX_WAITING_MESSAGES,
-        declared_by=(CONDUCTOR,),
-    ),
     private(
         "scheduler.hosts.{process}",
         SCHEDULER,

@@ -4,8 +4,6 @@ other rules are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
@@ -108,7 +106,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
     if instance.move is not None and desire.condition is not Condition.FAILED:
-        return delete_moving(instance, event, context, leaves=leave)
+        return delete_moving(instance, event, context)
     if desire.here in WANTED:
         return rules.destroy(doubted_from(instance, context.set_back), event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
@@ -120,13 +118,11 @@ def delete_moving(
     instance: Instance,
     event: DeleteRequested,
     context: StepContext,
-    *,
-    leaves: Callable[[Instance, float, StepContext], Step],
 ) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
-    anything. leaves: begins that, or in doubt asks another cell first.
+    anything.
     """
     move = move_of(instance)
     if move.delete:
@@ -140,14 +136,14 @@ def delete_moving(
     if desire.asks is Ask.CLAIM:
         waiting = replace(named, move=replace(move_of(named), delete=True))
         return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
-    left = leaves(named, event.at, context)
+    left = leave(named, event.at, context)
     move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)
 
 
 def delete_departed(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """It has left: the departure is announced again. If it is here by the schedulers' count it has come back since, and
-    the record of that is lost.
+    """It has left: the departure is announced again. If it is here by the schedulers' record it has come back since,
+    and the record of that is lost.
     """
     if not has_come_back(instance, event):
         return refer(instance, event, context)

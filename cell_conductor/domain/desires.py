@@ -89,30 +89,20 @@ DESIRES: Mapping[Phase, Desire] = {
         here=Wish.NONE, source=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.CLAIMING, work=Work.MOVE
     ),
     (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM, work=Work.ADOPTION),
-    # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, the
-    # machine of one that is shelved, and that of one that leaves for another cell, which has a host for it.
+    # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, and
+    # the machine of one that is shelved.
     (State.DESTROYING, State.DELETED): Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),
     (State.DESTROYING, State.ACTIVE): Desire(here=Wish.STAY, source=Wish.DESTROY, condition=None, work=Work.MOVE),
     (State.DESTROYING, State.REVERTING): Desire(
         here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
     ),
     (State.DESTROYING, State.OFFLOADED): Desire(here=Wish.DESTROY, work=Work.MOVE, relies_on_fence=True),
-    (State.DESTROYING, State.DEPARTED): Desire(
-        here=Wish.UNCOMMANDED, source=Wish.DESTROY, progress=MoveState.MIGRATING, work=Work.MOVE
-    ),
     # Of placement, once that is gone: what the instance holds, or its migration.
     (State.RELEASING, State.FAILED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_FAILED),
     (State.RELEASING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_DELETED),
     (State.RELEASING, State.OFFLOADED): Desire(here=Wish.NONE, asks=Ask.RELEASE, work=Work.MOVE, relies_on_fence=True),
     (State.RELEASING, State.ACTIVE): Desire(
         here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
-    ),
-    (State.RELEASING, State.DEPARTED): Desire(
-        here=Wish.UNCOMMANDED,
-        source=Wish.GONE,
-        asks=Ask.RELEASE_MIGRATION,
-        progress=MoveState.MIGRATING,
-        work=Work.MOVE,
     ),
     # A move.
     (State.PREPARING, None): Desire(
@@ -144,6 +134,7 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.CHANGING, None): Desire(here=Wish.STAY, work=Work.MOVE),
     (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, ends=True),
     (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True),
+    (State.DEPARTED, State.ABSENT): Desire(here=Wish.NONE, elsewhere=True, ends=True),
 }
 
 
@@ -184,7 +175,7 @@ AT_REST = states_where(lambda row: row.here is Wish.NONE and row.asks is None)
 # These may be forgotten after a time; one that has failed, after a longer one, and one that has left: schedulers that
 # are set back to before that command this cell, which would announce it as deleted without a record of where it is.
 PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
-PURGED_FAILED = AT_REST & states_where(lambda row: row.elsewhere or row.condition is Condition.FAILED)
+PURGED_FAILED = AT_REST & states_where(lambda row: (row.elsewhere and row.ends) or row.condition is Condition.FAILED)
 ELSEWHERE = states_where(lambda row: row.elsewhere)
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.

@@ -7,7 +7,6 @@ from that record alone.
 
 The newest complete machine is the instance's. A destination that is not complete is awaited as any other is, by an
 order that spares what is complete (`Destroy.unless_built`). What the answers do not explain holds the record as it is.
-A move to another cell may have left: that cell is asked, too.
 
 An instance at rest is searched for before the next request of it is begun (`later_machine`).
 """
@@ -19,15 +18,14 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from bus.contracts.cell import FoundMachine
-from bus.contracts.moves import ARRIVED, Condition, MoveKind, MoveState
+from bus.contracts.moves import Condition, MoveKind, MoveState
 
 from . import delete_rules, rules, steps, way_back
 from .adopt_rules import adopt_found, best_of, by_worth, forgotten_machines, proved_of
-from .departure_rules import give_away, refuse_other
+from .departure_rules import refuse_other
 from .desires import MAY_BE_THERE, OVER, Ask, Wish, Work, desire_of
 from .events import (
     Awaited,
-    ChangeEnded,
     DeleteRequested,
     Destroyed,
     HostRuns,
@@ -53,7 +51,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
 )
-from .move_steps import arrived, change, confirm, is_awaited, leave, note, undo
+from .move_steps import arrived, confirm, leave, note, undo
 from .orders import change_of, numbered, step_s
 from .set_back import FORGOTTEN_ATTEMPTS, certain
 from .steps import Step, StepContext
@@ -72,9 +70,8 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
         places = [instance.here] if instance.state is State.BUILDING else []
     else:
         awaited = Awaited.ALL if _is_from_image(instance) else Awaited.OF_PLACES
-        claimed = instance.alternates if desire.asks is Ask.CLAIM and move.to_cell is None else ()
-        own = [] if instance.is_leaving else [instance.here]
-        places = [*own, *([] if move.source is None else [move.source]), *claimed]
+        claimed = instance.alternates if desire.asks is Ask.CLAIM else ()
+        places = [instance.here, *([] if move.source is None else [move.source]), *claimed]
         if move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
             places = [*(claimed or [instance.here])]
     return MachineQuery(instance.since, awaited, tuple((one.service, one.host_uuid) for one in places))
@@ -97,7 +94,7 @@ def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """The services are queried again. No client waits for them beyond the doubt's limit, and no delete at all: one on
     record waited for placement.
     """
-    if instance.move is not None and instance.move.delete and not _may_have_left(instance):
+    if instance.move is not None and instance.move.delete:
         return leave(_furthest(instance), event.at, context)
     waiting = _hold(instance, event.at, context)
     if instance.move is None:  # the doubt's limit ends a build (`resolve`)
@@ -143,79 +140,24 @@ def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> St
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """Every machine of it is destroyed, however far its move may have come. Another cell that may have it is asked
-    first.
-    """
+    """Every machine of it is destroyed, however far its move may have come."""
     if instance.move is None:
         return delete_rules.delete(instance, event, context)
     known = instance if move_of(instance).delete else _furthest(instance)
-    return delete_rules.delete_moving(known, event, context, leaves=_leave)
-
-
-def _leave(instance: Instance, at: float, context: StepContext) -> Step:
-    if _may_have_left(instance):
-        return _ask_next_cell(replace(instance, move=replace(move_of(instance), delete=True)), at, context)
-    return leave(instance, at, context)
+    return delete_rules.delete_moving(known, event, context)
 
 
 def _furthest(instance: Instance) -> Instance:
-    """The record as if its destination had been commanded to build: it may have the machine. In another cell none is
-    built before the instance has left this one.
-    """
+    """The record as if its destination had been commanded to build: it may have the machine."""
     desire = desire_of(instance)
-    if desire.here in MAY_BE_THERE or (instance.is_leaving and desire.asks is not Ask.CLAIM):
+    if desire.here in MAY_BE_THERE:
         return instance
     # A revert that is under way has used the next number: the release comes after it.
     newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
     unclaimed = replace(instance, state=State.PREPARING, then=None, newest=newest)
-    if instance.position == 0 or instance.is_leaving:
+    if instance.position == 0:
         return unclaimed
     return replace(unclaimed, state=State.FINISHING)
-
-
-# --- Another cell may have it
-
-
-def _may_have_left(instance: Instance) -> bool:
-    """Whether the other cell that it is to leave for may have it by now, and is to be asked: it was, before anything of
-    the instance was given back.
-    """
-    is_to_leave = instance.is_leaving or (move_of(instance).to_cell is not None and bool(instance.alternates))
-    return is_to_leave and desire_of(instance).asks not in (Ask.REVERT, Ask.RELEASE)
-
-
-def _ask_next_cell(instance: Instance, at: float, context: StepContext) -> Step:
-    """Before what is claimed in the other cell is given up, that cell is asked whether the instance has arrived: its
-    departure may be lost here, and in the schedulers' record. A check of the host asks that as well.
-    """
-    if not instance.is_leaving:  # by the record nothing is claimed there
-        instance = replace(instance, position=1, attempt=instance.next_attempt, newest=instance.next_attempt)
-    return change(instance, State.PREPARING, at, context)
-
-
-def _is_asking(instance: Instance) -> bool:
-    return instance.state is State.PREPARING and instance.is_leaving and move_of(instance).is_given_up
-
-
-def follow_next_cell(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The other cell has the instance: it has left, once more. It has not: the move is undone. If no machine is left at
-    the source, the instance is offloaded with its image; one that was kept under a forgotten name is no reason to end
-    it: it is held.
-    """
-    if not _is_asking(instance) or not is_awaited(instance, event, instance.here, instance.attempt):
-        return Step(instance)
-    move = move_of(instance)
-    if event.code == ARRIVED:
-        left = replace(_sure(instance, event.at), move=replace(move, source_gone=False))
-        return give_away(way_back.kept_here(left), event.at, context)
-    if move.delete:
-        return leave(replace(instance, move=replace(move, source_gone=False)), event.at, context)
-    if not move.source_gone:
-        return _undo(instance, event.at, context)
-    if not instance.image:
-        return Step(instance)
-    offloaded = replace(instance, move=replace(move, source=None, source_gone=False))
-    return _undo(offloaded, event.at, context)
 
 
 # --- The services have answered
@@ -229,10 +171,8 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         return _resolve_build(instance, event, context)
     at, move, there = event.at, move_of(instance), _destination_of(instance, event)
     is_source_gone, later = _is_source_gone(instance, event), _later(instance, event.machines)
-    if move.delete and not _may_have_left(instance):
-        return leave(_furthest(instance), at, context)
     if move.delete:
-        return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
+        return leave(_furthest(instance), at, context)
     if any((one.host_uuid, instance.uuid) in context.kept for one in filter(None, (there, *later))):
         return Step(_hold(instance, at, context))  # until another word of its operator
     newest = max(filter(None, (best_of(instance, later), there)), key=by_worth, default=None)
@@ -240,8 +180,6 @@ def resolve(instance: Instance, event: InstanceSearched, context: StepContext) -
         moved = _follow_later(instance, newest, event, context, is_source_gone=is_source_gone)
         if moved is not None:
             return moved
-    if move.to_cell is not None:
-        return _resolve_leaving(instance, at, context, is_source_gone=is_source_gone)
     is_offloading = instance.state is State.CHANGING and move.offload
     if is_offloading and _is_missing(event, instance.attempt, instance.host_uuid):
         return Step(_hold(instance, at, context))  # its image may be kept under a forgotten name
@@ -341,28 +279,9 @@ def _is_at(found: FoundMachine, attempt: int, host_uuid: str | None) -> bool:
     return (found.attempt, found.host_uuid) == (attempt, host_uuid) and not found.foreign
 
 
-def _resolve_leaving(instance: Instance, at: float, context: StepContext, *, is_source_gone: bool) -> Step:
-    """It goes to another cell, and this one has no later machine of it."""
-    move = replace(move_of(instance), source_gone=is_source_gone)
-    if _is_asking(instance):
-        asked = numbered(_hold(replace(instance, move=move), at, context), at)
-        return Step(asked, again=True)
-    if _may_have_left(instance) and desire_of(instance).source not in OVER:
-        given_up = replace(move, lost_code=move.lost_code or IN_DOUBT, lost_reason=move.lost_reason or WHY)
-        return _ask_next_cell(replace(instance, move=given_up, queried=False), at, context)
-    if desire_of(instance).progress is MoveState.UNDOING and is_source_gone and not instance.image:
-        return Step(_hold(instance, at, context))  # as of one whose next cell was asked
-    return _go_on(instance, at, context)
-
-
 def _has_destination(instance: Instance) -> bool:
     """Whether a host of this cell, which is not the source's, may have been commanded to build it."""
-    return (
-        instance.position > 0
-        and not instance.is_in_place
-        and not instance.is_leaving
-        and instance.state is not State.CLAIMING
-    )
+    return instance.position > 0 and not instance.is_in_place and instance.state is not State.CLAIMING
 
 
 def _is_one_machine(instance: Instance) -> bool:
@@ -414,7 +333,6 @@ def _having(instance: Instance, found: FoundMachine) -> Instance | None:
         attempt=found.attempt,
         newest=max(found.attempt, instance.last_attempt),
         reused_from=instance.reused_from or 1,
-        move=replace(move_of(instance), to_cell=None),
     )
 
 

@@ -52,7 +52,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
     found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). era: as of a build. begun, stay: as in CellDelete.
+    it (None: they were not queried). era: as of a build. begun, attempt: as in CellDelete.
     """
 
     cause: str = ""
@@ -60,7 +60,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     found: tuple[FoundMachine, ...] | None = None
     era: int = 0
     begun: bool = False
-    stay: int = 0
+    attempt: int = 0
 
 
 class Spawned(Event, frozen=True, kw_only=True):
@@ -173,13 +173,25 @@ class InstanceArrives(MoveRequested, frozen=True, kw_only=True):
     """The instance comes from another cell, with a request, or with one that is not begun, as of a MoveQueried."""
 
 
+class DepartRequested(MoveRequested, frozen=True, kw_only=True):
+    """The instance is to leave for another cell by the request. attempt: its newest one, as its schedulers know it."""
+
+    attempt: int
+
+
+class DepartureEnded(Event, frozen=True, kw_only=True):
+    """The build in the cell that the instance has left for has ended. attempt: the last one of this cell."""
+
+    attempt: int
+
+
 def move_event(
     request: CellMove, at: float, cause: str, *, given_up: Refusal | None = None, is_query: bool = False
 ) -> MoveRequested:
     """The event of a command to the cell, or of a query about one."""
     is_begun = given_up is None and not is_query
     kind = MoveRequested if is_begun else MoveQueried
-    if request.arrival is not None:
+    if request.departure is not None:
         kind = InstanceArrives
     return kind(at=at, request=request, cause=cause, given_up=given_up, is_query=is_query)
 
@@ -329,6 +341,8 @@ EVENTS: tuple[type[Event], ...] = (
     MoveRequested,
     MoveQueried,
     InstanceArrives,
+    DepartRequested,
+    DepartureEnded,
     ChangeEnded,
     Reverted,
     RevertRefused,
@@ -341,7 +355,7 @@ EVENTS: tuple[type[Event], ...] = (
 
 def is_begun_by(event: Event) -> TypeGuard[MoveRequested]:
     """Whether it may begin something with an instance that is on record."""
-    return type(event) is MoveRequested
+    return type(event) in (MoveRequested, DepartRequested)
 
 
 def is_query(event: Event) -> TypeGuard[BuildRequested]:

@@ -38,9 +38,7 @@ class State(StrEnum):
     DELETED = "deleted"
     # A move: two machines, of which at most one runs. `Move` names them.
     PREPARING = "preparing"  # the destination checks whether it can build the instance
-    HANDING_OVER = (
-        "handing_over"  # the source was commanded to stop and hand over, or, for another cell, to keep its image
-    )
+    HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
@@ -49,7 +47,7 @@ class State(StrEnum):
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
-    DEPARTED = "departed"  # another cell has it: this one knows where to, and does nothing about it
+    DEPARTED = "departed"  # another cell has it: this one knows where to; then `absent`: the build there has ended
 
 
 # A state, and the one that follows when the answer has come which it waits for (None: it waits for none of those).
@@ -105,8 +103,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ("": it is not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm,
     revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
     book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way; the first also of one in
-    doubt whose next cell is asked. to_cell: which has the hosts that it goes to.
+    instance_released: of an instance that is being deleted, or whose release is under way.
+    to_cell: that it leaves for once it holds nothing here (None: it rests offloaded).
     fenced, force, fenced_hosts: as in the request, of an evacuation.
     """
 
@@ -169,8 +167,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
     steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
     with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
-    machines its moves have ended, the newest last. stay: the ordinal of its stay in a cell, which the schedulers'
-    map of instances to cells counts; of one that has left, that of the next.
+    machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -208,7 +205,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
-    stay: int = 0
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
 
     @property
@@ -231,11 +227,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether the destination of the move is the source's own host: then there is one machine."""
         source = self.move.source if self.move is not None else None
         return source is not None and self.position > 0 and self.here.host_uuid == source.host_uuid
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the destination of the move is a host of another cell."""
-        return self.move is not None and self.move.to_cell is not None and self.position > 0
 
     @property
     def source_elsewhere(self) -> Selection | None:
@@ -267,8 +258,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def service(self) -> str:
-        """The compute service of the current host, in this cell ("": there is none, or the host is another cell's)."""
-        return "" if self.is_leaving or not self.selections else self.here.service
+        """The compute service of the current host ("": there is none)."""
+        return self.here.service if self.selections else ""
 
     @property
     def host_uuid(self) -> str | None:

@@ -24,6 +24,7 @@ from .events import (
     ChangeEnded,
     Claimed,
     ClaimRefused,
+    DepartRequested,
     Destroyed,
     HostMissing,
     HostRuns,
@@ -101,6 +102,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     again = repeat_end(instance, event, context) or take_over_later(instance, event, context)
     if again is not None:
         return again
+    if isinstance(event, DepartRequested) and event.attempt != instance.last_attempt:
+        return departure_rules.name_attempt(instance, event, context)
     if event.found is not None and is_outdated(instance, context.set_back):  # no service has a later machine
         instance = certain(instance, event.at)
     if (why := _why_not_now(instance, event.request.kind)) is not None:
@@ -109,6 +112,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
         return refused
     if (refused := _refuse_to_leave(instance, event, context)) is not None:
         return refused
+    if isinstance(event, DepartRequested):
+        return departure_rules.depart(instance, event, context)
     if instance.state is State.OFFLOADED:
         if not event.request.selections:
             return refuse_request(instance, event, context, "move.no_host")
@@ -203,9 +208,7 @@ def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
 
 
 def take_destination(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """A destination is claimed: query whether it can, or change the size in place. For one in another cell the source
-    keeps its image first.
-    """
+    """A destination is claimed: query whether it can, or change the size in place."""
     move = move_of(instance)
     outcomes = event.outcomes[: event.option]
     updated = note_not_claimed(instance, outcomes, event.at)
@@ -223,9 +226,6 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
         return undo(taken, event.at, context, ABORTED, "")
     if taken.is_in_place:
         return change(taken, State.RESIZING, event.at, context)
-    if taken.is_leaving and move.source is not None and not move.handed_over:  # its host there is checked for its image
-        stopped = replace(taken, move=replace(move_of(taken), handed_over=True))
-        return change(stopped, State.HANDING_OVER, event.at, context)
     return change(taken, State.PREPARING, event.at, context)
 
 
@@ -265,14 +265,12 @@ def _with_books_generation(instance: Instance, event: ClaimRefused) -> Instance 
 
 
 def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The destination can, or cannot: have the source hand over, or leave for its cell, or try the next destination."""
+    """The destination can, or cannot: have the source hand over, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
-    if instance.is_leaving:
-        return departure_rules.give_away(instance, event.at, context)
     if move.kind is MoveKind.EVACUATE:
         unproved = why_not_evacuated(instance, context, fenced=move.fenced, force=move.force)
         if unproved is not None:
@@ -295,7 +293,7 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
 
 
 def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The source has stopped and handed over: the destination starts it, or one in another cell is checked.
+    """The source has stopped and handed over: the destination starts it.
 
     It could not: the instance stays on the source. Where it refused before it began, the machine was never commanded to
     stop, and need not be started; another destination is tried only if the source may let it go there.
@@ -303,9 +301,6 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     move = move_of(instance)
     if not is_awaited(instance, event, source_of(move), move.source_attempt):
         return Step(instance)
-    event = answered(instance, event)
-    if event.done and instance.is_leaving:
-        return change(replace(instance, image=event.image), State.PREPARING, event.at, context)
     if event.done:
         return finish(instance, event.at, context)
     if not event.refused or not event.runs:
@@ -432,7 +427,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
             return answer(sooner(instance, event.at, context), ending, event.at, context)
         back = as_left(instance, event)
         return close(over(back, event.at, context), ending, event.at, context)
-    if move.kind is MoveKind.SHELVE:
+    if move.kind is MoveKind.SHELVE or move.to_cell is not None:
         kept = replace(instance, power=Power.SHELVED, image=event.image)
         if move.offload and not move.answered:  # its client was told that it had failed: the machine stays
             return offload(kept, event.at, context)
@@ -461,6 +456,8 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
         newest=instance.next_attempt,
         consumer_generation=None,
     )
+    if move.to_cell is not None:
+        return departure_rules.have_left(gone, event.at, context)
     if move.kind in _FROM_IMAGE:
         gone = replace(gone, spec=move.spec)
         return close(gone, ending_of(move), event.at, context)

@@ -115,9 +115,7 @@ def adopt(
 ) -> Instance:
     """The request is under way, and the previous state of the instance is kept.
 
-    Announcements are numbered above all that the schedulers have had, and it leaves by the stay that they have on
-    record: its own may be set back. What is claimed in another cell has an attempt above all that a record which is set
-    back to before this may release.
+    Announcements are numbered above all that the schedulers have had: its own record may be set back.
     """
     request = event.request
     assert instance.spec is not None
@@ -151,8 +149,6 @@ def adopt(
         cause=event.cause,
         queried=False,
         sequence=max(instance.sequence, request.sequence + 1),
-        stay=max(instance.stay, request.stay),
-        newest=instance.newest if request.to_cell is None else instance.next_attempt,
     )
 
 

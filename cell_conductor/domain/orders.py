@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
-from bus.contracts.moves import AskedBy, CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
+from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind
 
 from .desires import Wish, desire_of
 from .instance import Instance, Move, Power, State
@@ -30,20 +30,10 @@ CHANGES = {
 MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 
 
-def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine | CellAsks, ...]:
-    """The orders, in which a host that was queried is to end its attempt unless it is complete. A host of another cell
-    is checked by way of the schedulers.
-    """
+def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:
+    """The orders, in which a host that was queried is to end its attempt unless it is complete."""
     if (kind := change_of(instance)) is not None:
-        order = change_order(instance, kind, context)
-        if order.asked_by is None:
-            return (order,)
-        move = instance.move
-        assert move is not None and move.to_cell is not None
-        check = CellCheck(
-            cell=move.to_cell, asked_by=order.asked_by, change=order, stay=instance.stay, is_query=move.is_given_up
-        )
-        return (CellAsks(message=check),)
+        return (change_order(instance, kind, context),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here is Wish.BUILD
     orders: list[Destroy] = []
@@ -109,11 +99,9 @@ def change_of(instance: Instance) -> ChangeKind | None:
         return None
     kind = desire_of(instance).change
     if instance.state is State.CHANGING:
-        return CHANGES[move.kind]
+        return CHANGES[move.kind] if move.to_cell is None else ChangeKind.SNAPSHOT
     if kind is ChangeKind.RESIZE:  # the only one that is undone where it was done
         return kind if instance.is_in_place else None
-    if kind is ChangeKind.HAND_OVER and move.to_cell is not None:  # no host of another cell takes its disk over
-        return ChangeKind.SNAPSHOT
     if kind is ChangeKind.START and move.power is not Power.RUNNING:  # it is only to be as it was
         return ChangeKind.STOP
     if kind is ChangeKind.HAND_OVER and move.kind is MoveKind.LIVE_MIGRATE:
@@ -142,7 +130,6 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
         # In place, as `here`: under the service that has the host now.
         where = replace(move.source, service=where.service) if is_back else move.source
         attempt, spec = move.source_attempt, move.spec
-    is_elsewhere = kind is ChangeKind.CHECK and instance.is_leaving
     return ChangeMachine(
         change=kind,
         spec=spec,
@@ -152,11 +139,9 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
         service=where.service,
         allocations=where.allocations,
         deployment=context.deployment,
-        to_host=instance.here.host_uuid if is_of_source and not instance.is_leaving else None,
+        to_host=instance.here.host_uuid if is_of_source else None,
         rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
         timeout_s=step_s(move, kind, context),
-        image=instance.image if is_elsewhere else "",
-        asked_by=AskedBy(cell=context.cell, request_id=move.request_id) if is_elsewhere else None,
     )
 
 

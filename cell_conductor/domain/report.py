@@ -72,7 +72,6 @@ def followed_by(record: Instance) -> Instance:
         reused_from=1 if is_kept else record.reused_from,
         order=record.order,
         ended=record.ended,
-        stay=record.stay,
         traceparent=record.traceparent,
     )
 

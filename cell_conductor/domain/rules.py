@@ -112,7 +112,8 @@ def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, contex
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """The delete came first: it is recorded, so that the build never starts."""
-    return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
+    newest = max(instance.newest, event.attempt)
+    return Step(replace(instance, state=State.TOMBSTONE, newest=newest, since=event.at, cause=event.cause))
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:

@@ -52,9 +52,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
     live_copy_mb_s: float = 0.0
 
     def closed(self, instance: Instance) -> ClosedHosts:
-        """The hosts on which nothing is begun with it now. A service's name is unique within its cell only."""
-        is_to_leave = instance.move is not None and instance.move.to_cell is not None
-        return ClosedHosts({} if is_to_leave else self.down, self.fences)
+        """The hosts on which nothing is begun now."""
+        return ClosedHosts(self.down, self.fences)
 
     def is_usable(self, where: Selection) -> bool:
         """Whether its service is certainly up, and the host is not fenced."""

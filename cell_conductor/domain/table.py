@@ -38,6 +38,8 @@ from .events import (
     Claimed,
     ClaimRefused,
     DeleteRequested,
+    DepartRequested,
+    DepartureEnded,
     Destroyed,
     Event,
     HostFenced,
@@ -146,7 +148,9 @@ USUAL: Mapping[type[Event], Cell] = {
     ServiceLost: IGNORE,
     MoveRequested: REFUSE,
     MoveQueried: Rule(departure_rules.answer_unbegun),
-    InstanceArrives: Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING)),
+    InstanceArrives: Rule(departure_rules.arrive, (State.CLAIMING, State.RELEASING, State.OFFLOADED)),
+    DepartRequested: REFUSE,
+    DepartureEnded: Rule(departure_rules.end_departure, (State.DEPARTED,)),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     RevertRefused: IGNORE,
@@ -165,12 +169,14 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         SpawnFailed: IGNORE,
         HostRuns: IGNORE,
         MoveRequested: Rule(move_events.refuse),
+        DepartRequested: Rule(move_events.refuse),
     },
     State.TOMBSTONE: {
         **USUAL,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
         MoveRequested: Rule(move_events.refuse),
+        DepartRequested: Rule(move_events.refuse),
     },
     State.BUILDING: {
         **USUAL,
@@ -191,9 +197,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             {
                 State.BUILDING: Rule(rules.move_on, (State.BUILDING, State.RELEASING)),
                 State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
-                State.PREPARING: Rule(
-                    move_rules.take_destination, (State.PREPARING, State.HANDING_OVER, State.RESIZING, *UNDONE)
-                ),
+                State.PREPARING: Rule(move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE)),
                 State.ACTIVE: END_ADOPTED,
             }
         ),
@@ -217,9 +221,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             {
                 State.FAILED: Rule(rules.end_failed, (State.FAILED,)),
                 State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
-                State.OFFLOADED: Rule(move_rules.end_offloaded, (State.OFFLOADED,)),
+                State.OFFLOADED: Rule(move_rules.end_offloaded, (State.OFFLOADED, State.DEPARTED)),
                 State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
-                State.DEPARTED: Rule(departure_rules.end_left, (State.DEPARTED,)),
             }
         ),
         HostRuns: CONFIRM_RUNNING,
@@ -253,6 +256,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         HostMissing: Rule(rules.lose, (State.RELEASING,)),
         ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING)),
+        DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.CHANGING, State.DESTROYING)),
         HostFenced: Rule(fence_rules.fail_by_policy, (State.RELEASING,)),
         MachineFound: ADOPT_DECIDED,
     },
@@ -271,7 +275,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         TimedOut: SKIP,
         ServiceLost: SKIP,
-        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, State.DEPARTED, *NEXT)),
+        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
         MoveRequested: ABORT,
         HostFenced: Rule(fence_rules.leave_checked_destination, NEXT),
     },
@@ -335,8 +339,15 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.RELEASING)),
+        DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.DEPARTED)),
     },
-    State.DEPARTED: {**USUAL, DeleteRequested: DELETE_DEPARTED, MoveRequested: REFER, MoveQueried: REFER},
+    State.DEPARTED: {
+        **USUAL,
+        DeleteRequested: DELETE_DEPARTED,
+        MoveRequested: REFER,
+        MoveQueried: REFER,
+        DepartRequested: REFER,
+    },
 }
 
 # Of a record that is in doubt, whatever its state (`doubt.is_in_doubt`): the words of its hosts and of placement are
@@ -353,7 +364,8 @@ DOUBTED: Mapping[type[Event], Cell] = {
     MoveRequested: Rule(doubt.refuse),
     MoveQueried: USUAL[MoveQueried],
     InstanceArrives: USUAL[InstanceArrives],
-    ChangeEnded: Rule(doubt.follow_next_cell, (*UNDONE, State.DEPARTED)),
+    DepartRequested: Rule(doubt.refuse),
+    DepartureEnded: USUAL[DepartureEnded],
     InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
 }
 

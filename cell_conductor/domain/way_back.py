@@ -250,8 +250,7 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     generation = instance.consumer_generation if event.consumer_generation is None else event.consumer_generation
     at_source = replace(instance, **of_source(move))
     back = replace(at_source, newest=event.attempt, consumer_generation=generation, power=move.power)
-    # The machine of one that was stopped to leave its cell may be gone: its host answers for that.
-    if not move.handed_over or (move.to_cell is None and move.power is not Power.RUNNING):
+    if not move.handed_over or move.power is not Power.RUNNING:
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
@@ -293,8 +292,6 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
     If its host does not know, it is queried again at the deadline: a machine that may run is not on record as stopped.
-    Where the machine was destroyed for another cell, and the departure was lost, it has its image, and is offloaded
-    with it.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -303,8 +300,6 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if event.runs is None:
         return Step(sooner(instance, event.at, context))
     move = move_of(instance)
-    if move.to_cell is not None and event.code == MACHINE_ABSENT and instance.image:
-        return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
     power = Power.RUNNING if event.runs else Power.STOPPED
     move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
     left = replace(instance, power=power, move=replace(move, lost_reason=steps.cut(move_event)))
@@ -328,7 +323,7 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
             ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
         silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
         waits = after(ended, silent)
-    elif desire.here is Wish.STAY:
+    elif desire.here is Wish.STAY and move.to_cell is None:  # else the instance leaves when its host has answered
         reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
         ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
         waits = answer(again.instance, ending, event.at, context)

@@ -121,8 +121,7 @@ INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{me
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"
 
 # As `Instance.service`.
-SERVICE = """CASE WHEN coalesce(record ->> 'position', '0') <> '0' AND record #>> '{move,to_cell}' IS NOT NULL THEN ''
-    ELSE coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '') END"""
+SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 
 _encode = msgspec.json.Encoder().encode
 _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000

@@ -37,10 +37,11 @@ class LastMachineWatch:
         """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
         for uuid, instance in instances.items():
             kind = None if instance.move is None else instance.move.kind
-            if uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
+            if instance.move is not None and instance.move.to_cell is not None:
+                if instance.phase == (State.DESTROYING, State.OFFLOADED):
+                    self._imaged[uuid] = instance.attempt
+            elif uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
                 self._shelved[uuid] = None
-            if instance.phase == (State.DESTROYING, State.DEPARTED):
-                self._imaged[uuid] = instance.attempt
 
     def destroyed(self, host: str, guest: Guest, is_deleted: bool) -> None:
         """A driver takes a machine away. Raises Breach."""

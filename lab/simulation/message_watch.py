@@ -72,8 +72,6 @@ class MessageWatch:
             self._world.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self._world.machines.result(_result.decode(body))
-            if tag == CHANGED_TAG:
-                self._world.move_watch.checked(_changed.decode(body))
             if tag == CLAIM_TAG and self._world.probing:
                 self._claimed(_claim.decode(body))
             if tag == GANG_TAG and self._world.probing:

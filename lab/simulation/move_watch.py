@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from bus.bus import API
-from bus.contracts.moves import MachineChanged, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_events import LEFT
@@ -21,9 +21,9 @@ from lab.simulation.watch import Breach
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.store.memory_table import MemoryBookTable
 
-# In these the source of a move is given up: the destination is on record as active, or has its image in another cell.
-LEAVES = (State.DESTROYING, State.DEPARTED)
-GIVES_UP_SOURCE = frozenset({(State.DESTROYING, State.ACTIVE), (State.RELEASING, State.ACTIVE), LEAVES})
+# In these the source of a move is given up: the destination is on record as active.
+GIVES_UP_SOURCE = frozenset({(State.DESTROYING, State.ACTIVE), (State.RELEASING, State.ACTIVE)})
+LEAVES = (State.DESTROYING, State.OFFLOADED)
 GIVES_UP_HERE = frozenset(
     {
         (State.DESTROYING, State.OFFLOADED),
@@ -66,7 +66,6 @@ class MoveWatch:
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
         self.ends: dict[tuple[str, str], tuple[MoveState, str]] = {}  # by bus and request
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
-        self._checked: set[tuple[str, str, int]] = set()  # (host, instance, attempt): it reads its image
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
         self.judges_machines = False  # how many of theirs run, all the same
         self.has_untold: Callable[[str], bool] = lambda _instance: False  # see `MachineWatch`
@@ -81,7 +80,7 @@ class MoveWatch:
                 continue
             self._owned_once(instances, instance)
             if instance.phase == LEAVES and (before is None or before.phase != LEAVES):
-                self._has_a_place(instance)
+                self._has_an_image(instance)
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
@@ -110,21 +109,11 @@ class MoveWatch:
             if other is not None and other.phase not in HAS_NOTHING:
                 raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
 
-    def checked(self, changed: MachineChanged) -> None:
-        """A compute service answers that its host can build an instance of another cell from its image."""
-        if changed.asked_by is not None and changed.done:
-            self._checked.add((changed.host_uuid, changed.instance_uuid, changed.attempt))
-
-    def _has_a_place(self, instance: Instance) -> None:
-        """A cell destroys the machine of an instance that leaves: its image is kept, and a host of the other cell is
-        claimed for it and has shown that it reads the image. Raises Breach.
-        """
-        if instance.uuid in self.exempt:
-            return
-        place = (instance.host_uuid or "", instance.uuid, instance.attempt)
-        is_claimed = self._holds(instance.uuid, place[0])
-        if not instance.image or not is_claimed or place not in self._checked:
-            raise Breach("never_in_neither", f"{instance.uuid} leaves for {place}, claimed: {is_claimed}, not checked")
+    def _has_an_image(self, instance: Instance) -> None:
+        """A cell destroys the machine of an instance that leaves for another one: its image is kept. Raises Breach."""
+        is_to_leave = instance.move is not None and instance.move.to_cell is not None
+        if is_to_leave and instance.uuid not in self.exempt and not instance.image:
+            raise Breach("never_in_neither", f"{instance.uuid} gives up {instance.host_uuid} without an image")
 
     def _given_up(self, instance: Instance) -> None:
         move = instance.move

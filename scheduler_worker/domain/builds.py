@@ -66,8 +66,7 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
     flavor, image: its present ones; "": as it was built. new_flavor, old_flavor: of the resize that is not
     confirmed or ended yet ("": of none). image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. stay: the ordinal of its stay in the cell that has it: how often it has left one, or what it was to leave for
-    was given back.
+    yet. first_attempt: the first that it may have in the cell that has it now (0: it was built there).
     """
 
     condition: Condition = Condition.ACTIVE
@@ -77,7 +76,7 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
     image: str = ""
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
-    stay: int = 0
+    first_attempt: int = 0
 
 
 AS_BUILT = SinceBuild()
@@ -253,8 +252,10 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
 
 
 def delete_of(build: RecordedBuild, *, begun: bool) -> CellDelete:
-    """The command to its cell to delete an instance, in its present stay there."""
-    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, stay=build.now.stay)
+    """The command to its cell to delete an instance."""
+    return CellDelete(
+        instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, attempt=build.now.first_attempt
+    )
 
 
 def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:

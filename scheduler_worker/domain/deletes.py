@@ -188,7 +188,7 @@ def answer_unknown(
         if _is_anothers(build, project):  # no event: those about an instance are its owner's
             plan.outcomes[one.position] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
             if cell is not None:
-                theirs = _tombstone(one.request, author).build  # what has no record is in no stay that is known
+                theirs = _tombstone(one.request, author).build
                 plan.messages.append(OutboxMessage(cell, delete_of(theirs, begun=True), uuid))
         elif cell is None:
             why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)

@@ -11,32 +11,26 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Message
+from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
+from bus.contracts.cell import Selection
 from bus.contracts.moves import (
-    ARRIVED,
-    NOT_ARRIVED,
-    CellBook,
-    CellCheck,
+    OTHER_ATTEMPT,
+    CellDepart,
     CellMove,
     CellMoveQuery,
     Condition,
     Departure,
-    MachineChanged,
     MoveEvent,
     MoveKind,
     MoveRequest,
     MoveState,
 )
-from bus.contracts.objects import CellDecision
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
-from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,
     Author,
-    BuildUpdate,
     RecordedBuild,
     SinceBuild,
     announced_build,
@@ -54,15 +48,32 @@ from scheduler_worker.domain.requests import (
     timeline_of,
 )
 
+MOVE_FAILED = "move.failed"  # of a move that another cell has not carried out, and has not said why
 # (its id, its instance). The id alone names no request: a client may give it to two, about two instances.
 RequestKey: TypeAlias = tuple[str, str]
+
+
+class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A move into another cell, which this record leads (decision 0021).
+
+    home, away: the cell that it begins in, and the other one. build: what the other one is commanded for. command: what
+    the cell of the move is to do now. back: the host that the instance had at home. failure: why the other cell has not
+    taken it.
+    """
+
+    home: str
+    away: str
+    build: CellMove
+    command: CellDepart | CellMove
+    back: tuple[Selection, ...] = ()
+    failure: Refusal | None = None
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     """The record of one request.
 
-    created_at: seconds since the epoch. command: of one that ends in another cell than it begins in, what its cell is
-    to do now; None: of every other one, and once it has ended.
+    created_at: seconds since the epoch. transfer: of one that leads into another cell; None: of every other one, and
+    once it has ended.
     """
 
     request_id: str
@@ -70,7 +81,7 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     state: MoveState
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0
-    command: CellMove | None = None
+    transfer: Transfer | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
@@ -194,6 +205,9 @@ def announced_move(
     is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
     host_uuid, number = event.host_uuid, event.sequence
     event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
+    failure = None if move.transfer is None else move.transfer.failure
+    if failure is not None and event.terminal and event.condition is not Condition.DELETED:  # it is home again
+        event = replace(event, state=MoveState.FAILED, code=failure.code, reason=failure.reason)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
     if not move.terminal:
@@ -208,7 +222,7 @@ def announced_move(
             code=event.code,
             reason=event.reason,
             history=event.history or move.history,
-            command=None if event.terminal else move.command,
+            transfer=None if event.terminal else move.transfer,
         )
     else:
         after = replace(move, sequence=event.sequence)
@@ -233,164 +247,101 @@ def announced_move(
 
 # --- Requests that end in another cell than they begin in (decision 0021).
 #
-# The instance's cell is commanded to move it to hosts of the other one (`to_cell`), and checks these by way of the
-# schedulers. When nothing of it is left there, it states what it has given away; with that the other cell is commanded
-# (`arrival`), and the map names it, in one transaction.
+# The instance's cell is commanded to give it up (`CellDepart`), and announces what it had. With that the other cell is
+# commanded to build it, and the map names that one, in one transaction. Where it has no host for it, the instance comes
+# home in the same way.
 
 
-def is_owner(cell: str, stay: int, build: RecordedBuild | None) -> bool:
-    """Whether a cell has the instance, in this stay: that on record, or a later one that schedulers have forgotten."""
-    return build is not None and build.cell == cell and stay >= build.now.stay
+def is_owner(cell: str, departure: Departure, build: RecordedBuild | None) -> bool:
+    """Whether a cell has the instance that it gives up: no departure from before it came there counts."""
+    return build is not None and build.cell == cell and departure.attempt >= build.now.first_attempt
 
 
 def transferred(
     move: RecordedMove | None, build: RecordedBuild, event: MoveEvent
 ) -> tuple[RecordedMove | None, RecordedBuild, list[Message]]:
-    """The instance has left its cell: the next one is commanded what it was requested for, and deleted if it is to be.
-    Returns the request, the instance and these commands.
+    """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
+    the request, the instance and these commands.
 
     move: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
     set back), the next cell is queried, with what the former one has stated: that begins nothing.
     """
     assert event.departure is not None
-    departure: Departure = event.departure
-    spec = replace(departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    sequence, cell = max(event.sequence, build.sequence), departure.cell
-    arrival = replace(departure, spec=spec, sequence=sequence)
+    sequence = max(event.sequence, build.sequence)
+    spec = replace(event.departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
+    departure: Departure = replace(event.departure, spec=spec, sequence=sequence)
+    transfer = None if move is None or move.terminal else move.transfer
     commands: list[Message] = []
-    if move is not None and not move.terminal and move.command is not None and move.command.to_cell == cell:
-        # The host that is claimed there: a drain of it waits, also while that cell has not answered.
-        first = arrival.selections[0]
-        command = replace(move.command, to_cell=None, selections=(), arrival=arrival)
-        move = replace(move, cell=cell, host=first.host, host_uuid=first.host_uuid, command=command)
-        commands.append(command)
+    if move is not None and transfer is not None and departure.cell in (transfer.home, transfer.away):
+        transfer = _next_of(transfer, departure)
+        # The host that it is to have there: a drain of it waits, also while that cell has not answered.
+        first = next(iter(transfer.command.selections if isinstance(transfer.command, CellMove) else ()), None)
+        host, host_uuid = (None, None) if first is None else (first.host, first.host_uuid)
+        move = replace(move, cell=departure.cell, host=host, host_uuid=host_uuid, transfer=transfer)
+        commands.append(transfer.command)
     else:
         query = CellMoveQuery(
             request_id=event.request_id,
             instance_uuid=build.instance_uuid,
             project_id=build.project_id,
             kind=event.kind or MoveKind.UNSHELVE,
-            arrival=arrival,
+            departure=departure,
         )
         commands.append(query)
-    instance = replace(build.now, stay=departure.stay + 1)
-    there = replace(build, cell=cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
+    instance = replace(build.now, first_attempt=departure.attempt + 1)
+    there = replace(build, cell=departure.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
     if build.state is BuildState.DELETING:
         commands.append(delete_of(there, begun=False))
     return move, there, commands
 
 
-def book_key(book: CellBook) -> RequestKey:
-    """The key of the records that it concerns."""
-    return book.asked_by.request_id, book.instance_uuid
-
-
-def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
-    """Whether placement is asked this for a cell: its own instance leaves it by a move on record, for hosts that were
-    chosen for that, or nothing more is claimed.
+def _next_of(transfer: Transfer, departure: Departure) -> Transfer:
+    """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
+    had there, or without one.
     """
-    build, question, request_id = known.build, book.question, book.asked_by.request_id
-    if build is None or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
-        return False
-    # What follows a claim that was given back is of the stay before: its migration is released after it.
-    if not is_owner(cell, book.stay + isinstance(question, Release | Revert), build):
-        return False
-    if isinstance(question, Release):
-        return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
-    if question.consumer != book.instance_uuid:
-        return False
-    if isinstance(question, Revert):
-        return question.migration.uuid == request_id
-    move = known.move_of(book.instance_uuid)
-    command = None if move is None else move.command
-    if command is None or command.to_cell is None or question.project_id != build.project_id:
-        return False
-    chosen = [one.allocations for one in command.selections]
-    is_its_own = question.migration is None or question.migration.uuid == request_id
-    return is_its_own and all(option.allocations in chosen for option in question.options)
+    known, build = {"departure": departure, "sequence": departure.sequence}, transfer.build
+    if departure.cell == transfer.away:
+        had_host = departure.kind is not MoveKind.UNSHELVE
+        back = (departure.last,) if had_host else ()
+        return replace(transfer, command=replace(build, **known), back=back)
+    failure = Refusal(code=departure.code or MOVE_FAILED, reason=departure.reason)
+    home = replace(build, spec=None, selections=transfer.back, limits={}, to_cell=None, **known)
+    return replace(transfer, command=home, failure=failure)
 
 
-def stay_after(book: CellBook) -> int:
-    """The stay that the instance is in once placement is asked this. Where by it nothing of the other cell is held any
-    more a new one begins: it does not leave by what its cell has announced before. The cell was set back since, and the
-    announcement may come here after this.
-    """
-    return book.stay + (book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert))
-
-
-def rests(asked: Sequence[CellBook], known: Mapping[RequestKey, MoveContext]) -> list[BuildUpdate]:
-    """The records of instances, by request, once placement is asked this about them."""
-    found: dict[str, RecordedBuild] = {}
-    for one in asked:
-        build = found.get(one.instance_uuid, known[book_key(one)].build)
-        assert build is not None, "may_ask"
-        stay = max(build.now.stay, stay_after(one))
-        found[one.instance_uuid] = replace(build, instance=replace(build.now, stay=stay))
-    return [BuildUpdate(build=build) for build in found.values()]
-
-
-def answered(book: CellBook, answer: ClaimResult | ReleaseResult | RevertResult | Fault) -> CellBook | None:
-    """With what placement has answered; None: it has not, and the cell asks again. A claim that it refuses for good is
-    none that another time would be granted.
-    """
-    if isinstance(answer, RequestRefused) and isinstance(book.question, Claim):
-        answer = ClaimResult(outcome=ClaimOutcome.INVALID, reason=f"{answer.code}: {answer.reason}")
-    return None if isinstance(answer, Fault) else replace(book, answer=answer)
-
-
-def refused(book: CellBook, known: MoveContext) -> CellBook | None:
-    """The answer where placement is not asked for a cell: the move is not on record any more, or the instance, and
-    what it holds, is another cell's. None: no cell has it on record, so what it holds is not known to be another's.
-    """
-    if isinstance(book.question, Claim):
-        result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
-        return replace(book, answer=result)
-    if known.build is None:
+def departure_ended(move: RecordedMove) -> OutboxMessage | None:
+    """That the cell which has given the instance up for the one of this move need not keep that on record any more."""
+    transfer = move.transfer
+    if transfer is None or not isinstance(transfer.command, CellMove) or transfer.command.departure is None:
         return None
-    changed = ReleaseResult if isinstance(book.question, Release) else RevertResult
-    return replace(book, answer=changed(outcome="consumer_changed"))
+    former = transfer.home if move.cell == transfer.away else transfer.away
+    ended = _ended(move.request_id, move, move.kind, move.cell or "", transfer.command.departure.attempt)
+    return OutboxMessage(former, ended, move.request_id)
 
 
-def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
-    """A check on its way between two cells, as it goes on from this one; None: it is not this cell's to send."""
-    sender, receiver = check.asked_by.cell, check.cell
-    if check.answer is not None:
-        sender, receiver = receiver, sender
-    if sender != cell:
-        return None
-    return OutboxMessage(receiver, check, check.asked_by.request_id)
-
-
-def check_key(check: CellCheck) -> RequestKey:
-    """The key of the records that it concerns, of one without an answer."""
-    assert check.change is not None
-    return check.asked_by.request_id, check.change.spec.instance_uuid
-
-
-def answered_for_removed(check: CellCheck, known: MoveContext, removal: CellDecision) -> OutboxMessage | None:
-    """The answer to a check about a cell that was removed, by the schedulers' record: whether the instance has left the
-    cell that asks. None: they have no record of it; or none that it has left, which a record that was set back does not
-    show, while no operator has stated that what the cell has is abandoned.
+def given_up(event: BuildEvent | MoveEvent, cell: str, build: RecordedBuild) -> OutboxMessage | None:
+    """That a cell which announces an end of an instance has given it up for another one before, as its database has
+    forgotten; None: it has not, by this record.
     """
-    change, asked_by = check.change, check.asked_by
-    assert change is not None
-    if known.build is None:
+    if build.cell in (None, cell) or not build.now.first_attempt or not event.terminal:
         return None
-    is_here = is_owner(asked_by.cell, check.stay, known.build)
-    if is_here and not removal.abandoned:
-        return None
-    answer = MachineChanged(
-        instance_uuid=change.spec.instance_uuid,
-        attempt=change.attempt,
-        order=change.order,
-        host_uuid=change.host_uuid,
-        service=change.service,
-        change=change.change,
-        done=False,
-        code=NOT_ARRIVED if is_here else ARRIVED,
-        asked_by=asked_by,
+    request_id, kind = build.instance_uuid, None
+    if isinstance(event, MoveEvent):
+        request_id, kind = event.request_id, event.kind
+    ended = _ended(request_id, build, kind or MoveKind.MIGRATE, build.cell, build.now.first_attempt - 1)
+    return OutboxMessage(cell, ended, request_id)
+
+
+def _ended(request_id: str, about: RecordedRequest, kind: MoveKind, to_cell: str, attempt: int) -> CellDepart:
+    return CellDepart(
+        request_id=request_id,
+        instance_uuid=about.instance_uuid,
+        project_id=about.project_id,
+        kind=kind,
+        to_cell=to_cell,
+        attempt=attempt,
+        ended=True,
     )
-    return OutboxMessage(asked_by.cell, replace(check, change=None, answer=answer), asked_by.request_id)
 
 
 class AppliedEvent(Struct, frozen=True):
@@ -425,7 +376,7 @@ class Announcements:
         if not isinstance(event, MoveEvent) or event.departure is None:
             return applied
         build = self.builds.get(event.instance_uuid)
-        if build is None or not is_owner(cell, event.departure.stay, build):
+        if build is None or not is_owner(cell, event.departure, build):
             return applied
         self._transfer(build, event)
         return AppliedEvent(ANNOUNCED, event, event.departure.cell)
@@ -438,7 +389,12 @@ class Announcements:
         if build is None or request is None:
             return AppliedEvent("unknown", event)
         if request.cell != cell:
+            if (ended := given_up(event, cell, build)) is not None:
+                self.messages.append(ended)
             return AppliedEvent("foreign", event)
+        if move is not None and event.code == OTHER_ATTEMPT:
+            return self._depart_again(move, event)
+        before = move
         announced: BuildEvent | MoveEvent | None
         if isinstance(event, MoveEvent):
             assert move is not None
@@ -457,9 +413,21 @@ class Announcements:
         self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
         if move is not None:
             self._change(move)
+            if move.terminal and before is not None and (ended := departure_ended(before)) is not None:
+                self.messages.append(ended)
         cause = event.instance_uuid if move is None else move.request_id
         self.messages.append(OutboxMessage(API, announced, cause))
         return AppliedEvent(ANNOUNCED, announced)
+
+    def _depart_again(self, move: RecordedMove, event: BuildEvent | MoveEvent) -> AppliedEvent:
+        """The cell has another attempt than was to depart: it is asked again for that one."""
+        transfer = move.transfer
+        if move.terminal or transfer is None or not isinstance(transfer.command, CellDepart):
+            return AppliedEvent(LATE, event)
+        command = replace(transfer.command, attempt=event.attempt)
+        self._change(replace(move, transfer=replace(transfer, command=command)))
+        self.messages.append(OutboxMessage(move.cell or "", command, move.request_id))
+        return AppliedEvent(LATE, event)
 
     def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
         move, after, commands = transferred(self._move_of(event), build, event)

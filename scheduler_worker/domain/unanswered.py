@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
-from bus.contracts.moves import CellMoveQuery
+from bus.contracts.moves import CellMove, CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
@@ -183,17 +183,17 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
     """Of an instance that is to be deleted, or is, its delete ends the move: a cell that was set back to the middle of
     the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
-    command, build = move.command, known.build
+    command, build = None if move.transfer is None else move.transfer.command, known.build
     query = CellMoveQuery(
         request_id=move.request_id, instance_uuid=move.instance_uuid, project_id=move.project_id, kind=move.kind
     )
     if build is None:
         return (command or query,)
-    if command is not None:  # the instance may have had more announcements since, and be in another stay
-        command = replace(command, sequence=build.sequence, stay=build.now.stay)
+    if command is not None:  # the instance may have had more announcements since
+        command = replace(command, sequence=build.sequence)
     if build.state not in (BuildState.DELETING, BuildState.DELETED):
         return (command or query,)
-    if command is not None and command.arrival is not None:
+    if isinstance(command, CellMove):
         return command, delete_of(build, begun=False)
     return delete_of(build, begun=True), query
 

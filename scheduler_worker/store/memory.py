@@ -90,9 +90,9 @@ class MemoryBuilds(UnitStore):
         """A scan."""
         async with self._session.transaction():
             coming = {
-                move.instance_uuid: move.command.to_cell
+                move.instance_uuid: (move.transfer.home, move.transfer.away)
                 for move, _ in self._table.moves.values()
-                if not move.terminal and move.command is not None
+                if not move.terminal and move.transfer is not None
             }
             found = [
                 uuid
@@ -100,7 +100,7 @@ class MemoryBuilds(UnitStore):
                 if build.state in BUILDS_WITH_A_MACHINE
                 and flavor in (None, *flavors_in_use(self._table.records[uuid].flavor, build.instance))
                 and group in (None, _group_of(self._table.requested[uuid].request))
-                and cell in (None, build.cell, coming.get(uuid))
+                and cell in (None, build.cell, *coming.get(uuid, ()))
             ]
             return min(len(found), limit)
 

@@ -269,8 +269,9 @@ def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: 
         named = cast(columns.request, JSON)[("server_group", "uuid")].astext
         found = found.where(columns.project_id == group[0], named == group[1])
     if cell is not None:
-        to_cell = cast(moves.c.command, JSON)["to_cell"].astext
-        coming = select(moves.c.instance_uuid).where(~moves.c.terminal, to_cell == cell)
+        transfer = cast(moves.c.transfer, JSON)
+        leads_there = or_(transfer["home"].astext == cell, transfer["away"].astext == cell)
+        coming = select(moves.c.instance_uuid).where(~moves.c.terminal, leads_there)
         found = found.where(or_(columns.cell == cell, columns.instance_uuid.in_(coming)))
     return select(func.count()).select_from(found.limit(limit).subquery())
 

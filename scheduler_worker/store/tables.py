@@ -28,12 +28,12 @@ from sqlalchemy import (
 )
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import CellMove, MoveRecord
+from bus.contracts.moves import MoveRecord
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import DrainMove
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
 
 METADATA = MetaData()
 
@@ -91,7 +91,7 @@ build_requests = Table(
 )
 
 # Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest event
-# of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
+# of the request. cell: where it was dispatched to. transfer: JSON, of a request that leads
 # into another cell (NULL: of every other one). A row is written under the lock of its instance's row above.
 moves = Table(
     "moves",
@@ -100,7 +100,7 @@ moves = Table(
     needed("instance_uuid", UUID),
     needed("kind", Text),
     *_request_columns(),
-    Column("command", Text),
+    Column("transfer", Text),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),
     Index("moves_under_way", "request_id", postgresql_where=text("NOT terminal")),
@@ -184,7 +184,7 @@ DECIDED = ("instance_uuid", *_REACHED, "attempt")
 CHANGED = ("history", "project_id", "instance")
 ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run", "digest")
 MOVE = ", ".join(MOVES)
-ANNOUNCED = ("request_id", *_REACHED, "history", "command")
+ANNOUNCED = ("request_id", *_REACHED, "history", "transfer")
 
 _encoder = msgspec.json.Encoder()
 _encode = _encoder.encode
@@ -198,11 +198,11 @@ def _timeline(text: str) -> tuple[TimelineEntry, ...]:
 
 # Columns of JSON. NULL or '': the record has its default.
 _JSON: Mapping[str, Callable[[str], Any]] = {
-    "command": msgspec.json.Decoder(CellMove).decode,
     "funnel": msgspec.json.Decoder(tuple[FunnelStep, ...]).decode,
     "history": msgspec.json.Decoder(tuple[AttemptRecord, ...]).decode,
     "instance": msgspec.json.Decoder(SinceBuild).decode,
     "timeline": _timeline,
+    "transfer": msgspec.json.Decoder(Transfer).decode,
 }
 _READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, DrainMove)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
