@@ -44,7 +44,7 @@ HOSTS = "conductor.hosts.{process}"
 LEASES = "conductor.leases.{process}"
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
-ANNOUNCED_TO = ("scheduler.builds", "scheduler.asks")
+ANNOUNCED_TO = ("scheduler.builds",)
 
 
 def is_progress(message: Message) -> bool:

@@ -134,7 +134,7 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.CHANGING, None): Desire(here=Wish.STAY, work=Work.MOVE),
     (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, ends=True),
     (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True),
-    (State.DEPARTED, State.ABSENT): Desire(here=Wish.NONE, elsewhere=True, ends=True),
+    (State.DEPARTED, State.ABSENT): Desire(here=Wish.NONE, elsewhere=True, condition=Condition.UNKNOWN),
 }
 
 
@@ -172,10 +172,10 @@ DELETE_REQUESTED = states_where(lambda row: row.condition is Condition.DELETED)
 REFUSED = states_where(lambda row: row.condition in (Condition.DELETED, Condition.FAILED))
 # Nothing is awaited, and by the record there is no machine and no allocation.
 AT_REST = states_where(lambda row: row.here is Wish.NONE and row.asks is None)
-# These may be forgotten after a time; one that has failed, after a longer one, and one that has left: schedulers that
-# are set back to before that command this cell, which would announce it as deleted without a record of where it is.
+# These may be forgotten after a time; one that has failed, after a longer one, and one that has left and is built
+# elsewhere by now: schedulers that are set back to before that command this cell.
 PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
-PURGED_FAILED = AT_REST & states_where(lambda row: (row.elsewhere and row.ends) or row.condition is Condition.FAILED)
+PURGED_FAILED = AT_REST & states_where(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
 ELSEWHERE = states_where(lambda row: row.elsewhere)
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.

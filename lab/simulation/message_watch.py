@@ -14,7 +14,7 @@ from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
-from bus.contracts.moves import MachineChanged, MoveEvent
+from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim, ClaimAll
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
@@ -26,7 +26,7 @@ from lab.simulation.watch import Breach
 if TYPE_CHECKING:
     from lab.simulation.world import World
 
-MOVE_TAG, CHANGED_TAG = tag_of(MoveEvent), tag_of(MachineChanged)
+MOVE_TAG = tag_of(MoveEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
 CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
 
@@ -44,7 +44,6 @@ _claim = msgspec.json.Decoder(Claim)
 _claim_all = msgspec.json.Decoder(ClaimAll)
 _build = msgspec.json.Decoder(CellBuild)
 _moved = msgspec.json.Decoder(MoveEvent)
-_changed = msgspec.json.Decoder(MachineChanged)
 _result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)

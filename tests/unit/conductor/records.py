@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Destroy, Spawn
-from bus.contracts.moves import CellAsks, ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.moves import ChangeMachine, MoveEvent, MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.fences import Fence
@@ -107,8 +107,6 @@ def _brief(one: Message) -> str:
             return f"{one.kind}: {one.state} {one.code}".strip()
         case BuildEvent():
             return f"build: {one.state} {one.code}".strip()
-        case CellAsks():
-            return f"asks {type(one.message).__name__}"
     raise AssertionError(one)
 
 

@@ -213,7 +213,6 @@ DELETES: list[Case] = [
     case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), SOURCE_GONE, "destroying/deleted"),
     case(moving(S.DESTROYING, S.ACTIVE), SOURCE_GONE, "releasing/active"),
     case(moving(S.DESTROYING, S.ACTIVE), GONE, "destroying/active"),
-    case(moving(S.DESTROYING, S.DEPARTED, {"to_cell": "c2"}), SOURCE_GONE, "releasing/departed"),
     case(unshelving(S.DESTROYING, S.OFFLOADED), GONE, "releasing/offloaded"),
     case(unshelving(S.DESTROYING, S.DELETED), GONE, "releasing/deleted"),
 ]
@@ -346,12 +345,10 @@ def test_a_build_that_begins_anew_keeps_what_the_one_before_has_not_commanded(ke
 
 
 def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:
-    """A copy of a request from before its failure was carried out on the new machine. And a cell that it had come from,
-    and that was set back, was answered that it has not arrived (`departure_rules.has_arrived`, by the stay).
-    """
+    """A copy of a request from before its failure was carried out on the new machine."""
     stopped = EndedMove(MOVE, K.STOP, MoveState.DONE)
-    anew = begun_anew(record(S.FAILED, stay=2, order=7, ended=(stopped,)), renewed())
-    assert {(known.stay, known.order) for known in anew} == {(2, 7)}
+    anew = begun_anew(record(S.FAILED, order=7, ended=(stopped,)), renewed())
+    assert {known.order for known in anew} == {7}
     copy = step(anew[-1], request(K.STOP), PATIENCE)
     (told,) = copy.commands
     assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)

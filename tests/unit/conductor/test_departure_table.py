@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Spawn
-from bus.contracts.moves import Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.moves import OTHER_ATTEMPT, CellDepart, Condition, Departure, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.departure_rules import answer_unbegun, arrive, give_away, refer, refuse_other
+from cell_conductor.domain.departure_rules import answer_unbegun, refer, refuse_other
+from cell_conductor.domain.desires import PURGED_FAILED
 from cell_conductor.domain.doubt import is_in_doubt
-from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
+from cell_conductor.handlers import departure_event
 from tests.unit.conductor.move_scenario import MOVE, OTHER, request, unbegun
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, phase_of, selection
 
@@ -29,10 +30,7 @@ LEFT = Departure(
     spec=NEWER,
     image="snapshot",
     last=selection(1),
-    selections=(selection(2), selection(3)),
-    newest=7,
-    consumer_generation=4,
-    order=30,
+    attempt=7,
     sequence=50,
     kind=MoveKind.MIGRATE,
     is_stopped=True,
@@ -49,191 +47,263 @@ def told(stepped: Step) -> list[tuple[str, MoveState, str, int]]:
 # --- It leaves.
 
 
-MOVING = Instance(
+def departs(attempt: int = 7, *, ended: bool = False, **fields: Any) -> e.Event:
+    known = {"request_id": MOVE, "kind": MoveKind.MIGRATE, **fields}
+    message = CellDepart(
+        instance_uuid=UUID, project_id="p", to_cell="c2", attempt=attempt, ended=ended, sequence=30, **known
+    )
+    return departure_event(message, 200.0)
+
+
+HERE = Instance(
     uuid=UUID,
-    state=State.PREPARING,
+    state=State.ACTIVE,
     spec=SPEC,
-    selections=(selection(1), selection(2), selection(3)),
-    position=1,
-    attempt=7,
-    consumer_generation=4,
-    sequence=50,
-    order=30,
-    image="snapshot",
-    deadline=900.0,
-    queried=True,
-    move=Move(request_id=MOVE, kind=MoveKind.MIGRATE, spec=NEWER, to_cell="c2", power=Power.STOPPED),
+    selections=(selection(1),),
+    attempt=6,
+    newest=7,
+    sequence=20,
+    since=100.0,
+    answered=True,
 )
+WITHOUT_HOST = {"state": State.OFFLOADED, "power": Power.SHELVED, "image": "snapshot"}
+TIED = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", networks=({"uuid": host(9)},))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("power", Power)
-def test_what_is_left_is_stated_once_and_nothing_is_awaited(power: Power) -> None:
-    assert MOVING.move is not None
-    stepped = give_away(replace(MOVING, move=replace(MOVING.move, power=power)), 600.0, PATIENCE)
-    left = stepped.instance
-    assert left.departure == replace(LEFT, is_stopped=power is Power.STOPPED)
-    assert (left.phase, left.selections, left.position) == ((State.DEPARTED, None), (selection(1),), 0)
-    assert (left.move, left.deadline, left.queried) == (None, None, False)
-    assert (left.departed_by, left.sequence, left.since) == (MOVE, 51, 600.0)
-    assert told(stepped) == [(MOVE, MoveState.MIGRATING, "", 50)]
-    (event,) = stepped.commands
-    assert isinstance(event, MoveEvent)
-    assert (event.kind, event.flavor, event.image, event.cell) == (MoveKind.MIGRATE, "large", "ubuntu", "c1")
-    assert (event.departure, event.terminal) == (left.departure, False)
+@pytest.mark.parametrize(
+    ("known", "event", "phase", "state", "code"),
+    [
+        ({}, departs(), (State.CHANGING, None), MoveState.CHANGING, ""),
+        ({"power": Power.STOPPED}, departs(), (State.CHANGING, None), MoveState.CHANGING, ""),
+        (
+            {"power": Power.SHELVED, "image": "snapshot"},
+            departs(kind=MoveKind.UNSHELVE),
+            (State.DESTROYING, State.OFFLOADED),
+            MoveState.CHANGING,
+            "",
+        ),
+        (WITHOUT_HOST, departs(kind=MoveKind.UNSHELVE), (State.DEPARTED, None), MoveState.MIGRATING, ""),
+        (WITHOUT_HOST, departs(), (State.OFFLOADED, None), MoveState.REFUSED, "instance.offloaded"),
+        ({}, departs(6), (State.ACTIVE, None), MoveState.SCHEDULED, OTHER_ATTEMPT),
+        ({}, departs(8), (State.ACTIVE, None), MoveState.SCHEDULED, OTHER_ATTEMPT),
+        (WITHOUT_HOST, departs(6), (State.OFFLOADED, None), MoveState.SCHEDULED, OTHER_ATTEMPT),
+        ({"power": Power.RESCUED}, departs(), (State.ACTIVE, None), MoveState.REFUSED, "instance.rescued"),
+        ({"power": Power.SHELVED}, departs(), (State.ACTIVE, None), MoveState.REFUSED, "instance.shelved"),
+        ({"state": State.FAILED}, departs(), (State.FAILED, None), MoveState.REFUSED, "instance.not_active"),
+        ({"state": State.BUILDING}, departs(), (State.BUILDING, None), MoveState.REFUSED, "instance.not_active"),
+        (
+            {"ended": (EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED, "z"),)},
+            departs(6),
+            (State.ACTIVE, None),
+            MoveState.FAILED,
+            "z",
+        ),
+    ],
+)
+def test_an_instance_leaves_by_its_newest_attempt_alone(
+    known: dict[str, Any], event: e.Event, phase: Phase, state: MoveState, code: str
+) -> None:
+    stepped = step(replace(HERE, **known), event, PATIENCE)
+    assert stepped.instance.phase == phase
+    assert [one[:3] for one in told(stepped)] == [(MOVE, state, code)]
+    if code == OTHER_ATTEMPT:
+        (read,) = stepped.commands
+        assert isinstance(read, MoveEvent) and (read.attempt, read.terminal) == (7, False)
 
 
-def test_a_source_is_destroyed_before_it_has_left() -> None:
-    assert MOVING.move is not None
-    known = replace(MOVING, move=replace(MOVING.move, source=selection(1), source_attempt=6))
-    stepped = give_away(known, 600.0, PATIENCE)
-    assert stepped.instance.phase == (State.DESTROYING, State.DEPARTED)
-    assert told(stepped) == [(MOVE, MoveState.MIGRATING, "", 50)]
+def test_what_has_networks_of_its_cell_does_not_leave_it() -> None:
+    assert [code for _, _, code, _ in told(step(replace(HERE, spec=TIED), departs(), PATIENCE))] == [
+        "move.across_cells"
+    ]
 
 
-@pytest.mark.parametrize(("consumer", "left"), [(MOVE, True), (OTHER, False), ("", False)])
-def test_it_has_left_when_its_migration_is_released(consumer: str, left: bool) -> None:
-    releasing = replace(MOVING, state=State.RELEASING, then=State.DEPARTED)
-    after = step(releasing, e.Released(at=600.0, consumer=consumer), PATIENCE).instance
-    assert (after.state is State.DEPARTED) is left and (left or after is releasing)
+def test_what_has_no_record_does_not_leave() -> None:
+    stepped = step(Instance(uuid=UUID), departs(), PATIENCE)
+    assert stepped.instance == Instance(uuid=UUID)
+    assert [one[2] for one in told(stepped)] == ["instance.unknown"]
+
+
+def run(instance: Instance, *events: e.Event, context: StepContext = PATIENCE) -> tuple[Instance, list[Message]]:
+    sent: list[Message] = []
+    for event in events:
+        stepped = step(instance, event, context)
+        instance, sent = stepped.instance, [*sent, *stepped.commands]
+    return instance, sent
+
+
+def kept(instance: Instance, **fields: Any) -> e.ChangeEnded:
+    assert instance.move is not None
+    known = {"done": True, "image": "snapshot", "runs": False, **fields}
+    return e.ChangeEnded(at=210.0, attempt=6, order=instance.move.order, host_uuid=host(1), service="s1", **known)
+
+
+DESTROYED = e.Destroyed(at=220.0, attempt=6, host_uuid=host(1), service="s1")
+
+
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
+def test_its_image_is_kept_then_its_machine_destroyed_then_its_claim_released_and_that_is_announced(
+    power: Power,
+) -> None:
+    leaving, sent = run(replace(HERE, power=power), departs())
+    leaving, more = run(leaving, kept(leaving), DESTROYED, e.Released(at=600.0, attempt=8))
+    assert leaving.phase == (State.DEPARTED, None)
+    assert leaving.departure == replace(
+        LEFT, spec=SPEC, attempt=8, sequence=leaving.sequence - 1, is_stopped=power is Power.STOPPED
+    )
+    assert (leaving.move, leaving.deadline, leaving.departed_by, leaving.since) == (None, None, MOVE, 600.0)
+    ends = [one for one in (*sent, *more) if isinstance(one, MoveEvent)]
+    assert not any(one.terminal for one in ends), "the schedulers end the request"
+    assert (ends[-1].departure, ends[-1].condition) == (leaving.departure, Condition.MOVING)
+    numbers = [one.sequence for one in ends]
+    assert numbers == sorted(set(numbers)) and numbers[0] == 31
+
+
+def test_what_its_host_cannot_keep_stays() -> None:
+    leaving, _ = run(HERE, departs())
+    stays, sent = run(leaving, kept(leaving, done=False, code="change.unsupported", runs=True, image=""))
+    assert (stays.phase, stays.power, stays.departure) == ((State.ACTIVE, None), Power.RUNNING, None)
+    assert [(one.state, one.code) for one in sent if isinstance(one, MoveEvent)] == [
+        (MoveState.FAILED, "change.unsupported")
+    ]
+
+
+def test_a_host_that_does_not_answer_is_awaited() -> None:
+    """The request had failed at its first time-out, and the instance rested shelved when the host had answered."""
+    leaving, _ = run(HERE, departs())
+    again, sent = run(leaving, e.TimedOut(at=600.0))
+    assert again.state is State.CHANGING and not [one for one in sent if isinstance(one, MoveEvent)]
+    left, _ = run(again, kept(again), DESTROYED, e.Released(at=900.0, attempt=8))
+    assert left.state is State.DEPARTED
+
+
+def test_a_copy_of_the_command_begins_nothing() -> None:
+    leaving, _ = run(HERE, departs())
+    assert step(leaving, departs(), PATIENCE) == Step(leaving)
+
+
+@pytest.mark.parametrize(
+    ("known", "event", "gives_up"),
+    [
+        ({}, departs(7, ended=True), True),
+        ({}, departs(9, ended=True), True),
+        ({}, departs(6, ended=True), False),
+        ({"state": State.DELETED}, departs(7, ended=True), False),
+        ({"state": State.FAILED}, departs(7, ended=True), True),
+        ({"state": State.TOMBSTONE, "spec": None, "selections": ()}, departs(7, ended=True), False),
+    ],
+)
+def test_the_end_of_the_build_elsewhere_ends_each_record_of_no_later_attempt(
+    known: dict[str, Any], event: e.Event, gives_up: bool
+) -> None:
+    before = replace(HERE, **known)
+    stepped = step(before, event, PATIENCE)
+    assert stepped.commands == ()
+    if not gives_up:
+        assert stepped.instance is before
+        return
+    assert stepped.instance.phase == (State.DEPARTED, State.ABSENT)
+    assert is_over(stepped.instance, 6, host(1)), "what is listed later is over"
+
+
+def test_a_departure_is_kept_until_the_build_elsewhere_has_ended() -> None:
+    assert GONE.phase not in PURGED_FAILED
+    assert step(GONE, departs(7, ended=True), PATIENCE).instance.phase in PURGED_FAILED
 
 
 # --- It arrives.
 
 
-def arrival(departure: Departure) -> e.InstanceArrives:
-    event = request(MoveKind.MIGRATE, arrival=departure)
+def arrival(departure: Departure, *hosts: int, **fields: Any) -> e.InstanceArrives:
+    event = request(MoveKind.MIGRATE, *hosts, **{"departure": departure, "to_cell": "c1", **fields})
     assert isinstance(event, e.InstanceArrives)
     return event
 
 
-ARRIVES = arrival(LEFT)
+ARRIVES = arrival(LEFT, 2, 3)
 NEW = Instance(uuid=UUID)
-FENCED = replace(PATIENCE, fences={host(2): Fence(host_uuid=host(2), host="host-2", version=1)})
 GOES_BACK = ((State.RELEASING, State.OFFLOADED), MoveState.UNDOING)
+IS_CLAIMED = ((State.CLAIMING, State.PREPARING), MoveState.CLAIMING)
 
 
 @pytest.mark.parametrize(
-    ("known", "event", "context", "phase", "state", "sequence"),
+    ("known", "event", "phase", "state"),
     [
-        (NEW, ARRIVES, PATIENCE, (State.FINISHING, None), MoveState.FINISHING, 51),
-        (NEW, unbegun(ARRIVES), PATIENCE, *GOES_BACK, 51),
-        (NEW, unbegun(ARRIVES, REFUSAL), PATIENCE, *GOES_BACK, 51),
-        (NEW, ARRIVES, FENCED, (State.CLAIMING, State.PREPARING), MoveState.CLAIMING, 51),
-        (
-            NEW,
-            ARRIVES,
-            replace(PATIENCE, set_back=SetBack(700.0)),
-            (State.FINISHING, None),
-            MoveState.FINISHING,
-            700_000,
-        ),
-        (NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(200.0)), (State.FINISHING, None), MoveState.FINISHING, 51),
-        (
-            replace(NEW, ended=(EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED),)),
-            ARRIVES,
-            PATIENCE,
-            *GOES_BACK,
-            51,
-        ),
-        (
-            replace(NEW, ended=(EndedMove(OTHER, MoveKind.MIGRATE, MoveState.FAILED),)),
-            ARRIVES,
-            PATIENCE,
-            (State.FINISHING, None),
-            MoveState.FINISHING,
-            51,
-        ),
-        (
-            replace(NEW, state=State.TOMBSTONE),
-            ARRIVES,
-            PATIENCE,
-            (State.RELEASING, State.DELETED),
-            MoveState.REFUSED,
-            51,
-        ),
+        (NEW, ARRIVES, *IS_CLAIMED),
+        (NEW, unbegun(ARRIVES), *GOES_BACK),
+        (NEW, unbegun(ARRIVES, REFUSAL), *GOES_BACK),
+        (NEW, arrival(LEFT), (State.OFFLOADED, None), MoveState.FAILED),
+        (replace(NEW, ended=(EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED),)), ARRIVES, *GOES_BACK),
+        (replace(NEW, ended=(EndedMove(OTHER, MoveKind.MIGRATE, MoveState.FAILED),)), ARRIVES, *IS_CLAIMED),
+        (replace(NEW, state=State.TOMBSTONE, newest=8), ARRIVES, (State.RELEASING, State.DELETED), MoveState.REFUSED),
+        (replace(NEW, state=State.TOMBSTONE, newest=7), ARRIVES, *IS_CLAIMED),
     ],
 )
 def test_an_arrival_is_on_record_from_then_on(
-    *,
-    known: Instance,
-    event: e.InstanceArrives,
-    context: StepContext,
-    phase: Phase,
-    state: MoveState,
-    sequence: int,
+    known: Instance, event: e.InstanceArrives, phase: Phase, state: MoveState
 ) -> None:
-    stepped = arrive(known, event, context)
+    stepped = step(known, event, PATIENCE)
     here = stepped.instance
     assert here.phase == phase
-    assert [(one, number) for _, one, _, number in told(stepped)] == [(state, sequence)]
-    is_deleted = known.state is State.TOMBSTONE
-    assert (here.attempt, here.newest, here.position) == (7, 7, 0 if is_deleted else 1)
-    assert (here.spec, here.consumer_generation, here.order, here.image) == (NEWER, 4, 30, "snapshot")
-    assert (here.requested_at, here.since, here.answered, here.cause) == (event.at, event.at, True, MOVE)
-    is_begun = state is MoveState.FINISHING and not here.doubted
-    assert any(isinstance(one, Spawn) for one in stepped.commands) is is_begun
-    if is_deleted:
-        assert here.selections == (selection(1),)
-        return
-    assert here.selections == (selection(1), selection(2), selection(3))
-    assert here.move is not None and here.move.source is None
-    has_ended = any(one.request_id == MOVE for one in known.ended)
-    assert (here.move.began, here.move.answered) == (600.0, has_ended)
-    is_doubted = sequence > 51
-    assert (here.doubted, here.reused_from) == (is_doubted, 7 if is_doubted else 0)
-    why = "x" if event.given_up else "move.lost" if event.is_query else ""
-    assert is_in_doubt(here) is is_doubted
-    assert here.move.lost_code == ("" if is_doubted else "move.lost" if has_ended else why)
+    assert [one[1:] for one in told(stepped)][-1][0] is state
+    assert (here.attempt, here.newest, here.position) == (7, 8, 0), "the first attempt here is above the last there"
+    assert (here.spec, here.image, here.cause) == (NEWER, "snapshot", MOVE)
+    assert (here.requested_at, here.answered) == (event.at, True)
+    assert told(stepped)[0][3] == 51
+    if here.move is not None:
+        assert (here.move.source, here.move.began, here.move.to_cell) == (None, 600.0, "c1")
 
 
-@pytest.mark.parametrize("spec", [SPEC, None])
-@pytest.mark.parametrize(("stay", "arrives"), [(0, True), (3, True), (4, False), (9, False)])
-def test_an_arrival_begins_in_a_record_of_an_earlier_stay_alone(spec: Any, stay: int, arrives: bool) -> None:
-    known = replace(NEW, spec=spec, stay=stay, sequence=10**6, state=State.OFFLOADED, selections=(selection(1),))
-    after = arrive(known, arrival(replace(LEFT, stay=3)), PATIENCE).instance
-    assert (after.state, after.stay) == ((State.FINISHING, 4) if arrives else (State.OFFLOADED, stay))
+@pytest.mark.parametrize(("at", "is_doubted"), [(0.0, False), (200.0, False), (700.0, True)])
+def test_one_that_has_left_before_the_database_was_set_back_is_searched_for(at: float, is_doubted: bool) -> None:
+    here = step(NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(at))).instance
+    assert here.phase == (State.CLAIMING, State.PREPARING)
+    assert (here.doubted, is_in_doubt(here)) == (is_doubted, is_doubted)
+    assert not is_doubted or here.reused_from == 9
 
 
-@pytest.mark.parametrize(("last", "newest"), [(6, 7), (7, 8), (40, 41)])
-def test_no_attempt_that_the_former_record_has_asked_for_is_numbered_again(last: int, newest: int) -> None:
-    here = arrive(replace(GONE, attempt=last), ARRIVES, PATIENCE).instance
-    assert (here.attempt, here.last_attempt) == (7, newest)
-
-
-def test_it_leaves_by_the_stay_that_the_schedulers_have_on_record() -> None:
-    for mine, theirs in ((1, 4), (4, 1), (4, 4)):
-        known = replace(OFFLOADED, stay=mine, power=Power.SHELVED)
-        leaves = request(MoveKind.UNSHELVE, 2, request_id=OTHER, to_cell="c2", stay=theirs)
-        begun = step(known, leaves, PATIENCE).instance
-        left = give_away(replace(begun, position=1), 600.0, PATIENCE).instance
-        assert left.departure is not None
-        assert (begun.stay, left.departure.stay, left.stay) == (4, 4, 5), "the record knows of the stay that begins"
+@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETED, State.DEPARTED, State.FAILED, State.OFFLOADED])
+@pytest.mark.parametrize(("last", "arrives"), [(6, True), (7, True), (8, False), (40, False)])
+def test_an_arrival_is_taken_above_the_newest_attempt_alone(state: State, last: int, arrives: bool) -> None:
+    known = replace(GONE, state=state, attempt=last, departure=LEFT if state is State.DEPARTED else None)
+    here = step(known, ARRIVES, PATIENCE).instance
+    assert (here.phase == (State.CLAIMING, State.PREPARING)) is arrives
+    assert here.state is state or arrives
 
 
 def test_a_late_arrival_where_it_has_left_again_is_answered_with_its_departure() -> None:
-    left = replace(GONE, stay=1)
-    stepped = arrive(left, ARRIVES, PATIENCE)
+    left = replace(GONE, attempt=9)
+    stepped = step(left, ARRIVES, PATIENCE)
     assert (stepped.instance, told(stepped)) == (left, [GONE_TOLD])
 
 
 def test_an_arrival_keeps_what_the_former_record_has() -> None:
     ended = tuple(EndedMove(f"{n}", MoveKind.STOP, MoveState.DONE) for n in range(MAX_ENDED))
-    former = replace(GONE, order=40, ended=ended, departed_by=OTHER, traceparent="t", sequence=50)
-    here = arrive(former, ARRIVES, PATIENCE).instance
-    assert (here.order, here.traceparent, here.departure) == (40, "t", None)
+    former = replace(GONE, order=40, ended=ended, departed_by=OTHER, traceparent="t", sequence=90)
+    here = step(former, ARRIVES, PATIENCE).instance
+    assert (here.order, here.traceparent, here.departure, here.sequence) == (40, "t", None, 92)
     assert here.ended == (*ended[1:], EndedMove(OTHER, MoveKind.MIGRATE, MoveState.SCHEDULED))
-    running = arrival(replace(LEFT, is_stopped=False))
-    powers = [arrive(NEW, event, FENCED).instance.power for event in (ARRIVES, running)]
-    assert powers == [Power.STOPPED, Power.SHELVED]
 
 
-@pytest.mark.parametrize("context", [PATIENCE, FENCED, replace(PATIENCE, set_back=SetBack(700.0))])
-def test_an_arrival_proves_no_more_about_machines_than_the_former_record(context: StepContext) -> None:
-    """One of them is in quarantine since the database was set back in an earlier stay, and no operator has decided."""
-    former = replace(GONE, reused_from=3)
-    here = arrive(former, ARRIVES, context).instance
-    proofs = [[is_over(known, attempt, host(4)) for attempt in (2, 3, 6)] for known in (former, here)]
-    assert proofs == [[True, False, False], [not here.doubted, False, False]]
+def test_one_that_comes_home_by_the_request_that_it_left_by_is_built() -> None:
+    home = arrival(replace(LEFT, attempt=9), 1, to_cell=None)
+    assert step(GONE, home, PATIENCE).instance.phase == (State.CLAIMING, State.PREPARING)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_what_no_host_takes_leaves_again_or_rests_offloaded(is_stopped: bool) -> None:
+    arrives = arrival(replace(LEFT, is_stopped=is_stopped), 2)
+    for to_cell, phase in (("c1", State.DEPARTED), (None, State.OFFLOADED)):
+        event = replace(arrives, request=replace(arrives.request, to_cell=to_cell))
+        full = e.ClaimRefused(at=210.0, attempt=9, outcomes=())
+        here, sent = run(NEW, event, full, e.Released(at=220.0, attempt=10))
+        events = [one for one in sent if isinstance(one, MoveEvent)]
+        assert (here.state, here.power, here.image, here.spec) == (phase, Power.SHELVED, "snapshot", NEWER)
+        assert events[-1].terminal is (to_cell is None)
+        if to_cell is None:
+            continue
+        departure = here.departure
+        assert departure is not None and departure.cell == "c1"
+        assert (departure.attempt, departure.is_stopped, departure.code) == (10, is_stopped, "max_retries_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -245,9 +315,9 @@ def test_an_arrival_proves_no_more_about_machines_than_the_former_record(context
     ],
 )
 def test_an_arrival_keeps_what_the_former_record_has_not_commanded(kept: dict[str, Any]) -> None:
-    """Its first host was passed over in that stay, and has a machine of a record that is lost."""
+    """Its first host was passed over before, and has a machine of a record that is lost."""
     former = replace(GONE, **kept)
-    here = arrive(former, ARRIVES, PATIENCE).instance
+    here = step(former, ARRIVES, PATIENCE).instance
     assert not any(is_over(known, 1, host(1)) for known in (former, here))
 
 
@@ -266,7 +336,6 @@ GONE = Instance(
 )
 GONE_TOLD = (MOVE, MoveState.MIGRATING, "", 50)
 STOP = request(MoveKind.STOP, request_id=OTHER)
-COMES = request(MoveKind.STOP, request_id=OTHER, arrival=LEFT)
 
 
 def ended(state: MoveState, request_id: str = OTHER) -> tuple[EndedMove, ...]:
@@ -277,6 +346,8 @@ def ended(state: MoveState, request_id: str = OTHER) -> tuple[EndedMove, ...]:
     ("known", "event", "answer"),
     [
         ((), DELETE, None),
+        ((), departs(), None),
+        ((), departs(request_id=OTHER), None),
         ((), request(MoveKind.STOP), None),
         (ended(MoveState.DONE, MOVE), request(MoveKind.STOP), None),
         ((), STOP, (MoveState.REFUSED, "instance.departed")),
@@ -285,9 +356,6 @@ def ended(state: MoveState, request_id: str = OTHER) -> tuple[EndedMove, ...]:
         (ended(MoveState.DONE), STOP, (MoveState.DONE, "z")),
         (ended(MoveState.DONE), unbegun(STOP), (MoveState.DONE, "z")),
         (ended(MoveState.SCHEDULED), STOP, None),
-        ((), COMES, None),
-        (ended(MoveState.SCHEDULED), COMES, None),
-        (ended(MoveState.DONE), COMES, (MoveState.DONE, "z")),
     ],
 )
 def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
@@ -303,6 +371,27 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
     is_new = answer is not None and not known
     kept = (EndedMove(OTHER, MoveKind.STOP, *answer),) if is_new and answer is not None else known
     assert stepped.instance == replace(before, ended=kept)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "begun", "departure", "phase"),
+    [
+        (0, True, LEFT, (State.DEPARTED, None)),
+        (7, True, LEFT, (State.DEPARTED, None)),
+        (8, True, LEFT, (State.RELEASING, State.DELETED)),
+        (8, False, LEFT, (State.TOMBSTONE, None)),
+        (0, True, None, (State.RELEASING, State.DELETED)),
+    ],
+)
+def test_a_delete_of_a_later_attempt_than_it_has_left_with_is_carried_out(
+    attempt: int, begun: bool, departure: Departure | None, phase: Phase
+) -> None:
+    """It has come back since, and the record of that is lost."""
+    wanted = replace(DELETE, begun=begun, attempt=attempt, found=() if begun else None)
+    stepped = step(replace(GONE, departure=departure), wanted, PATIENCE)
+    assert stepped.instance.phase == phase
+    if phase == (State.DEPARTED, None):
+        assert told(stepped) == [GONE_TOLD]
 
 
 def test_so_many_ends_are_kept() -> None:
@@ -334,5 +423,6 @@ def test_what_is_not_begun_is_answered_where_the_instance_is(event: e.MoveQuerie
 )
 def test_a_request_that_cannot_be_begun_is_refused(phase: State | Phase, moves: bool, codes: list[str]) -> None:
     state, then = phase_of(phase)
-    known = replace(GONE, state=state, then=then, move=MOVING.move if moves else None)
+    move = Move(request_id=MOVE, kind=MoveKind.MIGRATE, spec=NEWER)
+    known = replace(GONE, state=state, then=then, move=move if moves else None)
     assert [code for _, _, code, _ in told(refuse_other(known, STOP, PATIENCE))] == codes

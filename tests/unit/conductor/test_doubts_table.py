@@ -68,7 +68,9 @@ def doubted(state: State, then: State | None = None, move: dict[str, Any] | None
 
 
 def leaving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
-    return doubted(state, then, {"to_cell": "c2", **(move or {})}, **other)
+    """For another cell; its host keeps its image, or has."""
+    known = {"source": None, "source_attempt": 0, "to_cell": "c2", "offload": True, **(move or {})}
+    return doubted(state, then, known, **other)
 
 
 def runs(attempt: int, n: int | None = None, *, built: bool = True) -> e.HostRuns:
@@ -324,27 +326,11 @@ RESOLVED: list[Case] = [
     case(unsure(S.FINISHING), searched(HERE), "finishing", context=KEPT),
     case(doubted(S.FINISHING), searched(SOURCE, HERE), "finishing", context=KEPT),
     case(unsure(S.RELEASING, S.OFFLOADED), searched(on(3, 5)), "releasing/offloaded", context=LATER_KEPT),
-    # It goes to another cell, which is asked.
-    *(
-        case(before, searched(SOURCE), "preparing", "asks CellCheck", "migrate: preparing", context=IN_DOUBT)
-        for before in (
-            leaving(S.CLAIMING, S.PREPARING, position=0, attempt=1),
-            leaving(S.HANDING_OVER),
-            leaving(S.PREPARING),
-        )
-    ),
-    case(leaving(S.PREPARING, move={"lost_code": "x"}), searched(), "preparing", "asks CellCheck", context=IN_DOUBT),
-    case(leaving(S.DESTROYING, S.DEPARTED), searched(), "destroying/departed", "destroy 1@1", context=IN_DOUBT),
-    case(leaving(S.RELEASING, S.DEPARTED), searched(), "releasing/departed", context=IN_DOUBT),
-    case(leaving(S.REVERTING), searched(SOURCE), "reverting", context=IN_DOUBT),
-    case(
-        leaving(S.HANDING_OVER),
-        searched(on(3, 5)),
-        "destroying/active",
-        "destroy 1@1",
-        "migrate: done",
-        context=IN_DOUBT,
-    ),
+    # It leaves for another cell: without its machine it may have left, with its image under a forgotten name.
+    case(leaving(S.CHANGING), searched(HERE), "changing", "snapshot 2@2", context=IN_DOUBT),
+    case(leaving(S.CHANGING), searched(), "changing", context=IN_DOUBT),
+    case(leaving(S.DESTROYING, S.OFFLOADED), searched(), "destroying/offloaded", "destroy 2@2", context=IN_DOUBT),
+    case(leaving(S.RELEASING, S.OFFLOADED), searched(), "releasing/offloaded", context=IN_DOUBT),
 ]
 
 
@@ -355,9 +341,8 @@ def test_the_answers_of_all_services_resolve_a_doubt(
     stepped = step(before, event, context)
     assert (in_text(stepped.instance.phase), brief(stepped)) == (phase, commands)
     if commands:
-        is_asking = "asks CellCheck" in commands
-        assert is_in_doubt(stepped.instance) is is_asking
-        assert is_asking or stepped.instance.reused_from > 0
+        assert not is_in_doubt(stepped.instance)
+        assert stepped.instance.reused_from > 0
     if is_in_doubt(stepped.instance):
         assert isinstance(question_of(stepped.instance), e.MachineQuery)
         assert stepped.instance.deadline is not None
@@ -472,16 +457,15 @@ def test_no_client_waits_beyond_the_doubts_limit() -> None:
         (unsure(S.CLAIMING, S.PREPARING, position=0), "releasing/deleted", ()),
         (unsure(S.PREPARING), "destroying/deleted", ("destroy 2@2",)),
         (resized(), "destroying/deleted", ("destroy 2@2", "destroy 1@1")),
-        (leaving(S.PREPARING), "preparing", ("asks CellCheck",)),
-        (leaving(S.DESTROYING, S.DEPARTED), "preparing", ("asks CellCheck",)),
-        (leaving(S.REVERTING), "destroying/deleted", ("destroy 1@1",)),
+        (leaving(S.CHANGING), "destroying/deleted", ("destroy 2@2",)),
+        (leaving(S.DESTROYING, S.OFFLOADED), "destroying/deleted", ("destroy 2@2",)),
     ],
 )
 def test_a_delete_in_doubt_ends_every_machine_that_the_move_may_have_made(
     before: Instance, phase: str, destroyed: tuple[str, ...]
 ) -> None:
     stepped = step(before, e.DeleteRequested(at=220.0, project_id="p"), IN_DOUBT)
-    orders = tuple(one for one in brief(stepped) if one.startswith(("destroy", "end", "asks")))
+    orders = tuple(one for one in brief(stepped) if one.startswith(("destroy", "end")))
     assert (in_text(stepped.instance.phase), orders) == (phase, destroyed)
 
 

@@ -40,7 +40,7 @@ def at_service(n: int, service: str) -> Selection:
     return replace(selection(n), service=service)
 
 
-def moved(source: int | None = 1, *, position: int = 1, to_cell: str | None = None, **more: Any) -> Instance:
+def moved(source: int | None = 1, *, position: int = 1, **more: Any) -> Instance:
     """From host 1 (attempt 3), by selections of hosts 1, 2 and 3 (attempt 4)."""
     move = Move(
         request_id="m",
@@ -48,7 +48,6 @@ def moved(source: int | None = 1, *, position: int = 1, to_cell: str | None = No
         spec=SPEC,
         source=None if source is None else at_service(source, "old"),
         source_attempt=3,
-        to_cell=to_cell,
         began=100.0,
     )
     fields: dict[str, Any] = {"selections": tuple(selection(n) for n in (1, 2, 3)), "move": move, "attempt": 4, **more}
@@ -62,14 +61,12 @@ IN_PLACE = moved(2)
 @pytest.mark.parametrize(
     ("instance", "is_", "elsewhere", "service", "attempt"),
     [
-        (BUILT, (False, False), None, "", 0),
-        (moved(), (False, False), 1, "old", 3),
-        (moved(position=0), (False, False), None, "old", 3),
-        (moved(2, position=0), (False, False), None, "old", 3),
-        (IN_PLACE, (True, False), None, "old", 3),
-        (moved(None), (False, False), None, "", 3),
-        (moved(to_cell="c2"), (False, True), 1, "old", 3),
-        (moved(to_cell="c2", position=0), (False, False), None, "old", 3),
+        (BUILT, False, None, "", 0),
+        (moved(), False, 1, "old", 3),
+        (moved(position=0), False, None, "old", 3),
+        (moved(2, position=0), False, None, "old", 3),
+        (IN_PLACE, True, None, "old", 3),
+        (moved(None), False, None, "", 3),
     ],
 )
 def test_where_the_machines_of_a_move_are(
@@ -301,13 +298,6 @@ def test_the_machines_that_a_record_gives_up_on_a_fenced_host_are_losses(
         Loss(host_uuid=host(n), instance_uuid=UUID, attempt=attempt, service=service, at=7.0)
         for attempt, service in lost
     )
-
-
-@pytest.mark.parametrize(("instance", "counts"), [(BUILT, True), (moved(), True), (moved(to_cell="c2"), False)])
-def test_a_service_that_is_down_is_none_of_another_cells(instance: Instance, counts: bool) -> None:
-    down = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)}
-    closed = replace(CONTEXT, down=down, fences=fences(1)).closed(instance)
-    assert closed == ClosedHosts(down if counts else {}, fences(1))
 
 
 def test_a_host_is_passed_over_while_it_is_fenced_or_its_service_is_down() -> None:

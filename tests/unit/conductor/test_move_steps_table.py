@@ -45,21 +45,6 @@ def runs(n: int, *, built: bool = True) -> e.HostRuns:
 CLAIMED: list[Case] = [
     case(at_source(), claimed(4), "claiming/preparing"),
     case(at_source(selections=(ON_1, ON_1, ON_2)), claimed(5), "resizing", "resize 1@1", "migrate: changing"),
-    case(at_source({"to_cell": "c2"}), claimed(5), "handing_over", "snapshot 1@1", "migrate: migrating"),
-    case(
-        at_source({"to_cell": "c2", "handed_over": True}),
-        claimed(5),
-        "preparing",
-        "asks CellCheck",
-        "migrate: preparing",
-    ),
-    case(
-        unshelving(S.CLAIMING, S.PREPARING, {"to_cell": "c2"}, position=0),
-        claimed(5),
-        "preparing",
-        "asks CellCheck",
-        "unshelve: preparing",
-    ),
     case(unshelving(S.CLAIMING, S.PREPARING, position=0), claimed(5), "preparing", "check 5@2", "unshelve: preparing"),
     case(at_source({"delete": True}), claimed(5), "destroying/deleted", "destroy 1@1"),
     case(at_source({"by": OTHER, "by_kind": K.ABORT}), claimed(5), "reverting", "migrate: undoing"),
@@ -90,12 +75,6 @@ CHECKED: list[Case] = [
     case(*answer(moving(S.PREPARING), 2), "handing_over", "hand-over 1@1", "migrate: migrating"),
     case(*answer(moving(S.PREPARING), 1), "preparing"),
     case(*answer(moving(S.PREPARING), 2, done=False), "claiming/preparing", "migrate: claiming"),
-    case(
-        *answer(moving(S.PREPARING, move={"to_cell": "c2", "handed_over": True}), 2),
-        "destroying/departed",
-        "destroy 1@1",
-        "migrate: migrating",
-    ),
     case(*answer(moving(S.PREPARING, move={"handed_over": True}), 2), "finishing", "spawn 2@2", "migrate: finishing"),
     case(
         *answer(moving(S.PREPARING, move={"kind": K.EVACUATE}), 2),
@@ -135,17 +114,6 @@ CHECKED: list[Case] = [
     case(moving(S.PREPARING), LATE, "reverting", "migrate: undoing", context=fenced(3)),
     case(*answer(moving(S.HANDING_OVER), 1), "finishing", "spawn 2@2", "migrate: finishing"),
     case(*answer(moving(S.HANDING_OVER), 2), "handing_over"),
-    case(
-        *answer(moving(S.HANDING_OVER, move={"to_cell": "c2"}), 1, image="i"),
-        "preparing",
-        "asks CellCheck",
-        "migrate: preparing",
-    ),
-    case(
-        *answer(moving(S.HANDING_OVER, move={"to_cell": "c2"}), 1, done=False, runs=True, code="x"),
-        "reverting",
-        "migrate: undoing",
-    ),
     case(*answer(moving(S.HANDING_OVER), 1, done=False), "reverting", "migrate: undoing"),
     case(
         *answer(moving(S.HANDING_OVER), 1, done=False, refused=True, runs=False, code="x"),

@@ -55,7 +55,7 @@ from tests.unit.conductor.move_scenario import (
     seen,
     to_resized,
 )
-from tests.unit.conductor.records import BY_REVERT, changing, in_place, moving
+from tests.unit.conductor.records import BY_REVERT, changing, in_place
 from tests.unit.conductor.scenario import PATIENCE, RELEASED, SPEC, UUID, host, missed, selection, spawned
 from tests.unit.conductor.test_single_conditions import fences_on
 
@@ -366,10 +366,11 @@ def test_a_machine_whose_image_has_no_name_is_not_given_up(spec: InstanceSpec, c
 
 
 def test_a_machine_that_leaves_its_cell_stays_where_its_image_has_no_name() -> None:
-    made = Scenario(moving(State.HANDING_OVER, move={"to_cell": "c2", "handed_over": True, "order": 5}, order=5))
-    made.end(1, 1, image="")
-    assert made.instance.phase == (State.REVERTING, None) and not made.destroys
-    assert made.instance.move is not None and made.instance.move.lost_code == NO_IMAGE
+    known = {"to_cell": "c2", "offload": True, "order": 5}
+    made = Scenario(replace(changing(MoveKind.MIGRATE, **known), order=5, power=Power.RUNNING, image=""))
+    made.end(2, 2, image="", runs=False)
+    assert made.instance.phase == (State.ACTIVE, None) and not made.destroys
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, NO_IMAGE)]
 
 
 def test_a_revert_that_waits_ends_with_the_machine_that_is_lost() -> None:

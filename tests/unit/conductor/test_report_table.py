@@ -148,7 +148,6 @@ def outcome(
         (brief(UNDOING), OURS, HARMFUL_RUNS),
         (moved(State.RESIZED), OURS, AGREES),
         (moved(CONFIRMING), OURS, HARMFUL_RUNS),
-        (moved((State.RELEASING, State.DEPARTED)), OURS, HARMFUL_RUNS),
         (moved(DELETING), OURS, RUNS),
         # Before a destination is claimed the source is here; an unshelving has none.
         (brief((State.CLAIMING, State.PREPARING), source_attempt=1), OURS, AGREES),
@@ -282,8 +281,6 @@ FROM_S1_TO_S2 = replace(MOVED, selections=(selection(1), replace(selection(2), s
         (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None, position=0), "s1"),
         (replace(FROM_S1_TO_S2, move=replace(MOVE, source=None)), "s2"),
         (replace(FROM_S1_TO_S2, state=State.CLAIMING, then=State.PREPARING), "s1"),
-        (replace(FROM_S1_TO_S2, state=State.PREPARING, move=replace(MOVE, to_cell="c2")), "s1"),
-        (replace(FROM_S1_TO_S2, state=State.PREPARING, move=replace(MOVE, to_cell="c2"), position=0), "s1"),
         (replace(FROM_S1_TO_S2, state=State.OFFLOADED), ""),
         (replace(FROM_S1_TO_S2, state=State.RELEASING, then=State.OFFLOADED, move=None), ""),
         (Instance(uuid=UUID), ""),

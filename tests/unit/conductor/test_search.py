@@ -25,8 +25,8 @@ from bus.contracts.cell import (
     ServicesDigest,
     Spawn,
 )
-from bus.contracts.moves import AskedBy, CellBook, CellMove, ChangeMachine, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import ReleaseResult
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import PublishRefused
@@ -41,16 +41,13 @@ from cell_conductor.domain.instance import Instance, Phase, Power, State
 from cell_conductor.domain.leases import LISTEN_BEATS, Keeper, Lease, LeaseState, LeaseTable
 from cell_conductor.domain.report import is_over as is_proved_over
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
-from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import RETRIES
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
-from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.records import moving
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_transfers import leaving
 from tests.unit.conductor.world import (
     BUILD,
     Conductor,
@@ -935,45 +932,6 @@ class Full(Services):
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
         return [ReleaseResult(outcome="released") for _ in messages]
-
-
-async def test_a_full_queue_of_the_schedulers_holds_up_no_other_question() -> None:
-    there, here = leaving().instance, replace(ENDS, uuid=OTHER, doubted=False)
-    questions = [PendingQuestion(one, question_of(one), repeated=False) for one in (there, here)]
-    bus = Full()
-    requests = PlacementRequests(bus, SystemClock(), 1.0)  # type: ignore[arg-type]
-    for asked in (1, 2):
-        assert [one.uuid for one in await requests.ask(questions)] == [OTHER]
-        assert bus.published == asked, "it is asked again"
-
-
-async def test_two_answers_about_one_instance_in_a_batch_count_once() -> None:
-    there = leaving().instance
-    conductor = await conductor_of(Services(), there)
-    claim = question_of(there)
-    assert isinstance(claim, Claim) and there.move is not None
-    answer = ClaimResult(outcome=ClaimOutcome.CLAIMED, option=0, outcomes=(ClaimOutcome.CLAIMED,))
-    asked_by = AskedBy(cell="c1", request_id=there.move.request_id)
-    book = CellBook(asked_by=asked_by, instance_uuid=UUID, question=claim, answer=answer)
-    await conductor.engine.answered([book, replace(book, repeated=True)])
-    recorded = await conductor.recorded()
-    assert recorded is not None and (recorded.state, recorded.attempt) == (State.HANDING_OVER, claim.attempt)
-    orders = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
-    assert len([one for one in orders if isinstance(one, ChangeMachine)]) == 1
-
-
-async def test_an_answer_to_another_question_of_the_same_attempt_changes_nothing() -> None:
-    """Asked twice at one generation and answered twice: the first answer gave the generation that is asked with now."""
-    there = leaving().instance
-    conductor = await conductor_of(Services(), there)
-    claim = question_of(there)
-    assert isinstance(claim, Claim) and there.move is not None
-    asked_by = AskedBy(cell="c1", request_id=there.move.request_id)
-    answer = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
-    earlier = replace(claim, consumer_generation=(claim.consumer_generation or 0) + 1)
-    await conductor.engine.answered([CellBook(asked_by=asked_by, instance_uuid=UUID, question=earlier, answer=answer)])
-    recorded = await conductor.recorded()
-    assert recorded is not None and recorded.phase == there.phase
 
 
 # --- Have all answered that have to? One that was not asked is not one that has answered.

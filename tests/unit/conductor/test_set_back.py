@@ -107,8 +107,9 @@ def test_builds_that_a_lost_record_may_have_had(event: e.BuildRequested, set_bac
     assert unsearched is (doubted or event.is_query), "a query is searched for by the record alone"
 
 
+GONE = Departure(cell="c2", spec=SPEC, image="i", last=selection(1), attempt=1)
 KNOWN, UNKNOWN = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),)), Instance(uuid=UUID)
-TOMB, LEFT = replace(UNKNOWN, state=State.TOMBSTONE), replace(KNOWN, state=State.DEPARTED, stay=2)
+TOMB, LEFT = replace(UNKNOWN, state=State.TOMBSTONE), replace(KNOWN, state=State.DEPARTED, newest=2, departure=GONE)
 QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
 
 
@@ -121,10 +122,11 @@ QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
         (TOMB, BEGUN, NEVER, True),
         (TOMB, DELETE, BACK, True),
         (KNOWN, BEGUN, BACK, False),
-        (LEFT, replace(BEGUN, stay=2), BACK, False),
-        (LEFT, replace(BEGUN, stay=3), NEVER, True),
-        (LEFT, replace(DELETE, stay=3), NEVER, False),
-        (replace(KNOWN, state=State.ACTIVE), replace(BEGUN, stay=3), BACK, False),
+        (LEFT, replace(BEGUN, attempt=2), BACK, False),
+        (LEFT, replace(BEGUN, attempt=3), NEVER, True),
+        (replace(LEFT, departure=None), BEGUN, NEVER, True),
+        (LEFT, replace(DELETE, attempt=3), NEVER, False),
+        (replace(KNOWN, state=State.ACTIVE), replace(BEGUN, attempt=3), BACK, False),
         (UNKNOWN, QUERY, NEVER, True),
         (TOMB, QUERY, NEVER, True),
         (KNOWN, QUERY, BACK, False),
@@ -247,9 +249,6 @@ def test_an_event_that_does_not_say_so_states_nothing_but_that_a_listed_machine_
     assert unsaid == {("HostRuns", "built")}
 
 
-LEFT = Departure(cell="c2", spec=SPEC, image="i", last=selection(1), selections=(selection(2),), newest=1)
-
-
 @pytest.mark.parametrize("given_up", [None, Refusal(code="x", reason="y")])
 @pytest.mark.parametrize("is_query", [False, True])
 @pytest.mark.parametrize("arrives", [False, True])
@@ -258,7 +257,7 @@ def test_a_request_begins_unless_it_is_a_query_or_given_up(
 ) -> None:
     message = CellMove(request_id=UUID, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP)
     if arrives:
-        message = replace(message, arrival=LEFT)
+        message = replace(message, departure=GONE)
     kind = e.MoveRequested if given_up is None and not is_query else e.MoveQueried
     assert type(e.move_event(message, 1.0, "", given_up=given_up, is_query=is_query)) is (
         e.InstanceArrives if arrives else kind
@@ -286,15 +285,15 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
             desires.REFUSED,
             "tombstone deleted claiming/deleted destroying/deleted releasing/deleted failed releasing/failed",
         ),
-        (desires.AT_REST, "tombstone failed deleted offloaded departed"),
+        (desires.AT_REST, "tombstone failed deleted offloaded departed departed/absent"),
         (desires.PURGED, "tombstone deleted"),
-        (desires.PURGED_FAILED, "failed departed"),
-        (desires.ELSEWHERE, "departed"),
+        (desires.PURGED_FAILED, "failed departed/absent"),
+        (desires.ELSEWHERE, "departed departed/absent"),
         (
             desires.IN_DOUBT_AFTER_SET_BACK,
             "building claiming/building claiming/preparing claiming/active destroying/active"
-            " destroying/reverting destroying/departed"
-            " releasing/active releasing/departed preparing handing_over finishing resized reverting restarting"
+            " destroying/reverting"
+            " releasing/active preparing handing_over finishing resized reverting restarting"
             " changing resizing destroying/offloaded releasing/offloaded",
         ),
         (desires.EVACUATED, "destroying/reverting finishing resized"),
@@ -305,7 +304,7 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
         ),
         (
             desires.NOT_HERE,
-            "tombstone failed deleted claiming/preparing releasing/offloaded offloaded departed",
+            "tombstone failed deleted claiming/preparing releasing/offloaded offloaded departed departed/absent",
         ),
         (desires.LEFT_WITH_ITS_SERVICE, "building preparing"),
         (states_where(lambda row: row.ends), "active failed deleted offloaded"),

@@ -34,10 +34,10 @@ THIRD = "d0000000-0000-4000-8000-000000000003"
 
 
 def test_an_answer_to_another_query_resolves_nothing() -> None:
-    """It was asked for a record of an earlier stay, beyond the limit of its doubt. An arrival replaced that record,
+    """It was asked for a record from before its departure, beyond the limit of its doubt. An arrival replaced that record,
     whose query waits for all services: the silent one had the machine, and its claim was released.
     """
-    arrived, left = unsure(S.FINISHING), leaving(S.RELEASING, S.DEPARTED, since=1.0)
+    arrived, left = unsure(S.FINISHING), leaving(S.CHANGING, since=1.0)
     answered = replace(OTHERS_SILENT, query=machine_query_of(left))
     assert step(arrived, answered, IN_DOUBT).instance is arrived
     assert not is_in_doubt(step(arrived, replace(answered, query=machine_query_of(arrived)), IN_DOUBT).instance)
@@ -96,7 +96,7 @@ async def test_a_record_is_replaced_by_an_arrival_while_the_services_are_asked()
             await transaction.lock([UUID])
             await transaction.update([arrived])
 
-    left = leaving(S.RELEASING, S.DEPARTED, since=1.0)
+    left = leaving(S.CHANGING, since=1.0)
     assert is_in_doubt(await searched_meanwhile(Meanwhile(s1=()), left, arrives))
 
 

@@ -154,35 +154,13 @@ UNDONE: list[Case] = [
         "active",
         "migrate: failed",
     ),
-    case(moving(S.REVERTING, move={"to_cell": "c2"}), reverted(5), "active", "migrate: failed"),
-    case(
-        moving(S.REVERTING, move={"to_cell": "c2", "handed_over": True}),
-        reverted(5),
-        "restarting",
-        "start 1@1",
-        "migrate: undoing",
-    ),
     case(moving(S.REVERTING), reverted(5), "active", "migrate: failed", context=IN_DOUBT),
-    case(
-        moving(S.REVERTING, move={"to_cell": "c2", "handed_over": True, "power": Power.STOPPED}),
-        reverted(5),
-        "restarting",
-        "stop 1@1",
-        "migrate: undoing",
-    ),
     case(*answer(restarting(), 1, runs=True), "active", "migrate: failed x"),
     case(restarting(order=5), replace(answer(restarting(), 1)[1], order=4), "restarting"),
     case(*answer(restarting(), 1, done=False, code="x"), "restarting"),
     case(*answer(restarting(), 1, done=False, runs=True, code="x"), "active", "migrate: failed x"),
     case(*answer(restarting(), 1, done=False, runs=False, code="x"), "active", "migrate: failed x"),
     case(*answer(restarting(), 1, done=False, runs=False, code=MACHINE_ABSENT), "active", "migrate: failed x"),
-    case(*answer(restarting(to_cell="c2"), 1, done=False, runs=False, code=MACHINE_ABSENT), "releasing/offloaded"),
-    case(*answer(restarting(to_cell="c2"), 1, done=False, runs=False, code="x"), "active", "migrate: failed x"),
-    case(
-        *answer(replace(restarting(to_cell="c2"), image=""), 1, done=False, runs=False, code=MACHINE_ABSENT),
-        "active",
-        "migrate: failed x",
-    ),
 ]
 
 
@@ -264,7 +242,6 @@ AGAIN: list[Case] = [
     ),
     case(moving(S.FINISHING, queried=False), LATE, "finishing", "end 2@2"),
     case(unshelving(S.DESTROYING, S.OFFLOADED), LATE, "destroying/offloaded", "destroy 2@2"),
-    case(moving(S.DESTROYING, S.DEPARTED, {"to_cell": "c2"}), LATE, "destroying/departed", "destroy 1@1"),
 ]
 
 

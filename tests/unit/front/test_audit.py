@@ -523,5 +523,5 @@ def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
 
 
 def test_the_states_at_rest_follow_from_the_cells_table() -> None:
-    assert sorted(AT_REST - ALIVE) == ["deleted", "departed", "failed", "offloaded", "tombstone"]
+    assert sorted(AT_REST - ALIVE) == ["deleted", "departed", "departed/absent", "failed", "offloaded", "tombstone"]
     assert sorted(AT_REST & ALIVE) == sorted(ALIVE) == ["active", "resized"]
