@@ -29,7 +29,6 @@ from tests.unit.conductor.records import (
     ON_2,
     SOURCE_GONE,
     Case,
-    answer,
     at_source,
     brief,
     case,
@@ -172,8 +171,6 @@ RESOLVED: list[Case] = [
             (undone(), ()),
             (undone(**BY_REVERT), ("revert: failed move.in_doubt",)),
             (doubted(S.REVERTING, move={"handed_over": True}), ()),
-            (leaving(S.HANDING_OVER), ()),
-            (leaving(S.REVERTING), ()),
         )
         for machines in ((SOURCE,), (SOURCE, HERE))
     ),
@@ -390,26 +387,6 @@ def test_an_instance_that_was_moved_on_is_where_it_was_moved_to(state: State) ->
     assert [is_over(replace(lost, doubted=False), n, host(n)) for n in (1, 2)] == [True, False]
 
 
-@pytest.mark.parametrize("has_image", [True, False])
-@pytest.mark.parametrize("state", [S.REVERTING, S.RESTARTING])
-def test_what_was_to_leave_and_has_no_machine_is_held_without_its_image(state: State, *, has_image: bool) -> None:
-    """An image that was kept under a forgotten name is no reason to end it."""
-    back = {"position": 0, "selections": (ON_1,), "attempt": 1} if state is S.RESTARTING else {}
-    before = leaving(state, image="kept" if has_image else "", **back)
-    after = step(before, searched(), IN_DOUBT).instance
-    assert (after.state, is_in_doubt(after)) == (state, not has_image)
-    if has_image and state is S.REVERTING:  # its host answers that it has none, and it is offloaded
-        reverted = answering(after, e.Reverted(at=320.0, attempt=5, consumer_generation=9))
-        assert step(after, reverted, IN_DOUBT).instance.state is S.RESTARTING
-
-
-@pytest.mark.parametrize(("image", "phase"), [("kept", "releasing/offloaded"), ("", "preparing")])
-def test_what_has_not_arrived_and_has_no_machine_is_offloaded_with_its_image(image: str, phase: str) -> None:
-    asking = step(leaving(S.HANDING_OVER, image=image), searched(), IN_DOUBT).instance
-    _, none = answer(asking, 2, done=False, code="move.not_arrived")
-    assert in_text(step(asking, none, IN_DOUBT).instance.phase) == phase
-
-
 STOP = request(K.STOP, request_id=OTHER)
 
 
@@ -477,7 +454,7 @@ def test_a_delete_in_doubt_ends_every_machine_that_the_move_may_have_made(
         (at_source(doubted=True, move={"delete": True}), "destroying/deleted"),
         (doubted(S.CLAIMING, S.PREPARING, {"delete": True}), "destroying/deleted"),
         (unsure(S.CLAIMING, S.PREPARING, {"delete": True}, position=0, attempt=1), "releasing/deleted"),
-        (leaving(S.PREPARING, move={"delete": True}), "preparing"),
+        (leaving(S.CHANGING, move={"delete": True}), "destroying/deleted"),
     ],
 )
 def test_what_is_deleted_is_not_continued(

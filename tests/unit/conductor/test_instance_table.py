@@ -59,7 +59,7 @@ IN_PLACE = moved(2)
 
 
 @pytest.mark.parametrize(
-    ("instance", "is_", "elsewhere", "service", "attempt"),
+    ("instance", "is_in_place", "elsewhere", "service", "attempt"),
     [
         (BUILT, False, None, "", 0),
         (moved(), False, 1, "old", 3),
@@ -70,10 +70,9 @@ IN_PLACE = moved(2)
     ],
 )
 def test_where_the_machines_of_a_move_are(
-    instance: Instance, is_: tuple[bool, bool], elsewhere: int | None, service: str, attempt: int
+    instance: Instance, is_in_place: bool, elsewhere: int | None, service: str, attempt: int
 ) -> None:
-    """is_: in place, and leaving."""
-    assert (instance.is_in_place, instance.is_leaving) == is_
+    assert instance.is_in_place is is_in_place
     assert instance.source_host_uuid == (None if elsewhere is None else host(elsewhere))
     assert (instance.source_service, instance.source_attempt) == (service, attempt)
 

@@ -296,7 +296,6 @@ BOTH = (OPTION_2, OPTION_3)
         (moving(S.RELEASING, S.DELETED, {"instance_released": True}), OF_MIGRATION),
         (unshelving(S.RELEASING, S.OFFLOADED), OF_INSTANCE),
         (moving(S.RELEASING, S.ACTIVE), OF_MIGRATION),
-        (moving(S.RELEASING, S.DEPARTED), OF_MIGRATION),
         (moving(S.RESIZED, move={**BY_REVERT, "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
         (in_place(S.RESIZED, move={"lost_code": "host.fenced", "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
         (moving(S.RESIZED), None),

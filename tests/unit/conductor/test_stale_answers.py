@@ -34,8 +34,8 @@ THIRD = "d0000000-0000-4000-8000-000000000003"
 
 
 def test_an_answer_to_another_query_resolves_nothing() -> None:
-    """It was asked for a record from before its departure, beyond the limit of its doubt. An arrival replaced that record,
-    whose query waits for all services: the silent one had the machine, and its claim was released.
+    """It was asked for a record from before its departure, beyond the limit of its doubt. An arrival replaced it, whose
+    query waits for all services: the silent one had the machine, and its claim was released.
     """
     arrived, left = unsure(S.FINISHING), leaving(S.CHANGING, since=1.0)
     answered = replace(OTHERS_SILENT, query=machine_query_of(left))

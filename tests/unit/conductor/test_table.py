@@ -129,16 +129,15 @@ WAITS: dict[Phase, str] = {
     (State.RELEASING, State.DELETED): "releasing",
     (State.RELEASING, State.OFFLOADED): "vacating",
     (State.RELEASING, State.ACTIVE): "releasing_source",
-    (State.RELEASING, State.DEPARTED): "releasing_source",
     (State.DESTROYING, State.DELETED): "deleting",
     (State.DESTROYING, State.ACTIVE): "confirming",
     (State.DESTROYING, State.REVERTING): "undoing",
     (State.DESTROYING, State.OFFLOADED): "offloading",
-    (State.DESTROYING, State.DEPARTED): "confirming",
 }
 NAMES: dict[Phase, str] = {
     **WAITS,
     **{(state, None): state.value for state in State if state not in {waiting for waiting, _ in WAITS}},
+    (State.DEPARTED, State.ABSENT): "departed",
 }
 PHASES = tuple(NAMES)
 

@@ -273,9 +273,9 @@ async def test_a_move_with_a_source_waits_for_other_services_until_the_doubts_li
     services.silent = {"s1"} if silent == "of its hosts" else {"s2"}
     conductor = await opened(services, ("s1", "s2"))
     conductor.listed |= {host(1), host(2)}
-    moved = replace(checking().instance, doubted=True, since=1.0 if is_over else SystemClock().time())
-    assert moved.move is not None
-    moved = replace(moved, move=replace(moved.move, to_cell=None))
+    checking = begun(MoveKind.MIGRATE, 2)
+    checking.apply(claimed())
+    moved = replace(checking.instance, doubted=True, since=1.0 if is_over else SystemClock().time())
     now = await resolved(conductor, moved)
     assert (UUID in now) is (is_over and silent == "another")
 
