@@ -22,7 +22,6 @@ from cell_conductor import engine as conductor_engine
 from cell_conductor.domain import departure_rules, move_rules
 from cell_conductor.domain.events import ChangeEnded, DeleteRequested, Event
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.move_steps import change, is_awaited
 from cell_conductor.domain.set_back import SetBack, is_unsearched
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
@@ -274,13 +273,13 @@ REQUESTS_BREAK: dict[str, str] = {
 
 def former_cell_keeps_it() -> AbstractContextManager[Any]:
     """A cell announces that an instance has left, and has it still."""
-    original = departure_rules._depart
+    original = departure_rules.have_left
 
-    def depart(instance: Any, at: float, context: Any) -> Step:
+    def have_left(instance: Any, at: float, context: Any) -> Step:
         stepped = original(instance, at, context)
         return Step(replace(instance, sequence=instance.sequence + 1), stepped.commands)
 
-    return patch.object(departure_rules, "_depart", depart)
+    return patch.object(departure_rules, "have_left", have_left)
 
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
@@ -295,33 +294,26 @@ def map_names_the_former_cell() -> AbstractContextManager[Any]:
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
-    """An instance departs as soon as its next host has been checked, and its host is not commanded to destroy."""
-    return patch.object(departure_rules, "give_away", departure_rules._depart)
+    """An instance departs as soon as its image is kept, and its host is not commanded to destroy."""
+    original = move_rules.offload
 
+    def offload(instance: Any, at: float, context: Any) -> Step:
+        leaves = instance.move.to_cell is not None
+        return departure_rules.have_left(instance, at, context) if leaves else original(instance, at, context)
 
-def leaves_unchecked() -> AbstractContextManager[Any]:
-    """Its machine is destroyed though no host of the other cell has shown that it reads its image."""
-    original = move_rules.take_over
-
-    def take_over(instance: Any, event: Any, context: Any) -> Step:
-        is_stopped = event.done and instance.is_leaving and instance.move.source is not None
-        if not is_stopped or not is_awaited(instance, event, instance.move.source, instance.source_attempt):
-            return original(instance, event, context)
-        return departure_rules.give_away(replace(instance, image=event.image), event.at, context)
-
-    return in_table(State.HANDING_OVER, ChangeEnded, take_over, State.DESTROYING)
+    patches = ExitStack()
+    patches.enter_context(patch.object(move_rules, "offload", offload))
+    patches.enter_context(in_table(State.CHANGING, ChangeEnded, move_rules.changed, State.DEPARTED))
+    return patches
 
 
 def leaves_without_an_image() -> AbstractContextManager[Any]:
-    """The answer of its host that it is stopped is not waited for."""
-    original = move_rules.change
+    """The answer of its host that its image is kept is not waited for."""
 
     def begin(instance: Any, state: State, at: float, context: Any) -> Step:
-        if state is State.HANDING_OVER and instance.is_leaving:
-            return change(instance, State.PREPARING, at, context)
-        return original(instance, state, at, context)
+        return move_rules.offload(instance, at, context)
 
-    return patch.object(move_rules, "change", begin)
+    return patch.object(departure_rules, "change", begin)
 
 
 def delete_does_not_follow() -> AbstractContextManager[Any]:
@@ -353,13 +345,11 @@ MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     former_cell_keeps_it,
     map_names_the_former_cell,
     leaves_with_its_machine,
-    leaves_unchecked,
     leaves_without_an_image,
 )
 TRANSFERS_FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
     "map_names_the_former_cell": 1,
     "leaves_with_its_machine": 1,
-    "leaves_unchecked": 1,
     "leaves_without_an_image": 1,
 }

@@ -150,15 +150,6 @@ async def test_no_lease_counts_or_is_written_in_a_database_whose_set_back_is_not
     assert await leases.leases() == [UP, LEFT]
 
 
-LEAVES = Move(
-    request_id="d0000000-0000-4000-8000-000000000001",
-    kind=MoveKind.MIGRATE,
-    source=selection(9),
-    spec=SPEC,
-    to_cell="c2",
-)
-
-
 def instance(
     number: int, service: str, state: State, then: State | None = None, *, position: int = 0, move: Move | None = None
 ) -> Instance:
@@ -186,7 +177,6 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
         instance(4, "a", State.ACTIVE),
         instance(5, "a", State.DESTROYING, State.DELETED),
         instance(6, "c", State.BUILDING),
-        instance(7, "a", State.PREPARING, position=1, move=LEAVES),  # for a host of another cell's service of that name
     ]
     async with instances.transaction() as transaction:
         await transaction.insert(kept)
@@ -223,7 +213,6 @@ async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fe
     move = Move(request_id=kept[7].uuid, kind=MoveKind.MIGRATE, source=source, spec=SPEC)
     kept[7:] = [replace(one, move=move) for one in kept[7:]]
     # A service of another cell may have the same name.
-    kept.append(instance(10, "a", State.PREPARING, position=1, move=LEAVES))
     async with instances.transaction() as transaction:
         await transaction.insert(kept)
     assert await instances.at_service("a", 10) == [kept[at].uuid for at in (0, 1, 3, 7)]

@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveQuery, MoveState
+from bus.contracts.moves import CellDepart, CellMove, Condition, MoveKind, MoveQuery, MoveState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import purge
@@ -431,7 +431,10 @@ async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_f
         assert await unit.first_time("h", "m2")
 
 
-LEAVING = CellMove(request_id=B, instance_uuid=A, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2")
+NAMES: dict[str, Any] = {"request_id": B, "instance_uuid": A, "project_id": "p", "kind": MoveKind.UNSHELVE}
+LEAVING = Transfer(
+    home="c3", away="c2", build=CellMove(**NAMES, to_cell="c3"), command=CellDepart(**NAMES, to_cell="c2", attempt=1)
+)
 
 
 def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
@@ -445,10 +448,10 @@ async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) ->
     """`berth cells remove` counted the instances that are there, and removed the cell that a move was going to."""
     async with store.unit() as unit:
         await unit.insert([new(A), new(C)], 1.0)
-    leaving = moved(command=LEAVING)
+    leaving = moved(transfer=LEAVING)
     async with store.operation() as unit:
         await unit.insert_moves([leaving, moved(FOURTH, C)], 6.0)
-    assert [await store.machines(9, cell=cell) for cell in ("c2", "c3")] == [1, 0]
+    assert [await store.machines(9, cell=cell) for cell in ("c2", "c3", "c4")] == [1, 1, 0]
     async with store.operation() as unit:
         await unit.known([(B, A)], lock=True)
         await unit.update_moves([replace(leaving, state=MoveState.FAILED, terminal=True)], 7.0)
@@ -467,7 +470,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with store.operation() as unit:
         build = (await unit.known([(B, A)], lock=True))[B, A].build
         assert build is not None and build.instance is None
-        assert await unit.insert_moves([moved(command=LEAVING)], 6.0) == {B}
+        assert await unit.insert_moves([moved(transfer=LEAVING)], 6.0) == {B}
         await unit.update([BuildUpdate(build=replace(build, instance=instance))], 6.0)
     with pytest.raises(RuntimeError):
         async with store.operation() as unit:
@@ -478,7 +481,7 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with other.operation() as unit:
         assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
         found = await unit.known([(B, A), (B, C), (C, B), (A, C)])
-    assert found[B, A].move == moved(command=LEAVING) and found[B, A].now == instance
+    assert found[B, A].move == moved(transfer=LEAVING) and found[B, A].now == instance
     assert not found[B, A].names_instance
     assert found[B, A].build_request == new(A).request and found[B, A].build == replace(build, instance=instance)
     assert found[B, C] == replace(found[A, C], move=found[B, A].move, names_instance=False), "one id, two instances"

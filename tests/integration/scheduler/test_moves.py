@@ -9,18 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
-from bus.contracts.cell import Selection
+from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import (
-    AskedBy,
-    CellAsks,
-    CellBook,
-    CellCheck,
-    CellMove,
-    ChangeKind,
-    ChangeMachine,
+    CellDepart,
     Condition,
     Departure,
-    MachineChanged,
     MoveAccepted,
     MoveKind,
     MoveRequest,
@@ -184,44 +177,44 @@ async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tu
     return built, world.move(built, MoveKind.UNSHELVE, host="c2-0")
 
 
-def departure_of(leaving: CellMove) -> Departure:
+def departure_of(leaving: CellDepart) -> Departure:
     """As its cell announces it to the one that the instance leaves for."""
-    assert leaving.spec is not None
     last = Selection(
         host_uuid=leaving.instance_uuid,
         host="c1-0",
         service="compute-c1",
         allocations={leaving.request_id: {"VCPU": 1}},
     )
-    return Departure(
-        cell="c2",
-        spec=leaving.spec,
-        image="snapshot",
-        last=last,
-        selections=leaving.selections,
-        newest=4,
-        sequence=16,
+    spec = InstanceSpec(instance_uuid=leaving.instance_uuid, project_id=leaving.project_id, name="n")
+    return Departure(cell="c2", spec=spec, image="snapshot", last=last, attempt=4, sequence=16, kind=leaving.kind)
+
+
+async def departing(world: World, move: MoveRequest) -> CellDepart:
+    await world.ask(move)
+    ((cell, leaving),) = await until(lambda: [one for one in world.departs if one[1].request_id == move.request_id])
+    assert (cell, leaving.to_cell, leaving.ended) == ("c1", "c2", False)
+    return leaving
+
+
+async def ended(world: World, move: MoveRequest) -> tuple[str, CellDepart]:
+    (found,) = await until(
+        lambda: [one for one in world.departs if one[1].request_id == move.request_id and one[1].ended]
     )
-
-
-def book_question(move: MoveRequest) -> CellAsks:
-    """The cell asks placement, by way of the schedulers, to release what the move has claimed elsewhere."""
-    asked = AskedBy(cell="c1", request_id=move.request_id)
-    question = Release(consumer=move.instance_uuid, attempt=1000)
-    return CellAsks(message=CellBook(asked_by=asked, instance_uuid=move.instance_uuid, question=question))
+    return found
 
 
 async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: World) -> None:
     built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
-    leaving = await world.commanded(move)
-    assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.arrival) == ("c2", ["c2-0"], None)
-    departure = departure_of(leaving)
+    departure = departure_of(await departing(world, move))
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"])
-    assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
+    assert (found[0].request_id, found[0].departure, found[0].to_cell) == (move.request_id, departure, "c1")
+    assert [one.host for one in found[0].selections] == ["c2-0"]
     await world.move_announced("c2", move, MoveState.DONE, 20, host="c2-0", **DONE)
     end = await world.moved(move)
     assert (end.state, end.cell, end.departure) == (MoveState.DONE, "c2", None)
+    cell, over = await ended(world, move)
+    assert (cell, over.attempt) == ("c1", 4)
     record = await world.show(built.instance_uuid)
     assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
     # Further requests go to its new cell.
@@ -230,80 +223,19 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     assert [cell for cell, _ in deletes] == ["c2"]
 
 
-async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers(world: World) -> None:
+async def test_what_the_other_cell_does_not_take_is_home_again_and_its_move_has_failed(world: World) -> None:
     built = await one_active(world, config=replace(WARM, moves_across_cells=True))
     move = world.move(built, MoveKind.MIGRATE, host="c2-0")
-    leaving = await world.commanded(move)
-    assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.kind) == ("c2", ["c2-0"], move.kind)
-    (there,) = leaving.selections
-    asked = AskedBy(cell="c1", request_id=move.request_id)
-    assert leaving.spec is not None
-    change = ChangeMachine(
-        change=ChangeKind.CHECK,
-        spec=leaving.spec,
-        attempt=3,
-        order=9,
-        host_uuid=there.host_uuid,
-        service=there.service,
-        allocations=there.allocations,
-        asked_by=asked,
-    )
-    await world.buses["c1"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, change=change)))
-    (check,) = await until(lambda: [one for cell, one in world.checks if cell == "c2"])
-    assert check.change == change
-    answer = MachineChanged(
-        instance_uuid=built.instance_uuid,
-        attempt=3,
-        order=9,
-        host_uuid=there.host_uuid,
-        service=there.service,
-        change=ChangeKind.CHECK,
-        done=True,
-        asked_by=asked,
-    )
-    await world.buses["c2"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, answer=answer)))
-    (answered,) = await until(lambda: [one for cell, one in world.checks if cell == "c1"])
-    assert answered.answer == answer
-
-
-@pytest.mark.parametrize("has_left", [False, True])
-async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_leaves_for_it(
-    world: World, *, has_left: bool
-) -> None:
-    """Its cell was set back to before the departure, which may be known here first, or come later."""
-    built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
-    leaving = await world.commanded(move)
-    await world.claim_destination(leaving)
-    departure = departure_of(leaving)
-
-    def arrivals() -> list[CellMove]:
-        return [one for cell, one in world.moves if cell == "c2" and one.arrival is not None]
-
-    if has_left:
-        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-        await until(arrivals)
-    await world.buses["c1"].publish(book_question(move))
-    ((cell, answered),) = await until(lambda: world.books)
-    assert isinstance(answered.answer, ReleaseResult)
-    assert (cell, answered.answer.outcome) == ("c1", "consumer_changed" if has_left else "released")
-    if not has_left:
-        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-        ends = {"terminal": True, "condition": Condition.OFFLOADED}
-        await world.move_announced("c1", move, MoveState.FAILED, 1_000_017, **ends)
-        await world.moved(move)
-        record = await world.show(built.instance_uuid)
-        assert record is not None
-        assert (record.cell, arrivals()) == ("c1", [])
-
-
-async def test_what_a_cell_asks_of_placement_holds_up_nothing_that_it_announces(world: World) -> None:
-    """A batch of announcements waited for each such question by itself, for as long as placement was away."""
-    config = replace(WARM, moves_across_cells=True, claim_timeout_s=600.0)
-    _, move = await to_be_unshelved_elsewhere(world, config)
-    leaving = await world.commanded(move)
-    await world.kill("p1")
-    await world.buses["c1"].publish(book_question(move))
-    await world.move_announced("c1", move, MoveState.CLAIMING, 16)
-    event = await until(lambda: [one for one in world.move_events if one.state is MoveState.CLAIMING])
-    assert (event[0].request_id, world.books, leaving.to_cell) == (move.request_id, [], "c2")
-    await world.kill("s1")  # it would wait for the answer
+    departure = departure_of(await departing(world, move))
+    await world.move_announced("c1", move, MoveState.MIGRATING, 16, departure=departure)
+    await until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    back = replace(departure, cell="c1", attempt=9, sequence=30, code="image.broken")
+    await world.move_announced("c2", move, MoveState.MIGRATING, 30, departure=back)
+    (home,) = await until(lambda: [one for cell, one in world.moves if cell == "c1" and one.departure is not None])
+    assert (home.to_cell, [one.host for one in home.selections]) == (None, ["c1-0"])
+    await world.move_announced("c1", move, MoveState.DONE, 40, host="c1-0", **DONE)
+    end = await world.moved(move)
+    assert (end.state, end.code, end.cell) == (MoveState.FAILED, "image.broken", "c1")
+    assert (await ended(world, move))[0] == "c2"
+    record = await world.show(built.instance_uuid)
+    assert record is not None and (record.cell, record.host, record.condition) == ("c1", "c1-0", "active")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import asyncpg
-from msgspec.structs import replace
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
@@ -27,8 +26,7 @@ from bus.contracts.cell import (
 )
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import (
-    CellBook,
-    CellCheck,
+    CellDepart,
     CellMove,
     CellMoveQuery,
     MoveEvent,
@@ -39,14 +37,9 @@ from bus.contracts.moves import (
 from bus.contracts.objects import CellBus
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import (
-    Claim,
-    ClaimOption,
-    ClaimOutcome,
-    ClaimResult,
     Inventory,
     InventoryResult,
     InventoryUpdate,
-    Migration,
     ProviderReport,
     Release,
     ReleaseResult,
@@ -82,8 +75,7 @@ class World:
         self.events: list[BuildEvent] = []
         self.move_events: list[MoveEvent] = []
         self.moves: list[tuple[str, CellMove]] = []
-        self.checks: list[tuple[str, CellCheck]] = []
-        self.books: list[tuple[str, CellBook]] = []
+        self.departs: list[tuple[str, CellDepart]] = []
         self.queries: list[tuple[str, CellMoveQuery | CellBuildQuery]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
@@ -207,10 +199,8 @@ class World:
                 self.deletes.append((received.bus, received.message))
             elif isinstance(received.message, CellMove):
                 self.moves.append((received.bus, received.message))
-            elif isinstance(received.message, CellCheck):
-                self.checks.append((received.bus, received.message))
-            elif isinstance(received.message, CellBook):
-                self.books.append((received.bus, received.message))
+            elif isinstance(received.message, CellDepart):
+                self.departs.append((received.bus, received.message))
             elif isinstance(received.message, CellMoveQuery | CellBuildQuery):
                 self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
@@ -425,23 +415,6 @@ class World:
             **more,
         )
         await self.buses[cell].publish(event)
-
-    async def claim_destination(self, move: CellMove) -> None:
-        """As the cell does: the instance's allocation is that of its first host, and the migration keeps the source."""
-        self._attempt += 1
-        claim = Claim(
-            consumer=move.instance_uuid,
-            attempt=self._attempt,
-            consumer_generation=1,
-            options=(ClaimOption(allocations=move.selections[0].allocations),),
-            project_id=move.project_id,
-            migration=Migration(uuid=move.request_id, source=move.selections[0].allocations),
-        )
-        answer = await self.answer(claim, ClaimResult)
-        if answer.outcome is ClaimOutcome.CONSUMER_CHANGED:
-            again = replace(claim, consumer_generation=answer.consumer_generation)
-            answer = await self.answer(again, ClaimResult)
-        assert answer.outcome is ClaimOutcome.CLAIMED, answer
 
     async def release(self, consumer: str) -> None:
         """The consumer, an instance or a migration, holds nothing any more."""

@@ -15,6 +15,7 @@ from scheduler_worker.domain.recorded_moves import (
     MoveContext,
     PendingMove,
     RecordedMove,
+    Transfer,
     announced_move,
     event_of,
     recorded,
@@ -53,15 +54,15 @@ def tried(host: str) -> tuple[AttemptRecord, ...]:
 
 OLD, NEW = tried("h0"), (*tried("h0"), *tried("h2"))
 COMMAND = CellMove(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE)
-RECORD = replace(MOVED, host="h0", host_uuid="u0", command=COMMAND, history=OLD)
-ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, command=None)
+LEADS_AWAY = Transfer(home="c1", away="c2", build=COMMAND, command=COMMAND)
+RECORD = replace(MOVED, host="h0", host_uuid="u0", transfer=LEADS_AWAY, history=OLD)
+ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, transfer=None)
 GOING = SinceBuild(condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE)
 GONE = Departure(
     cell="c2",
     spec=InstanceSpec(instance_uuid=VM, project_id="p"),
     image="i",
-    newest=1,
-    selections=(SELECTION,),
+    attempt=1,
     last=SELECTION,
 )
 TOLD = MoveEvent(
@@ -81,7 +82,7 @@ PROGRESS = {
     "reason": "why",
 }
 PROGRESS |= {"history": NEW}
-OVER = PROGRESS | {"state": MoveState.DONE, "terminal": True, "command": None}
+OVER = PROGRESS | {"state": MoveState.DONE, "terminal": True, "transfer": None}
 THERE = {"host": "h2", "host_uuid": "u2"}
 NOW_BIG = {"flavor": "big", "image": "j"}
 ACTIVE = {"condition": Condition.ACTIVE, "sequence": 12}

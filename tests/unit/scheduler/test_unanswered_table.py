@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveKind, MoveState
+from bus.contracts.moves import CellDepart, CellMove, CellMoveQuery, Departure, MoveKind, MoveState
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild, effects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
 from scheduler_worker.domain.unanswered import (
     BUILD,
     CELL_SILENT,
@@ -173,17 +173,24 @@ def test_no_more_than_a_bounded_number_is_queried_in_one_pass() -> None:
 
 # --- what the cell is sent
 
-COMMAND = CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2")
+BUILD = CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c1")
+COMMAND = CellDepart(
+    request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2", attempt=1
+)
 LAST = Selection(host_uuid=HOST, host="h", service="s", allocations={})
 ARRIVAL = replace(
-    COMMAND,
-    arrival=Departure(
-        cell="c2", image="i", last=LAST, selections=(LAST,), newest=1,
+    BUILD,
+    departure=Departure(
+        cell="c2", image="i", last=LAST, attempt=1,
         spec=InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="f"),
     ),
 )  # fmt: skip
 QUERY = CellMoveQuery(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE)
 GONE, EARLY = (CellDelete(instance_uuid=UUID, project_id="p", begun=begun) for begun in (True, False))
+
+
+def leading(command: CellMove | CellDepart) -> Transfer:
+    return Transfer(home="c1", away="c2", build=BUILD, command=command)
 
 
 @pytest.mark.parametrize(
@@ -202,21 +209,22 @@ GONE, EARLY = (CellDelete(instance_uuid=UUID, project_id="p", begun=begun) for b
     ],
 )
 def test_the_cell_of_a_move_by_what_it_has_to_do(
-    command: CellMove | None, state: BuildState | None, sent: tuple[object, ...]
+    command: CellMove | CellDepart | None, state: BuildState | None, sent: tuple[object, ...]
 ) -> None:
     build = None if state is None else replace(RECORD, state=state)
-    known = replace(KNOWN, move=replace(RECORDED, command=command), build=build)
-    numbered = tuple(replace(one, sequence=10) if build and isinstance(one, CellMove) else one for one in sent)
+    known = replace(KNOWN, move=replace(RECORDED, transfer=command and leading(command)), build=build)
+    numbered = tuple(
+        replace(one, sequence=10) if build and isinstance(one, CellMove | CellDepart) else one for one in sent
+    )
     assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == numbered
 
 
-def test_what_is_sent_again_has_the_stay_and_the_number_that_are_on_record_now() -> None:
-    """By those of its first time a cell that was set back would leave by a stay that is over."""
-    build = replace(RECORD, sequence=40, instance=SinceBuild(stay=2))
-    known = replace(KNOWN, move=replace(RECORDED, command=COMMAND), build=build)
-    assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == (replace(COMMAND, sequence=40, stay=2),)
+def test_what_is_sent_again_has_the_numbers_that_are_on_record_now() -> None:
+    build = replace(RECORD, sequence=40, instance=SinceBuild(first_attempt=2))
+    known = replace(KNOWN, move=replace(RECORDED, transfer=leading(COMMAND)), build=build)
+    assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == (replace(COMMAND, sequence=40),)
     ended = replace(known, build=replace(build, state=BuildState.DELETING))
-    assert messages_to_cell(AWAITED, ended, SchedulerConfig(), 5.0) == (replace(GONE, stay=2), QUERY)
+    assert messages_to_cell(AWAITED, ended, SchedulerConfig(), 5.0) == (replace(GONE, attempt=2), QUERY)
 
 
 def test_the_cell_of_a_build_is_queried_and_that_of_a_delete_is_sent_it_again() -> None:
@@ -239,18 +247,18 @@ def test_a_silent_request_says_of_which_cell_since_when_and_whether_there_is_suc
 # --- The command to delete: the copy that is sent first knows less than the one that is sent again.
 
 
-def test_a_delete_names_the_stay_of_the_instance_as_its_repeat_does() -> None:
-    """A cell that was set back to where the instance had left it learns by the stay that it has come back. The first
+def test_a_delete_names_the_first_attempt_of_the_instance_as_its_repeat_does() -> None:
+    """A cell that was set back to where the instance had left it learns by that number that it has come back. The first
     command had none, so it answered with a departure that is no news, until a scheduler repeated the delete.
     """
     uuid = "00000000-0000-4000-8000-000000000001"
     build = RecordedBuild(
         instance_uuid=uuid, project_id="p", state=BuildState.DELETING, sequence=9, cell="c1",
-        instance=SinceBuild(stay=3),
+        instance=SinceBuild(first_attempt=3),
     )  # fmt: skip
     (sent,) = [one.message for one in effects(BuildState.ACTIVE, build, 1.0)]
     asked = open_build(build)
     assert asked is not None
     (again,) = messages_to_cell(asked, MoveContext(build=build), SchedulerConfig(), 1.0)
     assert isinstance(sent, CellDelete) and isinstance(again, CellDelete)
-    assert (sent.stay, again.stay) == (3, 3)
+    assert (sent.attempt, again.attempt) == (3, 3)
