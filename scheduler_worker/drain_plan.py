@@ -40,6 +40,8 @@ from scheduler_worker.domain.drains import (
     HeldInstance,
     held_on,
     is_migration,
+    kind_for,
+    user_for,
 )
 from scheduler_worker.domain.hosts import CELL_SILENT
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
@@ -240,6 +242,10 @@ UNMOVABLE = {
     Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
     Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
 }
+WITHIN_CELL = Refusal(
+    code="move.across_cells",
+    reason="its instances could go to other cells only, and the setting moves_across_cells is off",
+)
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -319,6 +325,8 @@ class DrainPlanner:
         if isinstance(found, Refusal):
             return found
         target, hosts = found
+        if target is DrainTarget.CELL and not self._selector.config.moves_across_cells:
+            return WITHIN_CELL
         self._selector.holds.settle()
         held = await self._holders.held_on(hosts, query.limit + 1)
         active = {one.instance_uuid: one for one in held if not one.code}
@@ -328,7 +336,9 @@ class DrainPlanner:
         choices = _Choices(self._selector)
         drained = {one.uuid: "host.drained" for one in hosts}
         for start in range(0, len(instances), SLICE):
-            moves += await self._slice(instances[start : start + SLICE], query.kind, drained, choices)
+            moves += await self._slice(
+                instances[start : start + SLICE], target, kind_for(target, query.kind), drained, choices
+            )
             await next_turn()
         # A fenced host is not drained, and what it keeps is no concern of the drain.
         unconfirmed = {
@@ -356,9 +366,14 @@ class DrainPlanner:
         return _group_of(one) is None, sizes, one.instance_uuid
 
     async def _slice(
-        self, instances: Sequence[HeldInstance], kind: MoveKind, drained: Mapping[str, str], choices: _Choices
+        self,
+        instances: Sequence[HeldInstance],
+        target: DrainTarget,
+        kind: MoveKind,
+        drained: Mapping[str, str],
+        choices: _Choices,
     ) -> list[PlannedMove]:
-        pending = [_pending(one, kind, self._clock.time()) for one in instances]
+        pending = [_pending(one, kind, user_for(target), self._clock.time()) for one in instances]
         contexts = {request.key: one.known for request, one in zip(pending, instances, strict=True)}
         found = await self._moves.locate(pending, contexts)
         planned: list[PlannedMove] = []
@@ -399,10 +414,12 @@ def _group_of(one: HeldInstance) -> str | None:
     return None if built is None or built.server_group is None else built.server_group.uuid
 
 
-def _pending(one: HeldInstance, kind: MoveKind, now: float) -> PendingMove:
+def _pending(one: HeldInstance, kind: MoveKind, user: str, now: float) -> PendingMove:
     """A request that is only planned. Its id is no uuid, so it cannot be the id of an instance or a request."""
     uuid = one.instance_uuid
-    request = MoveRequest(request_id=f"plan {uuid}", instance_uuid=uuid, project_id=one.project_id, kind=kind)
+    request = MoveRequest(
+        request_id=f"plan {uuid}", instance_uuid=uuid, project_id=one.project_id, user_id=user, kind=kind
+    )
     return PendingMove(position=0, request=request, taken_at=now, delivery=LAST)
 
 

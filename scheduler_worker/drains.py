@@ -56,6 +56,7 @@ from scheduler_worker.domain.drains import (
     drain_of,
     drained,
     end_of,
+    kind_for,
     looked,
     new_row,
     retried,
@@ -302,7 +303,7 @@ class _Begun(Struct, frozen=True):
         record = DrainRecord(
             name=plan.host,
             target=plan.target,
-            kind=command.kind,
+            kind=kind_for(plan.target, command.kind),
             by=command.by,
             reason=command.reason,
             at_once=command.at_once,
@@ -323,7 +324,7 @@ class _Begun(Struct, frozen=True):
         """In the order of the plan, and then the unconfirmed ones. The instances of a fenced host are evacuated, and
         never moved.
         """
-        made, drain, kind = self.made, self.command.drain, self.command.kind
+        made, drain, kind = self.made, self.command.drain, kind_for(self.made.plan.target, self.command.kind)
         rows = [new_row(drain, kind, one, at) for at, one in enumerate(made.instances)]
         for at, planned in enumerate(made.plan.moves):
             if planned.code == HOST_FENCED:

@@ -274,17 +274,15 @@ class MoveEngine:
         chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen
-        if planned is not None:
-            self._selector.holds.release()
-            return self._pick(pending, known, spec, located, planned)
-        await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
-        await next_turn()
+        if planned is None:
+            await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
+            await next_turn()
         self._selector.holds.release()
-        chosen = self._pick(pending, known, spec, located, None)
+        chosen = self._pick(pending, known, spec, located, planned)
         may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), located, None)
+        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), located, planned)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None

@@ -23,14 +23,14 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import TERMINAL_STATES, BuildState
-from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState
+from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
 from bus.retrying import doubled_s
 from scheduler_worker.domain.admission import DUPLICATE
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.moves import BUSY, DRAIN_USER
+from scheduler_worker.domain.moves import BUSY, CELL_DRAIN_USER, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
@@ -190,7 +190,7 @@ def step(
             after = replace(after, state=State.UNDER_WAY, tries=after.tries + 1, begun_at=now)
         if after != rows.get(row.instance_uuid):
             changed.append(after)
-            requests += [_request(after, context)] if after.state is State.UNDER_WAY else []
+            requests += [_request(after, context, drain.record.target)] if after.state is State.UNDER_WAY else []
     return DrainStep(tuple(changed), tuple(requests), frozenset(unclear))
 
 
@@ -358,14 +358,24 @@ def failed(row: DrainMove, code: str, reason: str, now: float, most: float = MAX
     return replace(row, state=state, failures=failures, due_at=due_at, code=code, reason=reason[:MAX_REASON])
 
 
-def _request(row: DrainMove, known: MoveContext) -> MoveRequest:
+def kind_for(target: DrainTarget, kind: MoveKind) -> MoveKind:
+    """How the instances of a target are moved: those of a cell leave it, which none does while it runs."""
+    return MoveKind.MIGRATE if target is DrainTarget.CELL else kind
+
+
+def user_for(target: DrainTarget) -> str:
+    """The user of its requests."""
+    return CELL_DRAIN_USER if target is DrainTarget.CELL else DRAIN_USER
+
+
+def _request(row: DrainMove, known: MoveContext, target: DrainTarget) -> MoveRequest:
     """The request, the same from every scheduler. A cold move is confirmed at once."""
     assert known.build is not None
     return MoveRequest(
         request_id=row.request_id,
         instance_uuid=row.instance_uuid,
         project_id=known.build.project_id,
-        user_id=DRAIN_USER,
+        user_id=user_for(target),
         kind=row.kind,
         auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,
     )

@@ -42,7 +42,8 @@ NOT_ACTIVE = "instance.not_active"
 NOT_OFFLOADED = "instance.not_offloaded"
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
-DRAIN_USER = "drain"  # the user_id of the requests of drains
+# The user_id of the requests of drains; of a whole cell its instances may leave it.
+DRAIN_USER, CELL_DRAIN_USER = "drain", "drain of a cell"
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
@@ -178,7 +179,7 @@ _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 def may_leave_cell(request: MoveRequest) -> bool:
     """Whether a host of another cell will do.
 
-    A drain moves instances within their cell, as its plan states, whatever the site allows its clients.
+    A drain moves instances within their cell, whatever the site allows its clients, unless the whole cell is drained.
     """
     stays = request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST
     return request.kind in _LEAVES_CELL and not (stays or request.user_id == DRAIN_USER)

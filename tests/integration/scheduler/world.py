@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import asyncpg
+from msgspec.structs import replace
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
@@ -37,9 +38,14 @@ from bus.contracts.moves import (
 from bus.contracts.objects import CellBus
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
     Inventory,
     InventoryResult,
     InventoryUpdate,
+    Migration,
     ProviderReport,
     Release,
     ReleaseResult,
@@ -415,6 +421,23 @@ class World:
             **more,
         )
         await self.buses[cell].publish(event)
+
+    async def claim_destination(self, move: CellMove) -> None:
+        """As the cell does: the instance's allocation is that of its first host, and the migration keeps the source."""
+        self._attempt += 1
+        claim = Claim(
+            consumer=move.instance_uuid,
+            attempt=self._attempt,
+            consumer_generation=1,
+            options=(ClaimOption(allocations=move.selections[0].allocations),),
+            project_id=move.project_id,
+            migration=Migration(uuid=move.request_id, source=move.selections[0].allocations),
+        )
+        answer = await self.answer(claim, ClaimResult)
+        if answer.outcome is ClaimOutcome.CONSUMER_CHANGED:
+            again = replace(claim, consumer_generation=answer.consumer_generation)
+            answer = await self.answer(again, ClaimResult)
+        assert answer.outcome is ClaimOutcome.CLAIMED, answer
 
     async def release(self, consumer: str) -> None:
         """The consumer, an instance or a migration, holds nothing any more."""

@@ -38,7 +38,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
-from scheduler_worker.domain.moves import CHANGED, DRAIN_USER, accepted, check_move, overtaken
+from scheduler_worker.domain.moves import CELL_DRAIN_USER, CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
@@ -270,6 +270,7 @@ def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind:
     assert moves.may_leave_cell(request) is leaves
     assert moves.may_leave_cell(requested(kind, policy=HERE)) is (leaves and kind is not RESIZE)
     assert not moves.may_leave_cell(requested(kind, user_id=DRAIN_USER))
+    assert moves.may_leave_cell(requested(kind, user_id=CELL_DRAIN_USER)) is leaves
 
 
 @pytest.mark.parametrize(
