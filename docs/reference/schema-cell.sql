@@ -17,7 +17,7 @@ CREATE TABLE instances (
 
 CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NULL;
 
-CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed');
+CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed/absent');
 
 CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'destroying/deleted', 'destroying/reverting', 'destroying/offloaded', 'resized');
 

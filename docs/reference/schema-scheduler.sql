@@ -55,7 +55,7 @@ CREATE TABLE moves (
     history TEXT DEFAULT '[]' NOT NULL,
     created_at DOUBLE PRECISION NOT NULL,
     updated_at DOUBLE PRECISION NOT NULL,
-    command TEXT,
+    transfer TEXT,
     PRIMARY KEY (request_id)
 );
 

@@ -14,7 +14,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild, effects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
 from scheduler_worker.domain.unanswered import (
-    BUILD,
+    AWAY,
     CELL_SILENT,
     CELL_UNKNOWN,
     DELETE,
@@ -173,13 +173,13 @@ def test_no_more_than_a_bounded_number_is_queried_in_one_pass() -> None:
 
 # --- what the cell is sent
 
-BUILD = CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c1")
+AWAY = CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c1")
 COMMAND = CellDepart(
     request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2", attempt=1
 )
 LAST = Selection(host_uuid=HOST, host="h", service="s", allocations={})
 ARRIVAL = replace(
-    BUILD,
+    AWAY,
     departure=Departure(
         cell="c2", image="i", last=LAST, attempt=1,
         spec=InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="f"),
@@ -190,7 +190,7 @@ GONE, EARLY = (CellDelete(instance_uuid=UUID, project_id="p", begun=begun) for b
 
 
 def leading(command: CellMove | CellDepart) -> Transfer:
-    return Transfer(home="c1", away="c2", build=BUILD, command=command)
+    return Transfer(home="c1", away="c2", build=AWAY, command=command)
 
 
 @pytest.mark.parametrize(
