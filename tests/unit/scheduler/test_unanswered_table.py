@@ -14,7 +14,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild, effects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
 from scheduler_worker.domain.unanswered import (
-    AWAY,
+    BUILD,
     CELL_SILENT,
     CELL_UNKNOWN,
     DELETE,
