@@ -24,7 +24,7 @@ from bus.consuming.outcome import Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import MAX_HOLDERS, HostTree, HostTreeQuery, TreeHolder
 from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget, PlannedMove
-from bus.contracts.moves import Condition, MoveKind, MoveRequest
+from bus.contracts.moves import ACROSS_CELLS, Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from bus.faults import Transient
@@ -243,7 +243,7 @@ UNMOVABLE = {
     Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
 }
 WITHIN_CELL = Refusal(
-    code="move.across_cells",
+    code=ACROSS_CELLS,
     reason="its instances could go to other cells only, and the setting moves_across_cells is off",
 )
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")

@@ -69,6 +69,7 @@ from scheduler_worker.domain.recorded_moves import (
     RecordedMove,
     RequestKey,
     Transfer,
+    depart_command,
     event_of,
     flavor_of,
     recorded,
@@ -483,7 +484,7 @@ class MoveEngine:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell is None or chosen.cell == known.build.cell:
             return move, command
-        leaving = _depart(command, chosen.cell, known.build)
+        leaving = depart_command(command, chosen.cell, known.build)
         build = replace(command, to_cell=move.cell)
         transfer = Transfer(home=known.build.cell, away=leaving.to_cell, build=build, command=leaving)
         return replace(move, transfer=transfer), leaving
@@ -514,19 +515,6 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
-
-
-def _depart(command: CellMove, cell: str, build: RecordedBuild) -> CellDepart:
-    return CellDepart(
-        request_id=command.request_id,
-        instance_uuid=command.instance_uuid,
-        project_id=command.project_id,
-        kind=command.kind,
-        to_cell=cell,
-        attempt=build.attempt,
-        step_timeout_s=command.step_timeout_s,
-        sequence=command.sequence,
-    )
 
 
 def _located(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:

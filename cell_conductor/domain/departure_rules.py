@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departure, MoveEvent, MoveState
 
 from . import steps
-from .desires import desire_of
+from .desires import BUILT_ELSEWHERE, desire_of
 from .events import DeleteRequested, DepartRequested, DepartureEnded, InstanceArrives, MoveQueried, MoveRequested
 from .instance import MAX_ENDED, NO_HOST, EndedMove, Instance, Power, State
 from .move_events import (
@@ -136,10 +136,11 @@ def end_departure(instance: Instance, event: DepartureEnded, context: StepContex
     if desire_of(instance).condition is Condition.DELETED:
         return Step(instance)
     moved = instance if instance.move is None else without_move(instance)
+    state, then = BUILT_ELSEWHERE
     left = replace(
         moved,
-        state=State.DEPARTED,
-        then=State.ABSENT,
+        state=state,
+        then=then,
         selections=(instance.here,),
         position=0,
         newest=event.attempt,

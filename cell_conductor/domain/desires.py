@@ -177,6 +177,7 @@ AT_REST = states_where(lambda row: row.here is Wish.NONE and row.asks is None)
 PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
 PURGED_FAILED = AT_REST & states_where(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
 ELSEWHERE = states_where(lambda row: row.elsewhere)
+(BUILT_ELSEWHERE,) = ELSEWHERE & PURGED_FAILED
 IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = states_where(lambda row: row.source is Wish.STAY and row.here in MAY_BE_THERE)

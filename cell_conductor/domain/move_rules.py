@@ -13,6 +13,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.moves import (
+    ACROSS_CELLS,
     MACHINE_ABSENT,
     MoveKind,
     MoveState,
@@ -87,7 +88,6 @@ from .steps import Step, StepContext
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
-ACROSS_CELLS = "move.across_cells"
 MIGRATION_IN_USE = "claim.migration_in_use"  # placement's reason for a refused claim
 _OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, MoveKind.EVACUATE})
 

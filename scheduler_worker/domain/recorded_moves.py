@@ -48,7 +48,6 @@ from scheduler_worker.domain.requests import (
     timeline_of,
 )
 
-MOVE_FAILED = "move.failed"  # of a move that another cell has not carried out, and has not said why
 # (its id, its instance). The id alone names no request: a client may give it to two, about two instances.
 RequestKey: TypeAlias = tuple[str, str]
 
@@ -295,6 +294,20 @@ def transferred(
     return move, there, commands
 
 
+def depart_command(command: CellMove, cell: str, build: RecordedBuild) -> CellDepart:
+    """What the instance's own cell is told first. command: for the other cell."""
+    return CellDepart(
+        request_id=command.request_id,
+        instance_uuid=command.instance_uuid,
+        project_id=command.project_id,
+        kind=command.kind,
+        to_cell=cell,
+        attempt=build.attempt,
+        step_timeout_s=command.step_timeout_s,
+        sequence=command.sequence,
+    )
+
+
 def _next_of(transfer: Transfer, departure: Departure) -> Transfer:
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
     had there, or without one.
@@ -304,7 +317,7 @@ def _next_of(transfer: Transfer, departure: Departure) -> Transfer:
         had_host = departure.kind is not MoveKind.UNSHELVE
         back = (departure.last,) if had_host else ()
         return replace(transfer, command=replace(build, **known), back=back)
-    failure = Refusal(code=departure.code or MOVE_FAILED, reason=departure.reason)
+    failure = Refusal(code=departure.code or "max_retries_exceeded", reason=departure.reason)
     home = replace(build, spec=None, selections=transfer.back, limits={}, to_cell=None, **known)
     return replace(transfer, command=home, failure=failure)
 

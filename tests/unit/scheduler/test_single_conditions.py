@@ -289,7 +289,7 @@ def test_a_rebuild_is_held_to_the_filters_of_images_alone() -> None:
 def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
     gone = replace(LEFT, departure=None, state=MoveState.SOURCE_GONE, sequence=50)
     lines = [line.what for line in applied(on_record(), gone).timelines.get(LEFT.instance_uuid, ())]
-    assert lines.count("unshelve source-gone") == len(lines) == 1
+    assert lines.count("migrate source-gone") == len(lines) == 1
 
 
 # --- words
