@@ -68,8 +68,7 @@ from scheduler_worker.domain.recorded_moves import (
     PendingMove,
     RecordedMove,
     RequestKey,
-    Transfer,
-    depart_command,
+    begin_transfer,
     event_of,
     flavor_of,
     recorded,
@@ -484,10 +483,7 @@ class MoveEngine:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell is None or chosen.cell == known.build.cell:
             return move, command
-        leaving = depart_command(command, chosen.cell, known.build)
-        build = replace(command, to_cell=move.cell)
-        transfer = Transfer(home=known.build.cell, away=leaving.to_cell, build=build, command=leaving)
-        return replace(move, transfer=transfer), leaving
+        return begin_transfer(move, command, chosen.cell, known.build)
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         assert known.build is not None

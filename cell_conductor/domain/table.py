@@ -25,7 +25,6 @@ from . import (
     departure_rules,
     doubt,
     fence_rules,
-    move_events,
     move_rules,
     rules,
     way_back,
@@ -168,15 +167,11 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         HostRuns: IGNORE,
-        MoveRequested: Rule(move_events.refuse),
-        DepartRequested: Rule(move_events.refuse),
     },
     State.TOMBSTONE: {
         **USUAL,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
-        MoveRequested: Rule(move_events.refuse),
-        DepartRequested: Rule(move_events.refuse),
     },
     State.BUILDING: {
         **USUAL,
@@ -342,11 +337,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.DEPARTED)),
     },
     State.DEPARTED: {
-        **USUAL,
+        **{**USUAL, **dict.fromkeys((MoveRequested, MoveQueried, DepartRequested), REFER)},
         DeleteRequested: DELETE_DEPARTED,
-        MoveRequested: REFER,
-        MoveQueried: REFER,
-        DepartRequested: REFER,
     },
 }
 

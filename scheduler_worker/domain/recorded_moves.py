@@ -294,9 +294,12 @@ def transferred(
     return move, there, commands
 
 
-def depart_command(command: CellMove, cell: str, build: RecordedBuild) -> CellDepart:
-    """What the instance's own cell is told first. command: for the other cell."""
-    return CellDepart(
+def begin_transfer(
+    move: RecordedMove, command: CellMove, cell: str, build: RecordedBuild
+) -> tuple[RecordedMove, CellDepart]:
+    """The record of a move into this cell, and what the instance's own one is told first. command: for this one."""
+    assert build.cell is not None
+    leaving = CellDepart(
         request_id=command.request_id,
         instance_uuid=command.instance_uuid,
         project_id=command.project_id,
@@ -306,6 +309,8 @@ def depart_command(command: CellMove, cell: str, build: RecordedBuild) -> CellDe
         step_timeout_s=command.step_timeout_s,
         sequence=command.sequence,
     )
+    there = replace(command, to_cell=build.cell)
+    return replace(move, transfer=Transfer(home=build.cell, away=cell, build=there, command=leaving)), leaving
 
 
 def _next_of(transfer: Transfer, departure: Departure) -> Transfer:

@@ -137,9 +137,7 @@ MADE_ONLY = {
     ("scheduler_worker", "ComputeHosts"): "Nova's hosts, for its own table of hosts",
     ("scheduler_worker", "ServicesDigest"): "Nova's services, for its own table of hosts",
     ("scheduler_worker", "BuildQuery"): "compared with one that was received",
-    ("scheduler_worker", "MachineChanged"): "a part of the answer to a check of a removed cell",
     ("cell_conductor", "CellMove"): "the move that a query is about",
-    ("cell_conductor", "MachineChanged"): "a part of its answer to the check of another cell",
 }
 
 
