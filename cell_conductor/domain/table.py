@@ -123,7 +123,6 @@ FAILS_OVER = (State.CLAIMING, State.RELEASING)
 ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
 REFUSE = Rule(departure_rules.refuse_other)
 REFER = Rule(departure_rules.refer)
-DELETE_DEPARTED = Rule(delete_rules.delete_departed, DELETED_UNKNOWN)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_SPARED = Rule(doubt.follow_spared, ARRIVED)
@@ -338,7 +337,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.DEPARTED: {
         **{**USUAL, **dict.fromkeys((MoveRequested, MoveQueried, DepartRequested), REFER)},
-        DeleteRequested: DELETE_DEPARTED,
+        DeleteRequested: Rule(delete_rules.delete_departed, DELETED_UNKNOWN),
     },
 }
 
@@ -346,7 +345,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
 # about what it has forgotten, and what all services have is queried.
 DOUBTED: Mapping[type[Event], Cell] = {
     **dict.fromkeys(USUAL, IGNORE),
-    BuildRequested: USUAL[BuildRequested],
+    **{kind: USUAL[kind] for kind in (BuildRequested, MoveQueried, InstanceArrives, DepartureEnded)},
     DeleteRequested: Rule(doubt.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: Rule(doubt.come_up, (State.ACTIVE,)),
     SpawnFailed: Rule(doubt.ask_now),
@@ -354,10 +353,7 @@ DOUBTED: Mapping[type[Event], Cell] = {
     Destroyed: Rule(doubt.ask_now),
     HostRuns: Rule(doubt.come_up, (State.ACTIVE,)),
     MoveRequested: Rule(doubt.refuse),
-    MoveQueried: USUAL[MoveQueried],
-    InstanceArrives: USUAL[InstanceArrives],
     DepartRequested: Rule(doubt.refuse),
-    DepartureEnded: USUAL[DepartureEnded],
     InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
 }
 
