@@ -44,7 +44,7 @@ from .move_events import (
     WHY,
     MoveEnd,
     after,
-    answer,
+    answer_early,
     answer_other,
     move_of,
     refuse_busy,
@@ -102,7 +102,7 @@ def ask(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     if context.set_back.doubted_for_s(instance.since, event.at) < context.doubt_limit_s:
         return Step(waiting)
     over = MoveEnd(MoveState.FAILED, IN_DOUBT, WHY)
-    ended = answer(waiting, over, event.at, context)
+    ended = answer_early(waiting, over, event.at, context)
     return after(ended, answer_other(ended.instance, over, event.at, context))
 
 

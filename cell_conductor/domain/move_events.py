@@ -91,6 +91,15 @@ def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext)
     return _end(kept, ended, at, context, move.history)
 
 
+def answer_early(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
+    """The end of the request before that of its move: no client waits for a host. What goes to another cell has its end
+    there, and is under way until then.
+    """
+    if move_of(instance).to_cell is not None:
+        return report_progress(instance, desire_of(instance).progress, at, context)
+    return answer(instance, ending, at, context)
+
+
 def answer_other(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
     """The end of the request that has ended the move (confirm, revert, abort), if there is one."""
     move = move_of(instance)

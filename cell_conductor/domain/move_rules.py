@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import (
     ACROSS_CELLS,
     MACHINE_ABSENT,
+    ChangeKind,
     MoveKind,
     MoveState,
 )
@@ -44,7 +45,7 @@ from .move_events import (
     ENDS_ANOTHER,
     MoveEnd,
     after,
-    answer,
+    answer_early,
     answer_other,
     close,
     has_ended,
@@ -424,8 +425,14 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     if not event.done:
         ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
         if event.runs is None:
-            return answer(sooner(instance, event.at, context), ending, event.at, context)
+            return answer_early(sooner(instance, event.at, context), ending, event.at, context)
         back = as_left(instance, event)
+        if change_of(instance) is ChangeKind.SNAPSHOT and (instance.power, back.power) == (
+            Power.RUNNING,
+            Power.STOPPED,
+        ):
+            runs = replace(move, to_cell=None, lost_code=ending.code, lost_reason=steps.cut(ending.reason))
+            return change(replace(instance, move=runs), State.RESTARTING, event.at, context)
         return close(over(back, event.at, context), ending, event.at, context)
     if move.kind is MoveKind.SHELVE or move.to_cell is not None:
         kept = replace(instance, power=Power.SHELVED, image=event.image)

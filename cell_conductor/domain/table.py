@@ -326,7 +326,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: CONFIRM_RUNNING,
         TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.DESTROYING)),
+        ChangeEnded: Rule(move_rules.changed, (State.ACTIVE, State.DESTROYING, State.RESTARTING)),
         HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
     },
     State.OFFLOADED: {

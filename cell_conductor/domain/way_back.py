@@ -42,7 +42,7 @@ from .instance import Instance, Move, Power, State
 from .move_events import (
     MoveEnd,
     after,
-    answer,
+    answer_early,
     answer_other,
     move_of,
     refuse_request,
@@ -275,7 +275,7 @@ def _end_before_back(
     it is where it will be: on its former host, as it was there, and not where it is given up.
     """
     back = of_source(move_of(instance))
-    ended = answer(replace(instance, **back), ending, at, context)
+    ended = answer_early(replace(instance, **back), ending, at, context)
     if other is not None:
         ended = after(ended, answer_other(ended.instance, other, at, context))
     return Step(replace(ended.instance, **{name: getattr(instance, name) for name in back}), ended.commands)
@@ -323,10 +323,10 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
             ended = _end_before_back(again.instance, ending_of(move), None, event.at, context)
         silent = report_silent(ended.instance, DESTINATION_SILENT, instance.here, event.at, context)
         waits = after(ended, silent)
-    elif desire.here is Wish.STAY and move.to_cell is None:  # else the instance leaves when its host has answered
+    elif desire.here is Wish.STAY:
         reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
         ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
-        waits = answer(again.instance, ending, event.at, context)
+        waits = answer_early(again.instance, ending, event.at, context)
         waits = after(waits, report_waiting(waits.instance, SOURCE_SILENT, reason, event.at, context))
     else:
         return again

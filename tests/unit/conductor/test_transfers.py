@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -157,6 +158,17 @@ def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
     assert former.terminals == [(MoveKind.RESIZE, MoveState.DONE, "")], "that it has failed is said by the schedulers"
 
 
+def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> None:
+    there = building(in_next_cell(arrives(departed()[1])))
+    attempt = there.instance.attempt
+    failed = e.SpawnFailed(at=261.0, attempt=attempt, host_uuid=host(2), code="image.broken", final=True)
+    there.apply(failed, e.TimedOut(at=400.0))
+    assert there.instance.phase == (State.DESTROYING, State.REVERTING)
+    there.apply(e.Destroyed(at=462.0, attempt=attempt, host_uuid=host(2), service="s1"))
+    released(there)
+    assert (there.instance.state, there.terminals) == (State.DEPARTED, [])
+
+
 def test_what_no_host_at_home_takes_either_rests_offloaded() -> None:
     former, departure = departed()
     back = replace(departure, cell="c1", attempt=departure.attempt + 9)
@@ -166,6 +178,44 @@ def test_what_no_host_at_home_takes_either_rests_offloaded() -> None:
     now = former.instance
     assert (now.state, now.power, now.image) == (State.OFFLOADED, Power.SHELVED, "snapshot-1")
     assert [one[:2] for one in former.terminals] == [(MoveKind.MIGRATE, MoveState.FAILED)]
+
+
+@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(MoveKind.SHELVE, offload=True)])
+@pytest.mark.parametrize("fields", [{"done": False, "code": "disk.full"}, {"image": ""}])
+def test_what_was_stopped_for_an_image_that_it_has_not_runs_again(begun_by: Any, fields: dict[str, Any]) -> None:
+    made = begun_by()
+    made.end(1, 1, runs=False, **fields)
+    assert (made.instance.state, changes(made)) == (State.RESTARTING, [ChangeKind.SNAPSHOT, ChangeKind.START])
+    assert made.terminals == []
+    made.end(1, 1, runs=True)
+    now = made.instance
+    assert (now.state, now.power, now.move, now.image) == (State.ACTIVE, Power.RUNNING, None, "")
+    assert [one[1:] for one in made.terminals] == [(MoveState.FAILED, fields.get("code", "snapshot.no_image"))]
+
+
+def test_its_client_waits_for_no_host_that_is_to_start_it_again() -> None:
+    made = leaving()
+    made.end(1, 1, done=False, runs=False, code="disk.full")
+    made.apply(e.TimedOut(at=made.instance.deadline or 0.0))
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "disk.full")]
+    assert made.instance.state is State.RESTARTING
+
+
+def test_what_did_not_run_is_not_started_for_want_of_an_image() -> None:
+    made = Scenario(replace(active(), power=Power.STOPPED))
+    made.apply(departs(made.instance))
+    made.end(1, 1, done=False, runs=False, code="disk.full")
+    assert (made.instance.state, made.instance.power) == (State.ACTIVE, Power.STOPPED)
+
+
+def test_the_schedulers_wait_for_a_host_that_does_not_know_whether_the_image_is_kept() -> None:
+    """Its answer leads the move: an end before it would leave the instance stopped, for a move that has failed."""
+    made = leaving()
+    made.end(1, 1, done=False)
+    made.apply(e.TimedOut(at=made.instance.deadline or 0.0))
+    assert (made.terminals, made.instance.state) == ([], State.CHANGING)
+    made.end(1, 1, image="snapshot-1", runs=False)
+    assert made.instance.phase == (State.DESTROYING, State.OFFLOADED)
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
@@ -318,6 +368,14 @@ def test_a_record_from_before_its_departure_ends_once_the_build_elsewhere_has() 
     )
     made.apply(departure_event(ended, 1_700.0))
     assert made.instance.phase == (State.DEPARTED, State.ABSENT) and question_of(made.instance) is None
+
+
+def test_a_record_in_doubt_about_its_departure_ends_no_move_that_may_go_on_elsewhere() -> None:
+    made = leaving()
+    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
+    made.apply(e.TimedOut(at=AFTER_HERE.set_back.at + 2 * AFTER_HERE.doubt_limit_s))
+    (told,) = [one for one in made.commands if isinstance(one, MoveEvent)][-1:]
+    assert (told.terminal, told.state) == (False, MoveState.CHANGING)
 
 
 def test_what_is_back_in_doubt_about_its_departure_leaves_once_more() -> None:
