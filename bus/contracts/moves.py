@@ -254,12 +254,13 @@ class CellDepart(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cel
     departure, and no end of the request.
 
     attempt: the newest of the instance; a cell that has another one announces that, and begins nothing. to_cell: where
-    it goes. ended: the build there has ended; the record of the departure need not be kept any longer. sequence,
-    step_timeout_s: as in a CellMove.
+    it goes. ended: the build there has ended; the record of the departure need not be kept any longer. expected_flavor,
+    sequence, step_timeout_s: as in a CellMove.
     """
 
     to_cell: Word
     attempt: Count
+    expected_flavor: str = ""
     ended: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0

@@ -199,7 +199,7 @@ def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: S
     if instance.departure is None:
         return Step(instance)
     left = announce_departure(instance, event.at, context)
-    if isinstance(event, DeleteRequested | DepartRequested):
+    if isinstance(event, DeleteRequested):
         return Step(instance, (left,))
     request = event.request
     known = next((one for one in instance.ended if one.request_id == request.request_id), None)

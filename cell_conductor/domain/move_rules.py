@@ -156,8 +156,8 @@ def _refuse_other_flavor(instance: Instance, event: MoveRequested, context: Step
     sender's record is behind (a database was set back); it takes the present flavor from the refusal. For a stop, and
     other changes on the instance's own host, no hosts were chosen.
     """
-    expected = event.request.expected_flavor
-    if not event.request.selections and event.request.spec is None:
+    request, expected = event.request, event.request.expected_flavor
+    if not request.selections and request.spec is None and request.to_cell is None:
         return None
     assert instance.spec is not None
     if "" in (expected, instance.spec.flavor) or expected == instance.spec.flavor:

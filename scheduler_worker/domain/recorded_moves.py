@@ -306,6 +306,7 @@ def begin_transfer(
         kind=command.kind,
         to_cell=cell,
         attempt=build.attempt,
+        expected_flavor=command.expected_flavor,
         step_timeout_s=command.step_timeout_s,
         sequence=command.sequence,
     )

@@ -171,7 +171,7 @@ def test_a_host_that_does_not_answer_is_awaited() -> None:
     """The request had failed at its first time-out, and the instance rested shelved when the host had answered."""
     leaving, _ = run(HERE, departs())
     again, sent = run(leaving, e.TimedOut(at=600.0))
-    assert again.state is State.CHANGING and not [one for one in sent if isinstance(one, MoveEvent)]
+    assert again.state is State.CHANGING and not [one for one in sent if isinstance(one, MoveEvent) and one.terminal]
     left, _ = run(again, kept(again), DESTROYED, e.Released(at=900.0, attempt=8))
     assert left.state is State.DEPARTED
 
@@ -347,7 +347,7 @@ def ended(state: MoveState, request_id: str = OTHER) -> tuple[EndedMove, ...]:
     [
         ((), DELETE, None),
         ((), departs(), None),
-        ((), departs(request_id=OTHER), None),
+        ((), departs(request_id=OTHER), (MoveState.REFUSED, "instance.departed")),
         ((), request(MoveKind.STOP), None),
         (ended(MoveState.DONE, MOVE), request(MoveKind.STOP), None),
         ((), STOP, (MoveState.REFUSED, "instance.departed")),
@@ -366,10 +366,10 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
     assert told(stepped) == [GONE_TOLD, *([] if answer is None else [(OTHER, *answer, 49)])]
     if answer is not None:
         last = stepped.commands[-1]
-        assert isinstance(last, MoveEvent)
-        assert (last.terminal, last.kind, last.departure) == (True, MoveKind.STOP, None)
+        assert isinstance(last, MoveEvent) and isinstance(event, e.MoveRequested)
+        assert (last.terminal, last.kind, last.departure) == (True, event.request.kind, None)
     is_new = answer is not None and not known
-    kept = (EndedMove(OTHER, MoveKind.STOP, *answer),) if is_new and answer is not None else known
+    kept = (EndedMove(OTHER, last.kind, *answer),) if is_new and answer is not None else known
     assert stepped.instance == replace(before, ended=kept)
 
 

@@ -33,7 +33,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.engine import LOGGED_MOVES
 from cell_conductor.handlers import departure_event
 from cell_conductor.store.safety import KEEP
-from tests.unit.conductor.move_scenario import MOVE, Scenario, active, begun, claimed, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 from tests.unit.conductor.world import Conductor, Services, insert, opened
 
@@ -43,15 +43,9 @@ AFTER = replace(THERE, set_back=SetBack(at=1_300.0))
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
 
 
-def departs(instance: Instance, kind: MoveKind = MoveKind.MIGRATE, to_cell: str = "c2") -> e.Event:
-    message = CellDepart(
-        request_id=MOVE,
-        instance_uuid=UUID,
-        project_id="p",
-        kind=kind,
-        to_cell=to_cell,
-        attempt=instance.last_attempt,
-    )
+def departs(instance: Instance, kind: MoveKind = MoveKind.MIGRATE, to_cell: str = "c2", **fields: Any) -> e.Event:
+    known = {"request_id": MOVE, "attempt": instance.last_attempt, **fields}
+    message = CellDepart(instance_uuid=UUID, project_id="p", kind=kind, to_cell=to_cell, **known)
     return departure_event(message, 200.0)
 
 
@@ -136,6 +130,27 @@ def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_i
     assert ends[-1].condition is Condition.ACTIVE
     sequences = [one.sequence for one in ends]
     assert sequences == sorted(set(sequences))
+
+
+@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.RESIZE])
+def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: MoveKind) -> None:
+    former, departure = departed()
+    former.apply(departs(former.instance, kind, "c3", request_id=OTHER))
+    left, end = [one for one in former.commands if isinstance(one, MoveEvent)][-2:]
+    assert (left.request_id, left.departure) == (MOVE, departure)
+    assert (end.request_id, end.terminal, end.code, end.departure) == (OTHER, True, "instance.departed", None)
+    told = len(former.commands)
+    former.apply(departs(former.instance))
+    assert [one.departure for one in former.commands[told:] if isinstance(one, MoveEvent)] == [departure]
+
+
+def test_what_has_another_flavor_than_the_hosts_there_were_chosen_for_does_not_leave() -> None:
+    """It would be built with that one: its client has not requested it."""
+    made = Scenario(replace(active(), spec=LARGER))
+    made.apply(departs(made.instance, expected_flavor="m1.tiny"))
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.REFUSED, "instance.flavor_changed")]
+    made.apply(departs(made.instance, expected_flavor="m1.large", request_id=OTHER))
+    assert made.instance.state is State.CHANGING
 
 
 def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
