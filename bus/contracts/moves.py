@@ -309,6 +309,8 @@ class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compu
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
 MACHINE_ABSENT = "machine.absent"
+# The code of a change that the driver does not have: nothing was begun, and another time would bring the same.
+UNSUPPORTED = "change.unsupported"
 # The code of what could be done in another cell only, and may not be.
 ACROSS_CELLS = "move.across_cells"
 # The code of a departure that was commanded for another attempt than the newest of the instance.

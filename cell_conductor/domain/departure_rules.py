@@ -28,6 +28,7 @@ from .move_events import (
     refuse_given_up,
     refuse_request,
     refuse_unknown,
+    repeat_end,
     without_move,
 )
 from .move_steps import adopt, change, claim, offload, undo
@@ -195,9 +196,14 @@ def answer_unbegun(instance: Instance, event: MoveQueried, context: StepContext)
 
 
 def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: StepContext) -> Step:
-    """It has left: the scheduler that commands this cell has not received the departure, which is published again."""
+    """It has left: the scheduler that commands this cell has not received the departure, which is published again. A
+    record that has lost it has an end for the request alone.
+    """
     if instance.departure is None:
-        return Step(instance)
+        assert isinstance(event, MoveRequested)
+        if event.is_query:
+            return answer_query(instance, event, context)
+        return repeat_end(instance, event, context) or refuse_request(instance, event, context, ENDED_ELSEWHERE)
     left = announce_departure(instance, event.at, context)
     if isinstance(event, DeleteRequested):
         return Step(instance, (left,))
@@ -246,7 +252,7 @@ def _with_departure(instance: Instance, event: InstanceArrives) -> Instance:
         kept,
         state=State.OFFLOADED,
         spec=departure.spec,
-        selections=(*request.selections, departure.last)[:1],
+        selections=(*request.selections, *instance.selections[:1], departure.last)[:1],
         attempt=departure.attempt,
         sequence=max(departure.sequence, kept.sequence) + 1,
         requested_at=event.at,

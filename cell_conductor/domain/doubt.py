@@ -71,7 +71,8 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     else:
         awaited = Awaited.ALL if _is_from_image(instance) else Awaited.OF_PLACES
         claimed = instance.alternates if desire.asks is Ask.CLAIM else ()
-        places = [instance.here, *([] if move.source is None else [move.source]), *claimed]
+        is_left = move.source is None and instance.position == 0 and desire.here is Wish.NONE  # it has no host by now
+        places = [*([] if is_left else [instance.here]), *([] if move.source is None else [move.source]), *claimed]
         if move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
             places = [*(claimed or [instance.here])]
     return MachineQuery(instance.since, awaited, tuple((one.service, one.host_uuid) for one in places))

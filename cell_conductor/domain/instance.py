@@ -142,11 +142,6 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     force: bool = False
     fenced_hosts: tuple[str, ...] = ()
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether it is undone, or its instance deleted."""
-        return bool(self.lost_code) or self.delete
-
 
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The record of one instance in its cell.

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import (
     ACROSS_CELLS,
     MACHINE_ABSENT,
+    UNSUPPORTED,
     ChangeKind,
     MoveKind,
     MoveState,
@@ -424,7 +425,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     move, event = move_of(instance), answered(instance, event)
     if not event.done:
         ending = MoveEnd(MoveState.FAILED, event.code or "change.failed", event.reason)
-        if event.runs is None:
+        if event.runs is None and event.code != UNSUPPORTED:
             return answer_early(sooner(instance, event.at, context), ending, event.at, context)
         back = as_left(instance, event)
         if change_of(instance) is ChangeKind.SNAPSHOT and (instance.power, back.power) == (

@@ -357,6 +357,8 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     half-way leaves nothing that runs, and a shelved machine that runs is not shelved any more.
     """
     left = replace(instance, spec=move_of(instance).spec)
+    if event.runs is None:  # nothing was begun
+        return left
     if instance.power is Power.RESCUED or event.code == RESCUE_FAILED:
         return replace(left, power=Power.RESCUED)
     if event.runs:

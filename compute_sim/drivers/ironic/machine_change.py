@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.moves import MACHINE_ABSENT, RESCUE_FAILED, ChangeKind
+from bus.contracts.moves import MACHINE_ABSENT, RESCUE_FAILED, UNSUPPORTED, ChangeKind
 from compute_sim.config import IronicConfig
 from compute_sim.driver import BuildAbort, ChangeFault, ChangeOrder, ChangeResult, DriverUnavailable, NotOurs
 from compute_sim.drivers.ironic.api import IronicApi, Refused
@@ -38,7 +38,7 @@ class NodeChange:
     async def run(self) -> ChangeResult:
         """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was requested)."""
         if self._change.kind not in CHANGES:
-            raise ChangeFault("change.unsupported", f"bare metal has no {self._change.kind.value} here")
+            raise ChangeFault(UNSUPPORTED, f"bare metal has no {self._change.kind.value} here")
         began = self._clock.monotonic()
         while not await self._pass():
             took = self._clock.monotonic() - began

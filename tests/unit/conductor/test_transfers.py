@@ -33,7 +33,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.engine import LOGGED_MOVES
 from cell_conductor.handlers import departure_event
 from cell_conductor.store.safety import KEEP
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 from tests.unit.conductor.world import Conductor, Services, insert, opened
 
@@ -206,6 +206,17 @@ def test_what_was_stopped_for_an_image_that_it_has_not_runs_again(begun_by: Any,
     now = made.instance
     assert (now.state, now.power, now.move, now.image) == (State.ACTIVE, Power.RUNNING, None, "")
     assert [one[1:] for one in made.terminals] == [(MoveState.FAILED, fields.get("code", "snapshot.no_image"))]
+
+
+@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(MoveKind.SHELVE, offload=True)])
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
+def test_what_its_host_has_no_images_of_is_as_it_was(begun_by: Any, power: Power) -> None:
+    """Its driver has no snapshots, and states nothing about the machine: it was asked again for ever."""
+    made = begun_by()
+    made.instance = replace(made.instance, power=power)
+    made.end(1, 1, done=False, code="change.unsupported")
+    assert (made.instance.phase, made.instance.power) == ((State.ACTIVE, None), power)
+    assert [one[1:] for one in made.terminals] == [(MoveState.FAILED, "change.unsupported")]
 
 
 def test_its_client_waits_for_no_host_that_is_to_start_it_again() -> None:
@@ -391,6 +402,36 @@ def test_a_record_in_doubt_about_its_departure_ends_no_move_that_may_go_on_elsew
     made.apply(e.TimedOut(at=AFTER_HERE.set_back.at + 2 * AFTER_HERE.doubt_limit_s))
     (told,) = [one for one in made.commands if isinstance(one, MoveEvent)][-1:]
     assert (told.terminal, told.state) == (False, MoveState.CHANGING)
+
+
+@pytest.mark.parametrize("is_query", [False, True])
+def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_without_an_end(*, is_query: bool) -> None:
+    """The cell was set back to before the departure, and its schedulers to before the move."""
+    made = Scenario(active(), AFTER_HERE)
+    over = CellDepart(
+        request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=2, ended=True
+    )
+    made.apply(departure_event(over, 1_700.0))
+    assert made.instance.phase == (State.DEPARTED, State.ABSENT)
+    asked = departs(active())
+    assert isinstance(asked, e.MoveRequested)
+    for _ in range(2):
+        made.apply(unbegun(asked) if is_query else asked)
+    end = (MoveState.FAILED, "move.lost") if is_query else (MoveState.REFUSED, "instance.departed")
+    assert made.terminals == [(MoveKind.MIGRATE, *end)] * 2
+
+
+async def test_what_comes_home_without_a_host_waits_for_no_service_of_the_other_cell() -> None:
+    """No host was named for it at home, and the database was set back meanwhile."""
+    former, departure = departed()
+    last = replace(departure.last, service="compute-of-c2", host_uuid=host(77))
+    back = replace(departure, cell="c1", attempt=departure.attempt + 9, last=last, at=1_200.0)
+    for record in (former.instance, Instance(uuid=UUID)):
+        made = Scenario(record, AFTER_HERE)
+        made.apply(arrives(back, MoveKind.UNSHELVE, to_cell=None, selections=()))
+        assert made.instance.doubted
+        conductor = await opened(Services(s1=()), ("s1",))
+        assert UUID in await resolved(conductor, replace(made.instance, since=1.0))
 
 
 def test_what_is_back_in_doubt_about_its_departure_leaves_once_more() -> None:
