@@ -190,13 +190,39 @@ def test_a_service_is_drained(berth: Berth) -> None:
         states = {one["admin"]["state"] for one in there if one["service"] == "cell2-c1"}
         assert states == {"disabled"}
         assert "drain" in berth("audit-log", "--kind", "drain").out and berth("check").status == 0
-        stuck = berth("drain", "cell2", "--plan", "--json")
-        assert stuck.status == NO and all(not one.get("hosts") for one in stuck.data["moves"])
-        assert "drain.stuck" in berth("drain", "cell2").err
     finally:
         for one in berth("hosts", "--cell", "cell2", "--json").data:
             if one["service"] == "cell2-c1":
                 berth("hosts", "enable", one["name"])
+        berth("delete", *mine, "--wait", "--yes")
+
+
+def test_a_cell_is_drained_into_another_one(berth: Berth) -> None:
+    """Every instance of it is built there from its image, and runs; the stopped one stays stopped."""
+    mine = {boot(berth, "--host", f"cell2-c{at}-00001")[0]["instance_uuid"] for at in (1, 2)}
+    stopped = min(mine)
+    assert berth("stop", stopped, "--wait").status == 0
+    plan = berth("drain", "cell2", "--plan", "--json")
+    assert plan.status == 0 and mine <= {one["instance_uuid"] for one in plan.data["moves"]}
+    assert all(host.startswith("cell1-") for one in plan.data["moves"] for host in one["hosts"])
+    drained = berth("drain", "cell2", "--json", "--reason", "rack")
+    try:
+        assert (drained.status, drained.data["target"], drained.data["code"]) == (0, "cell", "drain.done"), drained
+        assert mine <= set(drained.data["moved"])
+        found = {one: shown(berth, one) for one in mine}
+        assert all(str(one["host"]).startswith("cell1-") for one in found.values()), found
+        assert {uuid: one["condition"] for uuid, one in found.items()} == {
+            uuid: "stopped" if uuid == stopped else "active" for uuid in mine
+        }
+        there = berth("hosts", "--cell", "cell2", "--json").data
+        assert all(
+            one["admin"]["state"] == "disabled" and not any(u for u, _ in one["resources"].values()) for one in there
+        )
+        assert berth("drain", "cell2", "--plan", "--json").data.get("moves", []) == []
+        assert berth("check").status == 0
+    finally:
+        for one in berth("hosts", "--cell", "cell2", "--json").data:
+            berth("hosts", "enable", one["name"])
         berth("delete", *mine, "--wait", "--yes")
 
 

@@ -218,6 +218,7 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     assert not list(world.replicas["s1"].assumptions.keys())
     await digests(world)
     assert await code_of(plan_of(world, "c1", target=DrainTarget.CELL)) == "move.across_cells"
+    assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "move.across_cells"
     assert (await plan_of(world, "compute-c1")).target is DrainTarget.SERVICE
 
 
