@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -12,6 +13,7 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent
+from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveEvent
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
@@ -24,9 +26,13 @@ from scheduler_worker.domain.recorded_moves import (
     LATE,
     Announcements,
     AppliedEvent,
+    MoveContext,
 )
 from scheduler_worker.domain.requests import retried_often
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
+
+# Of an instance and its cell.
+HostsAtHome: TypeAlias = Callable[[MoveContext, str], Sequence[Selection]]
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +59,11 @@ class AnnouncementWriter:
     that have arrived meanwhile, from every cell. Bounded by the cells: the queue of each has one batch under way.
     """
 
-    def __init__(self, store: SchedulerStore, *, clock: Clock) -> None:
+    def __init__(
+        self, store: SchedulerStore, *, clock: Clock, hosts_at_home: HostsAtHome = lambda _known, _home: ()
+    ) -> None:
+        """hosts_at_home: chooses hosts of its own cell for what comes home from another one."""
+        self._hosts_at_home = hosts_at_home
         self._store = store
         self._clock = clock
         self._writing = asyncio.Lock()
@@ -105,7 +115,9 @@ class AnnouncementWriter:
                 builds = await operation.lock(instances)
                 known = await operation.known(requests)
                 moves = {one: context.move for (one, _), context in known.items() if context.move is not None}
-                batch = Announcements(builds, moves, self._clock.time())
+                batch = Announcements(
+                    builds, moves, self._clock.time(), lambda about, home: self._hosts_at_home(known[about], home)
+                )
                 applied = await self._apply(operation, batch, together)
                 await operation.update_moves(list(batch.changed.values()), self._clock.time())
             return applied

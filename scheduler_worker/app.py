@@ -93,7 +93,8 @@ def build(
     forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)
     measured = _add_host_metrics(parts)
-    links = _links(parts, relay, registry, measured)
+    writer = AnnouncementWriter(parts.store, clock=env.clock, hosts_at_home=moves.hosts_at_home)
+    links = _links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
     keep_up = partial(relay.keep_up, API)
     requests = RequestHandler(
@@ -125,7 +126,6 @@ class SchedulerParts:
     config: SchedulerConfig
     buses: Mapping[str, Bus]
     store: SchedulerStore
-    writer: AnnouncementWriter
     claims: BusClaims
     selector: Selector
     workers: WorkerTable
@@ -188,7 +188,6 @@ def _parts(
         config=config,
         buses=buses,
         store=store,
-        writer=AnnouncementWriter(store, clock=env.clock),
         claims=BusClaims(buses[API], timeout_s=config.claim_timeout_s),
         selector=selector,
         workers=WorkerTable(),
@@ -336,7 +335,9 @@ def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks
     return unanswered
 
 
-def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measured: asyncio.Event) -> CellLinks:
+def _links(
+    parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, writer: AnnouncementWriter, measured: asyncio.Event
+) -> CellLinks:
     """The links to the cells in use, as they are now."""
     env = parts.env
 
@@ -346,7 +347,7 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
         return bus
 
     links = CellLinks(
-        lambda bus: _link(parts, bus, registry, links.buses, measured),
+        lambda bus: _link(parts, bus, registry, writer, measured),
         clock=env.clock,
         reach=reach,
         opened=relay.add_bus,
@@ -356,9 +357,9 @@ def _links(parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, measur
 
 
 def _link(
-    parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, cells: Mapping[str, Bus], measured: asyncio.Event
+    parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, writer: AnnouncementWriter, measured: asyncio.Event
 ) -> CellLink:
-    """The link to one cell: announcements of its hosts, of its builds, and measurements. cells: those in use."""
+    """The link to one cell: announcements of its hosts, of its builds, and measurements."""
     env, config = parts.env, parts.config
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(
@@ -371,7 +372,7 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = AnnouncementHandler(parts.store, parts.writer, bus.name, on_fences=registry.record_fences)
+    announced = AnnouncementHandler(parts.store, writer, bus.name, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.

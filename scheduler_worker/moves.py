@@ -28,6 +28,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
+    MAX_SELECTIONS,
     CellDepart,
     CellMove,
     Condition,
@@ -86,7 +87,6 @@ IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
 # Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
 NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
-MAX_SELECTIONS = 9  # the limit of CellMove
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
@@ -347,6 +347,30 @@ class MoveEngine:
             self._hold(request.request_id, _added(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
+
+    def hosts_at_home(self, known: MoveContext, home: str) -> Sequence[Selection]:
+        """The hosts of its own cell for an instance that no host of another one has taken, by what is known here now.
+        Its server group is judged with each claim.
+        """
+        if known.build is None or known.build_request is None:
+            return ()
+        about = known.build
+        request = MoveRequest(
+            request_id=f"{about.instance_uuid} home",
+            instance_uuid=about.instance_uuid,
+            project_id=about.project_id,
+            kind=MoveKind.UNSHELVE,
+        )
+        there, nowhere = replace(known, build=replace(about, cell=home)), Located(about.instance_uuid, LocatePage(), {})
+        spec = self._spec(request, there, nowhere.page, None)
+        if isinstance(spec, Unsatisfiable):
+            return ()
+        pending = PendingMove(position=0, request=request, taken_at=self._clock.time())
+        try:
+            chosen = self._pick(pending, there, spec, nowhere, None)
+        except QueryTooWide:
+            return ()
+        return chosen.selections if isinstance(chosen, Chosen) else ()
 
     async def _is_fenced(self, host: str | None) -> bool:
         """Whether an operator has fenced it, by the newest decision: another scheduler may have answered the operator.

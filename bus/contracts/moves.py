@@ -221,6 +221,9 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
     moves: tuple[MoveRecord, ...] = ()
 
 
+MAX_SELECTIONS = 9  # of one request, beside the host that the instance has
+
+
 class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 
@@ -239,7 +242,7 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
 
     spec: InstanceSpec | None = None
     expected_flavor: str = ""
-    selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
+    selections: Annotated[tuple[Selection, ...], Bound(max_length=MAX_SELECTIONS)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()

@@ -13,7 +13,15 @@ from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departu
 
 from . import steps
 from .desires import BUILT_ELSEWHERE, desire_of
-from .events import DeleteRequested, DepartRequested, DepartureEnded, InstanceArrives, MoveQueried, MoveRequested
+from .events import (
+    DeleteRequested,
+    DepartRequested,
+    DepartureEnded,
+    InstanceArrives,
+    MoveQueried,
+    MoveRequested,
+    TimedOut,
+)
 from .instance import MAX_ENDED, NO_HOST, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
@@ -32,6 +40,7 @@ from .move_events import (
     without_move,
 )
 from .move_steps import adopt, change, claim, offload, undo
+from .orders import repeat_at
 from .report import followed_by
 from .set_back import numbered_on
 from .steps import Step, StepContext
@@ -78,12 +87,18 @@ def have_left(instance: Instance, at: float, context: StepContext) -> Step:
         departure=departure,
         departed_by=move.request_id,
         sequence=instance.sequence + 1,
-        deadline=None,
+        deadline=at + context.destroy_retry_s,
         since=at,
         queried=False,
         doubted=False,
     )
     return Step(left, (announce_departure(left, at, context),))
+
+
+def tell_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """Its schedulers have not said yet that the build in the next cell has ended."""
+    waits = replace(instance, deadline=repeat_at(instance, event.at, context))
+    return Step(waits, (announce_departure(waits, event.at, context),))
 
 
 def announce_departure(instance: Instance, at: float, context: StepContext) -> MoveEvent:

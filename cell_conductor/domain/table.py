@@ -338,6 +338,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.DEPARTED: {
         **{**USUAL, **dict.fromkeys((MoveRequested, MoveQueried, DepartRequested), REFER)},
         DeleteRequested: Rule(delete_rules.delete_departed, DELETED_UNKNOWN),
+        TimedOut: Rule(departure_rules.tell_again),
     },
 }
 

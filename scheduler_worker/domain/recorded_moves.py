@@ -4,7 +4,7 @@ announcements, to builds as well. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
+    MAX_SELECTIONS,
     OTHER_ATTEMPT,
     CellDepart,
     CellMove,
@@ -256,8 +257,17 @@ def is_owner(cell: str, departure: Departure, build: RecordedBuild | None) -> bo
     return build is not None and build.cell == cell and departure.attempt >= build.now.first_attempt
 
 
+# The hosts of a cell that fit an instance now, of the request that has taken it away.
+HostsOf: TypeAlias = Callable[[RequestKey, str], Sequence[Selection]]
+
+
+def no_hosts(_about: RequestKey, _cell: str) -> Sequence[Selection]:
+    """Where no schedulers choose."""
+    return ()
+
+
 def transferred(
-    move: RecordedMove | None, build: RecordedBuild, event: MoveEvent
+    move: RecordedMove | None, build: RecordedBuild, event: MoveEvent, hosts_of: HostsOf = no_hosts
 ) -> tuple[RecordedMove | None, RecordedBuild, list[Message]]:
     """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
     the request, the instance and these commands.
@@ -272,7 +282,7 @@ def transferred(
     transfer = None if move is None or move.terminal else move.transfer
     commands: list[Message] = []
     if move is not None and transfer is not None and departure.cell in (transfer.home, transfer.away):
-        transfer = _next_of(transfer, departure)
+        transfer = _next_of(transfer, departure, hosts_of)
         # The host that it is to have there: a drain of it waits, also while that cell has not answered.
         first = next(iter(transfer.command.selections if isinstance(transfer.command, CellMove) else ()), None)
         host, host_uuid = (None, None) if first is None else (first.host, first.host_uuid)
@@ -314,9 +324,9 @@ def begin_transfer(
     return replace(move, transfer=Transfer(home=build.cell, away=cell, build=there, command=leaving)), leaving
 
 
-def _next_of(transfer: Transfer, departure: Departure) -> Transfer:
+def _next_of(transfer: Transfer, departure: Departure, hosts_of: HostsOf) -> Transfer:
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
-    had there, or without one.
+    had there, or on another one that fits by now.
     """
     known, build = {"departure": departure, "sequence": departure.sequence}, transfer.build
     if departure.cell == transfer.away:
@@ -324,7 +334,11 @@ def _next_of(transfer: Transfer, departure: Departure) -> Transfer:
         back = (departure.last,) if had_host else ()
         return replace(transfer, command=replace(build, **known), back=back)
     failure = Refusal(code=departure.code or "max_retries_exceeded", reason=departure.reason)
-    home = replace(build, spec=None, selections=transfer.back, limits={}, to_cell=None, **known)
+    hosts = {one.host_uuid: one for one in transfer.back}
+    for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
+        hosts.setdefault(one.host_uuid, one)
+    selections = tuple(hosts.values())[:MAX_SELECTIONS]
+    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None, **known)
     return replace(transfer, command=home, failure=failure)
 
 
@@ -339,16 +353,19 @@ def departure_ended(move: RecordedMove) -> OutboxMessage | None:
 
 
 def given_up(event: BuildEvent | MoveEvent, cell: str, build: RecordedBuild) -> OutboxMessage | None:
-    """That a cell which announces an end of an instance has given it up for another one before, as its database has
-    forgotten; None: it has not, by this record.
+    """That a cell which still tells of an instance has given it up for the one that has it now, as its database has
+    forgotten, or as these schedulers' had. None: it has not, by this record; or it goes on as long as the request does
+    that is under way.
     """
-    if build.cell in (None, cell) or not build.now.first_attempt or not event.terminal:
+    if build.cell in (None, cell) or not (event.terminal or build.now.under_way is None):
         return None
-    request_id, kind = build.instance_uuid, None
+    request_id, kind, last = build.instance_uuid, None, build.now.first_attempt - 1
     if isinstance(event, MoveEvent):
         request_id, kind = event.request_id, event.kind
-    ended = _ended(request_id, build, kind or MoveKind.MIGRATE, build.cell, build.now.first_attempt - 1)
-    return OutboxMessage(cell, ended, request_id)
+        last = last if event.departure is None else event.departure.attempt
+    if last < 0:
+        return None
+    return OutboxMessage(cell, _ended(request_id, build, kind or MoveKind.MIGRATE, build.cell, last), request_id)
 
 
 def _ended(request_id: str, about: RecordedRequest, kind: MoveKind, to_cell: str, attempt: int) -> CellDepart:
@@ -379,7 +396,14 @@ class Announcements:
     timelines: the instances to write, with their new entries; changed: the moves to write.
     """
 
-    def __init__(self, builds: dict[str, RecordedBuild], moves: dict[str, RecordedMove], now: float) -> None:
+    def __init__(
+        self,
+        builds: dict[str, RecordedBuild],
+        moves: dict[str, RecordedMove],
+        now: float,
+        hosts_of: HostsOf = no_hosts,
+    ) -> None:
+        self._hosts_of = hosts_of
         self.builds = builds
         self.moves = moves
         self._now = now
@@ -396,7 +420,7 @@ class Announcements:
             return applied
         build = self.builds.get(event.instance_uuid)
         if build is None or not is_owner(cell, event.departure, build):
-            return applied
+            return replace(applied, verdict=LATE)
         self._transfer(build, event)
         return AppliedEvent(ANNOUNCED, event, event.departure.cell)
 
@@ -405,12 +429,12 @@ class Announcements:
         request: RecordedBuild | RecordedMove | None = build
         if isinstance(event, MoveEvent):
             request = move = self._move_of(event)
-        if build is None or request is None:
+        if build is None:
             return AppliedEvent("unknown", event)
-        if request.cell != cell:
+        if request is None or request.cell != cell:
             if (ended := given_up(event, cell, build)) is not None:
                 self.messages.append(ended)
-            return AppliedEvent("foreign", event)
+            return AppliedEvent("unknown" if request is None else "foreign", event)
         if move is not None and event.code == OTHER_ATTEMPT:
             return self._depart_again(move, event)
         before = move
@@ -449,7 +473,7 @@ class Announcements:
         return AppliedEvent(LATE, event)
 
     def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
-        move, after, commands = transferred(self._move_of(event), build, event)
+        move, after, commands = transferred(self._move_of(event), build, event, self._hosts_of)
         if move is not None:
             self._change(move)
         who = f"conductor {build.cell}"

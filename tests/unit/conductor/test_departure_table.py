@@ -150,7 +150,7 @@ def test_its_image_is_kept_then_its_machine_destroyed_then_its_claim_released_an
     assert leaving.departure == replace(
         LEFT, spec=SPEC, attempt=8, sequence=leaving.sequence - 1, is_stopped=power is Power.STOPPED
     )
-    assert (leaving.move, leaving.deadline, leaving.departed_by, leaving.since) == (None, None, MOVE, 600.0)
+    assert (leaving.move, leaving.deadline, leaving.departed_by, leaving.since) == (None, 630.0, MOVE, 600.0)
     ends = [one for one in (*sent, *more) if isinstance(one, MoveEvent)]
     assert not any(one.terminal for one in ends), "the schedulers end the request"
     assert (ends[-1].departure, ends[-1].condition) == (leaving.departure, Condition.MOVING)

@@ -132,6 +132,18 @@ def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_i
     assert sequences == sorted(set(sequences))
 
 
+def test_a_departure_is_announced_until_the_build_elsewhere_has_ended() -> None:
+    """Schedulers that were set back have forgotten to say so: its record was kept for ever."""
+    made, departure = departed()
+    announced = made.commands[-1]
+    for _ in range(3):
+        assert made.instance.deadline is not None
+        made.apply(e.TimedOut(at=made.instance.deadline))
+        assert made.commands[-1] == replace(announced, at=ANY) and made.instance.departure == departure
+    made.apply(departs(made.instance, ended=True))
+    assert (made.instance.phase, made.instance.deadline) == ((State.DEPARTED, State.ABSENT), None)
+
+
 @pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.RESIZE])
 def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: MoveKind) -> None:
     former, departure = departed()

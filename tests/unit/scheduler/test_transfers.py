@@ -25,9 +25,11 @@ from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import (
     ANNOUNCED,
     Announcements,
+    HostsOf,
     MoveContext,
     RecordedMove,
     Transfer,
+    no_hosts,
     transferred,
 )
 
@@ -85,9 +87,11 @@ def on_record(
     return MoveContext(move=replace(known, **move), build=build)
 
 
-def applied(known: MoveContext, *events: BuildEvent | MoveEvent, cell: str = "c1") -> Announcements:
+def applied(
+    known: MoveContext, *events: BuildEvent | MoveEvent, cell: str = "c1", hosts_of: HostsOf = no_hosts
+) -> Announcements:
     builds = {} if known.build is None else {UUID: known.build}
-    batch = Announcements(builds, {} if known.move is None else {REQUEST: known.move}, 100.0)
+    batch = Announcements(builds, {} if known.move is None else {REQUEST: known.move}, 100.0, hosts_of)
     for event in events:
         batch.apply(event, cell)
     return batch
@@ -184,16 +188,24 @@ COMES_BACK = replace(LEFT, sequence=40, departure=BACK)
 
 
 @pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.UNSHELVE])
-def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind) -> None:
-    first = applied(on_record(), replace(LEFT, departure=replace(DEPARTURE, kind=kind)))
+@pytest.mark.parametrize("fitting", [(), (on(3), HOME, *map(on, range(4, 20)))])
+def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind, fitting: tuple[Selection, ...]) -> None:
+    """To the host that it had, and then to any other one of its cell that fits by now."""
+    asked: list[Any] = []
+
+    def fit(*about: Any) -> tuple[Selection, ...]:
+        asked.append(about)
+        return fitting
+
+    first = applied(on_record(), replace(LEFT, departure=replace(DEPARTURE, kind=kind)), hosts_of=fit)
+    assert asked == []
     known = MoveContext(move=first.moves[REQUEST], build=first.builds[UUID])
-    batch = applied(known, COMES_BACK, cell="c2")
+    batch = applied(known, COMES_BACK, cell="c2", hosts_of=fit)
     (command,) = sent(batch, "c1")
-    assert (command.selections, command.to_cell, command.spec) == (
-        (HOME,) if kind is MoveKind.MIGRATE else (),
-        None,
-        None,
-    )
+    others = tuple(one for one in fitting if one != HOME)
+    hosts = (HOME, *others) if kind is MoveKind.MIGRATE else fitting
+    assert (command.selections, command.to_cell, command.spec) == (hosts[:9], None, None)
+    assert asked == [((REQUEST, UUID), "c1")]
     assert (batch.builds[UUID].cell, batch.builds[UUID].now.first_attempt) == ("c1", 10)
     assert kept(batch).failure == Refusal(code="image.broken", reason="why")
 
@@ -223,22 +235,36 @@ def test_a_move_that_ends_at_home_has_failed_as_the_other_cell_has_said(
 LOST = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=60, terminal=True)
 
 
+GOES_ON = replace(DONE, terminal=False)
+OUTRANKS = replace(LEFT, departure=replace(DEPARTURE, attempt=1_005))
+
+
 @pytest.mark.parametrize(
-    ("event", "first_attempt", "told"),
+    ("event", "first_attempt", "at_rest", "told"),
     [
-        (DONE, 6, True),
-        (LOST, 6, True),
-        (DONE, 0, False),
-        (replace(DONE, terminal=False), 6, False),
+        (DONE, 6, False, 5),
+        (LOST, 6, False, 5),
+        (DONE, 0, False, None),
+        (GOES_ON, 6, False, None),
+        (GOES_ON, 6, True, 5),
+        (LEFT, 6, False, None),
+        (LEFT, 6, True, 5),
+        (LEFT, 0, True, 5),
+        (OUTRANKS, 6, True, 1_005),
     ],
 )
-def test_a_cell_that_ends_what_another_one_has_is_told_that_it_has_given_it_up(
-    event: BuildEvent | MoveEvent, first_attempt: int, told: bool
+def test_a_cell_that_tells_of_what_another_one_has_is_told_that_it_has_given_it_up(
+    event: BuildEvent | MoveEvent, first_attempt: int, *, at_rest: bool, told: int | None
 ) -> None:
-    batch = applied(on_record(cell="c2", first_attempt=first_attempt, transfer=AWAY), event)
+    """Schedulers that were set back have no request under way that would tell it at its end."""
+    known = on_record(cell="c2", first_attempt=first_attempt, transfer=None if at_rest else AWAY)
+    assert known.build is not None and known.build.instance is not None
+    if at_rest:
+        known = MoveContext(build=replace(known.build, instance=replace(known.build.instance, under_way=None)))
+    batch = applied(known, event)
     ends = sent(batch, "c1")
-    assert [(one.ended, one.attempt, one.to_cell) for one in ends] == ([(True, 5, "c2")] if told else [])
-    assert sent(batch, "api") == []
+    assert [(one.ended, one.attempt, one.to_cell) for one in ends] == ([] if told is None else [(True, told, "c2")])
+    assert sent(batch, "api") == [] and batch.builds[UUID].cell == "c2"
 
 
 def test_what_a_cell_ends_of_its_own_is_announced() -> None:
