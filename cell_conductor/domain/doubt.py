@@ -71,7 +71,7 @@ def machine_query_of(instance: Instance) -> MachineQuery | None:
     else:
         awaited = Awaited.ALL if _is_from_image(instance) else Awaited.OF_PLACES
         claimed = instance.alternates if desire.asks is Ask.CLAIM else ()
-        is_left = move.source is None and instance.position == 0 and desire.here is Wish.NONE  # it has no host by now
+        is_left = move.source is None and instance.position == 0 and desire.asks is Ask.CLAIM  # it has no host by now
         places = [*([] if is_left else [instance.here]), *([] if move.source is None else [move.source]), *claimed]
         if move.kind is MoveKind.EVACUATE:  # the host that it leaves is off: its service may never be back
             places = [*(claimed or [instance.here])]

@@ -302,7 +302,8 @@ def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove:
         return replace(row, state=State.WAITING, kind=MoveKind.MIGRATE)
     if move.code == BUSY:
         return _busy(row, move.reason, now)
-    return failed(row, move.code, move.reason, now)
+    is_down = known.build.now.condition is Condition.OFFLOADED  # no host has taken it, and no pass finds it any more
+    return failed(row, move.code, move.reason, now, most=1 if is_down else MAX_FAILURES)
 
 
 def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:

@@ -43,7 +43,7 @@ NOT_OFFLOADED = "instance.not_offloaded"
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
 # The user_id of the requests of drains; of a whole cell its instances may leave it.
-DRAIN_USER, CELL_DRAIN_USER = "drain", "drain of a cell"
+DRAIN_USER, CELL_DRAIN_USER = "drain", "cell-drain"
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 

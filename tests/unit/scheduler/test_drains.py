@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -115,6 +116,22 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
     assert repeated == (request,) and again.begun_at == NOW
     assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id
+
+
+@pytest.mark.parametrize("target", DrainTarget)
+def test_its_requests_can_be_read(target: DrainTarget) -> None:
+    """The user of those of a cell was no word: each was refused as unreadable, and sent again."""
+    _, (request,) = passed(ROW, known(), replace(RECORD, target=target))
+    assert msgspec.json.decode(msgspec.json.encode(request), type=MoveRequest) == request
+
+
+def test_what_a_drain_has_left_without_a_host_has_failed() -> None:
+    """It ended as done over an instance that no host has."""
+    under_way = known(None, ended=MoveState.FAILED, code="image.broken")
+    assert under_way.build is not None
+    down = replace(under_way, build=replace(under_way.build, instance=SinceBuild(condition=Condition.OFFLOADED)))
+    after, requests = passed(replace(TRIED, failures=0), down)
+    assert (after.state, after.code, requests) == (S.FAILED, "image.broken", ())
 
 
 # Fields that each decision has to set, or to leave: none as in a new row.
