@@ -425,7 +425,7 @@ def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequ
 def departure_event(message: CellDepart, at: float, cause: str = "", given_up: Refusal | None = None) -> Event:
     """The event that a CellDepart brings."""
     if message.ended:
-        return DepartureEnded(at=at, attempt=message.attempt)
+        return _event(DepartureEnded, message, at)
     request, cause = CellMove(**_common(message, CellMove), offload=True), cause or message.request_id
     if given_up is not None:
         return move_event(request, at, cause, given_up=given_up)

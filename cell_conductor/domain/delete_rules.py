@@ -53,7 +53,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
         selections=tuple(selection_of(one, one.allocations or {one.host_uuid: {}}) for one in own),
         attempt=own[0].attempt if own else 0,
-        newest=max(last, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
+        newest=max(last, instance.last_attempt, event.attempt) + FORGOTTEN_ATTEMPTS,
         cause=event.cause or instance.cause,
     )
     if not own:

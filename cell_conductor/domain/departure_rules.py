@@ -14,6 +14,7 @@ from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departu
 from . import steps
 from .desires import BUILT_ELSEWHERE, desire_of
 from .events import (
+    BuildRequested,
     DeleteRequested,
     DepartRequested,
     DepartureEnded,
@@ -36,7 +37,6 @@ from .move_events import (
     refuse_given_up,
     refuse_request,
     refuse_unknown,
-    repeat_end,
     without_move,
 )
 from .move_steps import adopt, change, claim, offload, undo
@@ -77,22 +77,28 @@ def have_left(instance: Instance, at: float, context: StepContext) -> Step:
         code=move.lost_code,
         reason=move.lost_reason,
     )
-    left = replace(
-        without_move(instance),
+    left = _left(without_move(instance), departure, move.request_id)
+    left = replace(left, deadline=at + context.destroy_retry_s)
+    return Step(left, (announce_departure(left, at, context),))
+
+
+def _left(instance: Instance, departure: Departure, request_id: str) -> Instance:
+    return replace(
+        instance,
         state=State.DEPARTED,
         then=None,
-        spec=move.spec,
-        selections=(instance.selections[0],),
+        spec=departure.spec,
+        selections=(departure.last,),
         position=0,
+        newest=departure.attempt,
         departure=departure,
-        departed_by=move.request_id,
-        sequence=instance.sequence + 1,
-        deadline=at + context.destroy_retry_s,
-        since=at,
+        departed_by=request_id,
+        sequence=departure.sequence + 1,
+        deadline=None,
+        since=departure.at,
         queried=False,
         doubted=False,
     )
-    return Step(left, (announce_departure(left, at, context),))
 
 
 def tell_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
@@ -151,21 +157,22 @@ def end_departure(instance: Instance, event: DepartureEnded, context: StepContex
         return Step(instance)
     if desire_of(instance).condition is Condition.DELETED:
         return Step(instance)
-    moved = instance if instance.move is None else without_move(instance)
+    left = instance
+    if instance.departure is None:
+        departure = Departure(
+            cell=event.to_cell,
+            spec=instance.spec if instance.move is None else instance.move.spec,
+            image=instance.image,
+            last=instance.here,
+            attempt=event.attempt,
+            sequence=instance.sequence,
+            kind=event.kind,
+            is_stopped=instance.power is Power.STOPPED,
+            at=event.at,
+        )
+        left = _left(instance if instance.move is None else without_move(instance), departure, event.request_id)
     state, then = BUILT_ELSEWHERE
-    left = replace(
-        moved,
-        state=state,
-        then=then,
-        selections=(instance.here,),
-        position=0,
-        newest=event.attempt,
-        deadline=None,
-        since=event.at,
-        queried=False,
-        doubted=False,
-    )
-    return Step(left)
+    return Step(replace(left, state=state, then=then, newest=event.attempt, deadline=None, since=event.at))
 
 
 def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> Step:
@@ -210,17 +217,10 @@ def answer_unbegun(instance: Instance, event: MoveQueried, context: StepContext)
     return answers(instance, event, context)
 
 
-def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: StepContext) -> Step:
-    """It has left: the scheduler that commands this cell has not received the departure, which is published again. A
-    record that has lost it has an end for the request alone.
-    """
-    if instance.departure is None:
-        assert isinstance(event, MoveRequested)
-        if event.is_query:
-            return answer_query(instance, event, context)
-        return repeat_end(instance, event, context) or refuse_request(instance, event, context, ENDED_ELSEWHERE)
+def refer(instance: Instance, event: MoveRequested | DeleteRequested | BuildRequested, context: StepContext) -> Step:
+    """It has left: the scheduler that commands this cell has not received the departure, which is published again."""
     left = announce_departure(instance, event.at, context)
-    if isinstance(event, DeleteRequested):
+    if not isinstance(event, MoveRequested):
         return Step(instance, (left,))
     request = event.request
     known = next((one for one in instance.ended if one.request_id == request.request_id), None)

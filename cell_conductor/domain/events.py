@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.base import Allocations, Refusal
 from bus.contracts.cell import FoundMachine, InstanceSpec, Selection
-from bus.contracts.moves import CellMove
+from bus.contracts.moves import CellMove, MoveKind
 from bus.contracts.placement import ClaimOutcome, ServerGroup
 from bus.contracts.stages import Stamps
 
@@ -180,9 +180,14 @@ class DepartRequested(MoveRequested, frozen=True, kw_only=True):
 
 
 class DepartureEnded(Event, frozen=True, kw_only=True):
-    """The build in the cell that the instance has left for has ended. attempt: the last one of this cell."""
+    """The build in the cell that the instance has left for has ended. attempt: the last one of this cell. The others:
+    of the request by which it has left.
+    """
 
     attempt: int
+    request_id: str
+    kind: MoveKind
+    to_cell: str
 
 
 def move_event(

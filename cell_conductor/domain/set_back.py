@@ -106,8 +106,7 @@ def is_unsearched(instance: Instance, event: Event, set_back: SetBack, unexplain
 
 def has_come_back(instance: Instance, event: DeleteRequested) -> bool:
     """Whether an instance that has left is here again by the schedulers' record: that of this cell is lost."""
-    is_later = instance.departure is None or event.attempt > instance.last_attempt
-    return desire_of(instance).elsewhere and is_later
+    return desire_of(instance).elsewhere and event.attempt > instance.last_attempt
 
 
 def numbered_on(instance: Instance, set_back: SetBack, event: BuildRequested | None = None) -> Instance:

@@ -336,7 +336,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.DEPARTED)),
     },
     State.DEPARTED: {
-        **{**USUAL, **dict.fromkeys((MoveRequested, MoveQueried, DepartRequested), REFER)},
+        **{**USUAL, **dict.fromkeys((BuildRequested, MoveRequested, MoveQueried, DepartRequested), REFER)},
         DeleteRequested: Rule(delete_rules.delete_departed, DELETED_UNKNOWN),
         TimedOut: Rule(departure_rules.tell_again),
     },

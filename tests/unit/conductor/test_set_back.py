@@ -124,7 +124,6 @@ QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
         (KNOWN, BEGUN, BACK, False),
         (LEFT, replace(BEGUN, attempt=2), BACK, False),
         (LEFT, replace(BEGUN, attempt=3), NEVER, True),
-        (replace(LEFT, departure=None), BEGUN, NEVER, True),
         (LEFT, replace(DELETE, attempt=3), NEVER, False),
         (replace(KNOWN, state=State.ACTIVE), replace(BEGUN, attempt=3), BACK, False),
         (UNKNOWN, QUERY, NEVER, True),

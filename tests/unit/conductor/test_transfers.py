@@ -34,7 +34,7 @@ from cell_conductor.engine import LOGGED_MOVES
 from cell_conductor.handlers import departure_event
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request, unbegun
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, spawned
 from tests.unit.conductor.world import Conductor, Services, insert, opened
 
 THERE = replace(PATIENCE, cell="c2")
@@ -431,6 +431,21 @@ def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_with
         made.apply(unbegun(asked) if is_query else asked)
     end = (MoveState.FAILED, "move.lost") if is_query else (MoveState.REFUSED, "instance.departed")
     assert made.terminals == [(MoveKind.MIGRATE, *end)] * 2
+
+
+def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:
+    former, departure = departed()
+    former.commands.clear()
+    former.apply(queried(hosts=1))
+    assert [getattr(one, "departure", None) for one in former.commands] == [departure]
+
+
+def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_attempt() -> None:
+    there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", begun=True, found=(), attempt=1_501))
+    released(there)
+    assert there.instance.state is State.DELETED
+    there.apply(arrives(replace(departed()[1], attempt=1_500)))
+    assert there.instance.state is State.DELETED
 
 
 async def test_what_comes_home_without_a_host_waits_for_no_service_of_the_other_cell() -> None:
