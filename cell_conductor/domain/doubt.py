@@ -405,7 +405,9 @@ def _undo(instance: Instance, at: float, context: StepContext) -> Step:
     record, and so has what is released without a source.
     """
     move, has_destination, newest = move_of(instance), _has_destination(instance), instance.newest
-    if move.source is None:
+    if (
+        move.source is None and move.to_cell is None
+    ):  # else another cell may have claimed the next ones (`doubted_from`)
         newest = instance.last_attempt + FORGOTTEN_ATTEMPTS
     elif instance.state is State.CLAIMING:  # a copy of the claim may be under way
         newest = instance.next_attempt

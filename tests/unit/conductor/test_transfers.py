@@ -448,6 +448,21 @@ def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_
     assert there.instance.state is State.DELETED
 
 
+def test_an_undone_arrival_in_doubt_outranks_no_later_cell() -> None:
+    """It came here, went on and is in a third cell, by the next attempts: what that has claimed was released here."""
+    there = arrived()
+    attempt = there.instance.last_attempt
+    there.apply(found(), gone(there.instance, 2))
+    question = question_of(there.instance)
+    assert isinstance(question, Release) and question.attempt == attempt + 1
+    released(there)
+    assert departure_of(there).attempt == attempt + 1
+    there.commands.clear()
+    comes_again = arrives(replace(departed()[1], attempt=attempt + 5, image="newest", at=2_000.0), request_id=OTHER)
+    there.apply(comes_again)
+    assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
+
+
 async def test_what_comes_home_without_a_host_waits_for_no_service_of_the_other_cell() -> None:
     """No host was named for it at home, and the database was set back meanwhile."""
     former, departure = departed()
