@@ -14,7 +14,6 @@ from bus.cell_links import CellLinks
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
 from bus.persistence.outbox import OutboxMessage
@@ -286,8 +285,8 @@ def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
     original = recorded_moves.transferred
 
-    def transferred(move: Any, build: Any, event: MoveEvent) -> Any:
-        after, there, commands = original(move, build, event)
+    def transferred(move: Any, build: Any, *more: Any) -> Any:
+        after, there, commands = original(move, build, *more)
         return after, replace(there, cell=build.cell), commands
 
     return patch.object(recorded_moves, "transferred", transferred)
