@@ -83,8 +83,9 @@ class FencedCell(Cell):
         """By a scan that began after what is on record of the host by now."""
         self.sequence += 1
         known = self.fences.known.get(self.host(n))
-        losses = await self.store.fences.losses()
-        rescans = [one.rescan for one in losses] + ([] if known is None else [known.rescan])
+        fences = await self.store.fences.fences()
+        rescans = [one.rescan_for(name) for one in fences for name in one.given_up]
+        rescans += [] if known is None else [known.rescan]
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(
             ComputeHosts(

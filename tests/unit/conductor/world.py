@@ -102,11 +102,8 @@ class Alone:
     def invalidate(self) -> None:
         """There are no fences."""
 
-    def note_losses(self, losses: object) -> None:
+    def reload_soon(self) -> None:
         """There are no fences."""
-
-    async def on_results(self, results: object) -> None:
-        """There are no losses."""
 
     async def load(self) -> None:
         """There is nothing on record."""
