@@ -490,9 +490,8 @@ STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, C
 
 
 class FenceSteps:
-    """The effects of fences in one transaction: the hosts, and by host the services of what was given up there.
-
-    proofs: those of the hosts from which an evacuation commands a destination.
+    """The effects of fences in one transaction: the hosts, and by host the services of what was given up there. proofs:
+    those of the hosts from which an evacuation commands a destination.
     """
 
     def __init__(self) -> None:
@@ -517,8 +516,8 @@ class FenceSteps:
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences) if not doubt.is_in_doubt(after) else ():
                 if services := given_up_on(before, after, host, unsure=after.code == rules.OUTCOME_UNKNOWN):
-                    self.given_up.setdefault(host, []).extend(services)
-        self.hosts.update(dict.fromkeys(self.given_up))
+                    self.given_up[host] = [*self.given_up.get(host, ()), *services]
+                    self.hosts[host] = None
         return Step(after, _without_starts(commands, context))
 
 
