@@ -11,11 +11,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Running, Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
 from bus.contracts.operations import FenceState
 
-from .desires import ANSWERED_FOR, WANTED, desire_of
-from .instance import FENCED, NOT_TRIED, Brief, Instance
+from .desires import ANSWERED_FOR, DELETE_REQUESTED, WANTED, Wish, desire_of
+from .instance import FENCED, NOT_TRIED, Brief, Instance, State
 from .leases import Lease
 from .report import is_over, rescan_of
 
@@ -110,15 +110,24 @@ def given_up_on(before: Instance, after: Instance, host_uuid: str, *, unsure: bo
 
 
 def is_loss(record: Brief | None, one: Running, host_uuid: str) -> bool:
-    """Whether what this fenced host lists is over by its record, and no operator keeps it. No breaker counts it."""
-    return record is not None and host_uuid not in record.kept and is_over(record, one.attempt, host_uuid)
+    """Whether what this fenced host lists is over by its record, and no operator keeps it. No breaker counts it. Not
+    while the record is in doubt, nor where it commands a destruction that may spare a complete machine.
+    """
+    if record is None or host_uuid in record.kept or not is_over(record, one.attempt, host_uuid):
+        return False
+    is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
+    is_undone = is_here and desire_of(record).here is Wish.DESTROY
+    return record.phase in DELETE_REQUESTED or not (record.doubted or is_undone)
 
 
 def holds_fence(record: Brief | None, one: Running, host_uuid: str) -> bool:
-    """Whether the fence stays for it: also for a number that may have been given out twice, which an operator decides
-    about.
+    """Whether the fence stays for it: it may be one that was given up there, also where an operator decides about it,
+    because its number may have been given out twice, or is not known, or its record cannot be read.
     """
-    return record is not None and is_loss(replace(record, reused_from=0), one, host_uuid)
+    if record is None or host_uuid in record.kept:
+        return False
+    known = replace(record, doubted=False, reused_from=0, code="")
+    return one.attempt == UNKNOWN_ATTEMPT or record.state is State.ABSENT or is_over(known, one.attempt, host_uuid)
 
 
 def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
 from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
@@ -20,15 +22,16 @@ from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, RunningAfterFence
-from cell_conductor.domain.instance import Brief, Instance, State
+from cell_conductor.domain.instance import MACHINE_EXISTS, Brief, Instance, State, unreadable_brief
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
-from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record, unshelving
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
 from tests.unit.conductor.world import (
@@ -38,6 +41,7 @@ from tests.unit.conductor.world import (
     Services,
     down,
     engine_of,
+    hosts_of,
     insert,
     listing,
     opened,
@@ -247,6 +251,8 @@ async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_h
 
 
 LISTED = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
+HERE = replace(MOVED, attempt=2, host_uuid=HOST)
+SPARED = replace(HERE, state=State.DESTROYING, then=State.REVERTING)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +263,15 @@ LISTED = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
         pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, True, False, id="an operator keeps it"),
         pytest.param(LISTED, replace(MOVED, kept=("x",)), True, False, True, id="an operator keeps another"),
         pytest.param(LISTED, replace(MOVED, reused_from=1), False, True, True, id="an operator decides"),
-        pytest.param(LISTED, replace(MOVED, doubted=True), False, True, False, id="in doubt"),
-        pytest.param(LISTED, replace(MOVED, attempt=2, host_uuid=HOST), False, True, False, id="wanted"),
+        pytest.param(LISTED, replace(MOVED, doubted=True), False, True, True, id="in doubt"),
+        pytest.param(LISTED, replace(HERE, state=State.REVERTING, doubted=True), False, True, True, id="may go on"),
+        pytest.param(LISTED, SPARED, False, True, True, id="spared if it is complete"),
+        pytest.param(LISTED, replace(SPARED, then=State.DELETED), True, False, True, id="its delete waits"),
+        pytest.param(LISTED, replace(HERE, state=State.FAILED, doubted=True), False, True, True, id="unsure"),
+        pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), False, True, True, id="exists"),
+        pytest.param(LISTED, unreadable_brief(INSTANCE, ()), False, True, True, id="unreadable"),
+        pytest.param(replace(LISTED, attempt=0), MOVED, False, True, True, id="unnumbered"),
+        pytest.param(LISTED, HERE, False, True, False, id="wanted"),
         pytest.param(replace(LISTED, attempt=4), MOVED, False, True, False, id="newer"),
         pytest.param(replace(LISTED, deployment="x"), MOVED, False, True, False, id="foreign"),
         pytest.param(LISTED, None, False, True, False, id="no record"),
@@ -273,6 +286,25 @@ async def test_a_loss_is_a_machine_that_is_listed_and_over_by_its_record(
     assert [(one.service, one.attempt, one.deployment) for one in sent.orders] == ([("s", 2, "d")] if ordered else [])
     assert left == (report if passed_on else replace(report, hosts=NOTHING.hosts))
     assert bool(await on_record(store)) is holds and rescans == []
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+async def test_the_only_machine_that_its_host_is_to_spare_is_no_loss_of_its_fence(*, doubted: bool) -> None:
+    """The host was ordered to destroy it, whatever it was, before the record could follow it."""
+    store, clock, bus = await opened_store(), SystemClock(), Quiet()
+    spared = unshelving(State.DESTROYING, State.REVERTING, {"lost_code": "x", "finishing": True}, doubted=doubted)
+    await insert(store, spared)
+    await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
+    keeper = FenceKeeper(store, cast(Bus, bus), clock=clock, config=ConductorConfig(), cell="c1")
+    engine = engine_of(
+        store=store, bus=cast(Bus, bus), relay=Relay(), clock=clock, config=ConductorConfig(), cell="c1", fences=keeper
+    )
+    hosts = hosts_of(engine, store, clock, ConductorConfig(), cast(Bus, bus), fences=keeper)
+    runs = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
+    report = listing("s1", 2, runs=(runs,), rescans=(rescan_id(spared),))
+    await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
+    assert not [one for one in bus.published if isinstance(one, Destroy)]
+    assert store._table.instances[UUID].state is (State.DESTROYING if doubted else State.ACTIVE)
 
 
 async def test_a_second_service_does_not_clear_what_the_first_one_has_found_running() -> None:
