@@ -20,16 +20,16 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.cell import ComputeHosts, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, holds_fence, is_loss
+from .domain.fences import Fence, holds_fence
 from .domain.instance import Brief
-from .domain.report import has_just_changed
+from .domain.report import has_just_changed, is_over
 from .domain.set_back import SetBack
 from .engine import Engine
 from .store.port import InstanceStore
@@ -253,36 +253,31 @@ class FenceKeeper:
 
     # --- reports of fenced hosts
 
-    async def without_losses(
+    async def compare(
         self,
         report: ComputeHosts,
         briefs: Sequence[Brief],
         deployment: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
-    ) -> tuple[ComputeHosts, list[tuple[str, str]]]:
-        """A report without the machines that fenced hosts are to destroy: these are ordered; and (host, rescan) of what
-        a later scan has to show. briefs: of the instances that the report lists.
+    ) -> list[tuple[str, str]]:
+        """Record what a report shows of fenced hosts; returns (host, rescan) of what a later scan has to show.
+
+        briefs: of the instances that it lists. Their rules decide what is destroyed, as on any other host.
 
         has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
         """
-        await self.ensure_known()
-        fences = self.known  # a fence may be lifted while the losses of its host are looked at
-        if not any(host.uuid in fences for host in report.hosts):
-            return report, []
+        fences = self.known  # a fence may be lifted meanwhile
         by_uuid = {one.uuid: one for one in briefs}
-        rescans, hosts = list[tuple[str, str]](), list[HostReport]()
+        rescans = list[tuple[str, str]]()
         for host in report.hosts:
-            if host.running is None or host.uuid not in fences:
-                hosts.append(host)
+            if host.running is None or (fence := fences.get(host.uuid)) is None:
                 continue
-            fence = fences[host.uuid]
-            kept = await self._destroy_lost(host, by_uuid, report.service, deployment)
+            ours = [(one, by_uuid.get(one.instance_uuid)) for one in host.running if one.deployment == deployment]
+            left = [one for one, record in ours if record is None or not is_over(record, one.attempt, host.uuid)]
             if fence.rescan in report.rescans:
-                await self._note_running(fence, report.service, kept, deployment, has_passed)
-            elif any(one.deployment == deployment for one in kept) or any(
-                name == report.service or has_passed(host.uuid, name) for name in fence.running
-            ):
+                await self._note_running(fence, report.service, left, has_passed)
+            elif left or any(name == report.service or has_passed(host.uuid, name) for name in fence.running):
                 rescans.append((host.uuid, fence.rescan))
             mine = [name for name in fence.given_up if name == report.service or has_passed(host.uuid, name)]
             shown = [name for name in mine if fence.rescan_for(name) in report.rescans]
@@ -291,51 +286,22 @@ class FenceKeeper:
                 for name in mine
                 if name not in shown and not self._has_just_changed(fence.given_up[name].at)
             ]
-            is_held = any(
-                one.deployment == deployment and holds_fence(by_uuid.get(one.instance_uuid), one, host.uuid)
-                for one in host.running
-            )
-            if shown and not is_held:
+            if shown and not any(holds_fence(record, one, host.uuid) for one, record in ours):
                 await self._store.fences.note_empty(host.uuid, {name: fence.given_up[name] for name in shown})
                 self._is_fresh = False
-            hosts.append(replace(host, running=tuple(kept)))
-        return replace(report, hosts=tuple(hosts)), rescans
+        return rescans
 
     def _has_just_changed(self, at: float) -> bool:
         return has_just_changed(at, now=self._clock.time(), grace_s=self._config.report_grace_s)
-
-    async def _destroy_lost(
-        self, host: HostReport, briefs: Mapping[str, Brief], service: str, deployment: str
-    ) -> list[Running]:
-        """Order the machines of this host that are losses to be destroyed; the others."""
-        kept = []
-        for one in host.running or ():
-            if one.deployment != deployment or not is_loss(briefs.get(one.instance_uuid), one, host.uuid):
-                kept.append(one)
-            elif not one.destroying:
-                order = Destroy(
-                    instance_uuid=one.instance_uuid,
-                    attempt=one.attempt,
-                    host_uuid=host.uuid,
-                    service=service,
-                    deployment=deployment,
-                )
-                await self._bus.publish(order, cause=one.instance_uuid)
-        return kept
 
     async def _note_running(
         self,
         fence: Fence,
         service: str,
         listed: Sequence[Running],
-        deployment: str,
         has_passed: Callable[[str, str], bool],
     ) -> None:
-        attempts = {
-            one.instance_uuid: one.attempt
-            for one in listed
-            if one.deployment == deployment and not (one.stopped or one.destroying)
-        }
+        attempts = {one.instance_uuid: one.attempt for one in listed if not (one.stopped or one.destroying)}
         passed = [name for name in fence.running if has_passed(fence.host_uuid, name)]
         if fence.with_running(service, attempts, passed) != fence:
             await self._store.fences.note_running(fence, service, attempts, passed)

@@ -278,9 +278,9 @@ class HostHandlers:
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
             briefs = await self._store.briefs([host.uuid for host in listed], running)
-            report, rescans = await self._fences.without_losses(
-                report, briefs, self._store.deployment, self._owners.has_passed
-            )
+            await self._fences.ensure_known()
+            fenced = self._fences.known
+            rescans = await self._fences.compare(report, briefs, self._store.deployment, self._owners.has_passed)
             words = {(host, one.uuid) for one in briefs for host in one.kept}
             found = differences(
                 report,
@@ -289,6 +289,7 @@ class HostHandlers:
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
+                fenced=fenced,
             )
         else:
             found, words = Differences(), set()

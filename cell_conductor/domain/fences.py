@@ -14,7 +14,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
 from bus.contracts.operations import FenceState
 
-from .desires import ANSWERED_FOR, DELETE_REQUESTED, WANTED, Wish, desire_of
+from .desires import ANSWERED_FOR, WANTED, desire_of
 from .instance import FENCED, NOT_TRIED, Brief, Instance, State
 from .leases import Lease
 from .report import is_over, rescan_of
@@ -107,17 +107,6 @@ def given_up_on(before: Instance, after: Instance, host_uuid: str, *, unsure: bo
     if before.source_host_uuid == host_uuid and (not is_answered or desire.source in WANTED):
         machines.append((before.source_attempt, before.source_service))
     return tuple(service for attempt, service in machines if is_over(proof, attempt, host_uuid))
-
-
-def is_loss(record: Brief | None, one: Running, host_uuid: str) -> bool:
-    """Whether what this fenced host lists is over by its record, and no operator keeps it. No breaker counts it. Not
-    while the record is in doubt, nor where it commands a destruction that may spare a complete machine.
-    """
-    if record is None or host_uuid in record.kept or not is_over(record, one.attempt, host_uuid):
-        return False
-    is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_undone = is_here and desire_of(record).here is Wish.DESTROY
-    return record.phase in DELETE_REQUESTED or not (record.doubted or is_undone)
 
 
 def holds_fence(record: Brief | None, one: Running, host_uuid: str) -> bool:

@@ -19,7 +19,9 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, RunningAfterFence
 from cell_conductor.domain.instance import MACHINE_EXISTS, Brief, Instance, State, unreadable_brief
@@ -156,7 +158,7 @@ NOTHING = ComputeHosts(
 MOVED = Brief(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
 
 
-async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceKeeper, SentOrders]:
+async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceKeeper]:
     """A fence on record, and machines of these services that were given up on its host."""
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
@@ -164,8 +166,7 @@ async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances,
         assert await transaction.rely_on([HOST], {HOST: services} if services else {}, at)
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    return store, keeper, cast(SentOrders, sent)
+    return store, keeper
 
 
 def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> ComputeHosts:
@@ -178,18 +179,18 @@ async def on_record(store: MemoryInstances) -> int:
 
 
 async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
-    store, keeper, sent = await gave_up("s")
+    """The same host is listed twice: with the first listing another conductor has lifted its fence."""
+    store, keeper = await gave_up("s")
 
-    async def lifted_meanwhile(*_: object, **__: object) -> None:
-        await store.fences.note_empty(HOST, keeper.known[HOST].given_up)
+    async def lifted_meanwhile(*given: Any) -> None:
+        await store.fences.note_empty(*given)
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.LIFTING))
-        assert await store.fences.lift(HOST, 2, 9.0)
-        await keeper.load()
+        await store.fences.lift(HOST, 2, 9.0)
+        keeper.invalidate()
 
-    sent.publish = lifted_meanwhile  # type: ignore[method-assign]
-    report = lists(Running(instance_uuid=INSTANCE, attempt=2, deployment="d"))
-    assert (await keeper.without_losses(report, [MOVED], "d"))[0] == NOTHING
-    assert keeper.known == {}
+    keeper._store.fences.note_empty = lifted_meanwhile  # type: ignore[method-assign]
+    report = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
+    assert await keeper.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(store)
 
 
 async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None:
@@ -207,15 +208,15 @@ async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None
 
 async def test_a_scan_from_before_the_last_machine_was_given_up_lifts_no_fence() -> None:
     """It listed that machine as one that its instance wants; its conductor has not read the fence since."""
-    store, keeper, _ = await gave_up("s")
+    store, keeper = await gave_up("s")
     scan = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 1_001.0)
-    await keeper.without_losses(scan, [], "d")
+    await keeper.compare(scan, [], "d")
     assert await on_record(store) == 2
     await keeper.load()
-    assert (await keeper.without_losses(scan, [], "d"))[1] == [(HOST, keeper.known[HOST].rescan_for("s"))]
-    await keeper.without_losses(lists(rescans=(keeper.known[HOST].rescan_for("s"),)), [], "d")
+    assert await keeper.compare(scan, [], "d") == [(HOST, keeper.known[HOST].rescan_for("s"))]
+    await keeper.compare(lists(rescans=(keeper.known[HOST].rescan_for("s"),)), [], "d")
     assert await on_record(store) == 0
 
 
@@ -231,79 +232,98 @@ class SentOrders:
 
 async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
-    store, keeper, _ = await gave_up("s")
+    store, keeper = await gave_up("s")
     rescan = keeper.known[HOST].rescan_for("s")
-    assert (await keeper.without_losses(NOTHING, [], "d"))[1] == [(HOST, rescan)] and await on_record(store)
-    assert (await keeper.without_losses(lists(rescans=(rescan,)), [], "d"))[1] == [] and not await on_record(store)
+    assert await keeper.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
+    assert await keeper.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
 
 
 async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_has_passed_to() -> None:
     """A second service with a host of the same uuid ended them by its own scan, and the fence was lifted."""
-    store, keeper, _ = await gave_up("s")
+    store, keeper = await gave_up("s")
     rescan, passed = keeper.known[HOST].rescan_for("s"), [(HOST, "s")]
     first, scanned = lists(service="another"), lists(service="another", rescans=(rescan,))
-    assert (await keeper.without_losses(first, [], "d"))[1] == []
-    assert (await keeper.without_losses(scanned, [], "d"))[1] == []
+    assert await keeper.compare(first, [], "d") == []
+    assert await keeper.compare(scanned, [], "d") == []
     assert await on_record(store)
-    assert (await keeper.without_losses(first, [], "d", lambda *place: place in passed))[1] == [(HOST, rescan)]
-    await keeper.without_losses(scanned, [], "d", lambda *place: place in passed)
+    assert await keeper.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
+    await keeper.compare(scanned, [], "d", lambda *place: place in passed)
     assert not await on_record(store)
 
 
 LISTED = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
 HERE = replace(MOVED, attempt=2, host_uuid=HOST)
-SPARED = replace(HERE, state=State.DESTROYING, then=State.REVERTING)
 
 
 @pytest.mark.parametrize(
-    ("listed", "brief", "ordered", "passed_on", "holds"),
+    ("listed", "brief", "holds"),
     [
-        pytest.param(LISTED, MOVED, True, False, True, id="over"),
-        pytest.param(replace(LISTED, destroying=True), MOVED, False, False, True, id="it is being destroyed"),
-        pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, True, False, id="an operator keeps it"),
-        pytest.param(LISTED, replace(MOVED, kept=("x",)), True, False, True, id="an operator keeps another"),
-        pytest.param(LISTED, replace(MOVED, reused_from=1), False, True, True, id="an operator decides"),
-        pytest.param(LISTED, replace(MOVED, doubted=True), False, True, True, id="in doubt"),
-        pytest.param(LISTED, replace(HERE, state=State.REVERTING, doubted=True), False, True, True, id="may go on"),
-        pytest.param(LISTED, SPARED, False, True, True, id="spared if it is complete"),
-        pytest.param(LISTED, replace(SPARED, then=State.DELETED), True, False, True, id="its delete waits"),
-        pytest.param(LISTED, replace(HERE, state=State.FAILED, doubted=True), False, True, True, id="unsure"),
-        pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), False, True, True, id="exists"),
-        pytest.param(LISTED, unreadable_brief(INSTANCE, ()), False, True, True, id="unreadable"),
-        pytest.param(replace(LISTED, attempt=0), MOVED, False, True, True, id="unnumbered"),
-        pytest.param(LISTED, HERE, False, True, False, id="wanted"),
-        pytest.param(replace(LISTED, attempt=4), MOVED, False, True, False, id="newer"),
-        pytest.param(replace(LISTED, deployment="x"), MOVED, False, True, False, id="foreign"),
-        pytest.param(LISTED, None, False, True, False, id="no record"),
+        pytest.param(LISTED, MOVED, True, id="over"),
+        pytest.param(replace(LISTED, destroying=True), MOVED, True, id="it is being destroyed"),
+        pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, id="an operator keeps it"),
+        pytest.param(LISTED, replace(MOVED, kept=("x",)), True, id="an operator keeps another"),
+        pytest.param(LISTED, replace(MOVED, reused_from=1), True, id="an operator decides"),
+        pytest.param(LISTED, replace(MOVED, doubted=True), True, id="in doubt"),
+        pytest.param(LISTED, replace(HERE, state=State.FAILED, doubted=True), True, id="unsure"),
+        pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), True, id="exists"),
+        pytest.param(LISTED, unreadable_brief(INSTANCE, ()), True, id="unreadable"),
+        pytest.param(replace(LISTED, attempt=0), MOVED, True, id="unnumbered"),
+        pytest.param(LISTED, HERE, False, id="wanted"),
+        pytest.param(replace(LISTED, attempt=4), MOVED, False, id="newer"),
+        pytest.param(replace(LISTED, deployment="x"), MOVED, False, id="foreign"),
+        pytest.param(LISTED, None, False, id="no record"),
     ],
 )
-async def test_a_loss_is_a_machine_that_is_listed_and_over_by_its_record(
-    listed: Running, brief: Brief | None, *, ordered: bool, passed_on: bool, holds: bool
+async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
+    listed: Running, brief: Brief | None, *, holds: bool
 ) -> None:
-    store, keeper, sent = await gave_up("s")
+    store, keeper = await gave_up("s")
     report = lists(listed, rescans=(keeper.known[HOST].rescan_for("s"), keeper.known[HOST].rescan))
-    left, rescans = await keeper.without_losses(report, [brief] if brief is not None else [], "d")
-    assert [(one.service, one.attempt, one.deployment) for one in sent.orders] == ([("s", 2, "d")] if ordered else [])
-    assert left == (report if passed_on else replace(report, hosts=NOTHING.hosts))
-    assert bool(await on_record(store)) is holds and rescans == []
+    assert await keeper.compare(report, [brief] if brief is not None else [], "d") == []
+    assert bool(await on_record(store)) is holds
+
+
+async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts) -> list[Destroy]:
+    """The orders that a report of fenced hosts leads to."""
+    clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
+    for n in fenced:
+        await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
+    keeper = FenceKeeper(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
+    engine = engine_of(
+        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=keeper
+    )
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=keeper)
+    await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
+    sent = [*bus.published, *(one.message for one in cast(list[OutboxMessage], relay.sent))]
+    return [one for one in sent if isinstance(one, Destroy)]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_none(*, is_open: bool) -> None:
+    """They were evacuated from there, or failed with it."""
+    store = await opened_store()
+    if is_open:
+        await store.safety.trip(Breaker(service="s1", tripped_at=1.0))
+    breakers = await store.safety.breakers()
+    uuids = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(10)]
+    moved = [record(State.ACTIVE, uuid=one, queried=False, since=1.0) for one in uuids[:5]]
+    failed = [replace(one, uuid=uuid, state=State.FAILED) for one, uuid in zip(moved, uuids[5:], strict=True)]
+    await insert(store, *moved, *failed)
+    runs = tuple(Running(instance_uuid=one, attempt=1, deployment=store.deployment) for one in uuids)
+    report = listing("s1", 1, runs=runs, rescans=tuple(rescan_id(one) for one in (*moved, *failed)))
+    orders = await report_to(store, 1, report=report)
+    assert sorted(one.instance_uuid for one in orders) == uuids and await store.safety.breakers() == breakers
 
 
 @pytest.mark.parametrize("doubted", [False, True])
 async def test_the_only_machine_that_its_host_is_to_spare_is_no_loss_of_its_fence(*, doubted: bool) -> None:
     """The host was ordered to destroy it, whatever it was, before the record could follow it."""
-    store, clock, bus = await opened_store(), SystemClock(), Quiet()
+    store = await opened_store()
     spared = unshelving(State.DESTROYING, State.REVERTING, {"lost_code": "x", "finishing": True}, doubted=doubted)
     await insert(store, spared)
-    await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
-    keeper = FenceKeeper(store, cast(Bus, bus), clock=clock, config=ConductorConfig(), cell="c1")
-    engine = engine_of(
-        store=store, bus=cast(Bus, bus), relay=Relay(), clock=clock, config=ConductorConfig(), cell="c1", fences=keeper
-    )
-    hosts = hosts_of(engine, store, clock, ConductorConfig(), cast(Bus, bus), fences=keeper)
     runs = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
     report = listing("s1", 2, runs=(runs,), rescans=(rescan_id(spared),))
-    await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
-    assert not [one for one in bus.published if isinstance(one, Destroy)]
+    assert await report_to(store, 2, report=report) == []
     assert store._table.instances[UUID].state is (State.DESTROYING if doubted else State.ACTIVE)
 
 
@@ -319,12 +339,12 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
         host = HostReport(uuid=HOST, name="h1", running=running)
         return ComputeHosts(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
-    await keeper.without_losses(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), [], "d")
-    await keeper.without_losses(scan("another"), [], "d")
+    await keeper.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), [], "d")
+    await keeper.compare(scan("another"), [], "d")
     found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert keeper.known[HOST].running == found
     passed = [(HOST, "s")]
-    await keeper.without_losses(scan("another"), [], "d", lambda *place: place in passed)
+    await keeper.compare(scan("another"), [], "d", lambda *place: place in passed)
     assert not keeper.known[HOST].running, "the first one has given the host up"
 
 
@@ -337,11 +357,11 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     await keeper.load()
     runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, deployment="d"),))
     first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
-    await keeper.without_losses(first, [], "d")
+    await keeper.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
     passed = [(HOST, "s")]
-    assert (await keeper.without_losses(nothing, [], "d"))[1] == []
-    assert (await keeper.without_losses(nothing, [], "d", lambda *place: place in passed))[1] == [(HOST, fence.rescan)]
+    assert await keeper.compare(nothing, [], "d") == []
+    assert await keeper.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
 
 
 @pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
@@ -349,9 +369,9 @@ async def test_a_machine_that_has_just_been_given_up_causes_no_scan(ahead_s: flo
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
-    _, keeper, _ = await gave_up("s", at=SystemClock().time() + ahead_s)
+    _, keeper = await gave_up("s", at=SystemClock().time() + ahead_s)
     rescans = [(HOST, keeper.known[HOST].rescan_for("s"))] if is_scanned else []
-    assert await keeper.without_losses(NOTHING, [], "d") == (NOTHING, rescans)
+    assert await keeper.compare(NOTHING, [], "d") == rescans
 
 
 async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced_again() -> None:
@@ -368,7 +388,7 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
         rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
         report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
-        return (await keeper.without_losses(report, [], "d"))[1]
+        return await keeper.compare(report, [], "d")
 
     term = await store.leases.keep("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
@@ -438,7 +458,6 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
     keeper = keeper_of(HeldReads(conductor.store))
     await keeper.load()
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
     conductor.engine._fences = keeper
     async with conductor.store.transaction() as transaction:
         await transaction.insert(
@@ -450,11 +469,13 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     assert recorded is not None and recorded.state is State.DELETED
     await conductor.keep(1, KEEP if kept == "after" else "")
     await keeper.load()
-    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, deployment="d"),))
-    briefs = await conductor.store.briefs([host(1)], [UUID])
-    passed, _ = await keeper.without_losses(report, briefs, "d")
-    assert passed.hosts == (report.hosts if kept else (replace(report.hosts[0], running=()),))
-    assert len(sent.orders) == (0 if kept else 1)
+    config, relay = ConductorConfig(), conductor.relay
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
+    runs = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    before = len(relay.sent)
+    await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
+    orders = [one for one in cast(list[OutboxMessage], relay.sent)[before:] if isinstance(one.message, Destroy)]
+    assert len(orders) == (0 if kept else 1)
 
 
 # --- A conductor that has just started: what it does not know yet is neither up, nor free of a fence.
@@ -509,7 +530,7 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
         fences = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
         await fences.load()
         if is_told:
-            await fences.without_losses(report, [], store.deployment)
+            await fences.compare(report, [], store.deployment)
         context = replace(PATIENCE, fences=fences.known)
         unproved = why_not_evacuated(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)

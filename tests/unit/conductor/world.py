@@ -108,9 +108,9 @@ class Alone:
     async def load(self) -> None:
         """There is nothing on record."""
 
-    async def without_losses(self, report: ComputeHosts, *_: object) -> tuple[ComputeHosts, list[Any]]:
-        """All of the report."""
-        return report, []
+    async def compare(self, *_: object) -> list[Any]:
+        """No host is fenced."""
+        return []
 
     def is_gone(self, service: str) -> bool:
         """No service is."""
