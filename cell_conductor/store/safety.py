@@ -234,7 +234,7 @@ class FenceStore(KeyedStore):
             leases = await rows.find(LEASES, before.running) if before.running else {}
             known_runs = {service: runs for service, runs in before.running.items() if service in leases}
             kept = replace(fence, running=known_runs, since=before.since)
-        if before is not None:
+        if before is not None and fence.state is not FenceState.LIFTED:
             kept = replace(kept, given_up=before.given_up)
         await rows.put(FENCES, [kept], over=known)
         return fence
@@ -273,11 +273,12 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def purge_lifted(self, rows: KeyedRows, before: float, limit: int) -> int:
         """Delete fences that were lifted before this time, up to a bound; returns how many. A message of an older
-        decision is not under way for so long; a scheduler that still publishes one was set back, and means it.
+        decision is not under way for so long; a scheduler that still publishes one was set back, and means it. One that
+        cannot be read stays until its host is decided on again.
         """
 
         def is_over(fence: Fence) -> bool:
-            return fence.state is FenceState.LIFTED and fence.at < before
+            return fence.state is FenceState.LIFTED and fence.at < before and not fence.given_up
 
         hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
         known = await rows.find(FENCES, hosts, Lock.UPDATE)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from bus.bus import API
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
+from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_events import LEFT
 from cell_conductor.domain.move_steps import is_evacuated_from
@@ -167,7 +168,9 @@ class MoveWatch:
             raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
         for table in self._cells.values():
             record = table.instances.get(uuid)
-            if host in table.fenced and record is not None and is_over(record, guest.attempt, host):
+            if host not in table.fenced or record is None or is_in_doubt(record) or record.state is State.DESTROYING:
+                continue  # in the last two its host may be to spare it
+            if is_over(record, guest.attempt, host):
                 raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, which has lost it")
         for other, one in self._running():
             if other != host and one.instance_uuid == uuid:

@@ -371,9 +371,12 @@ async def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whateve
 
 
 @pytest.mark.parametrize("state", [State.DELETED, State.FAILED])
+@pytest.mark.parametrize("is_lifted", [True, False])
 @pytest.mark.parametrize(("ended_s", "is_kept"), [(1.0, True), (-1.0 - CLOCKS_APART_S, False)])
 @on_virtual_time
-async def test_a_record_that_ended_under_a_fence_outlives_it(state: State, ended_s: float, *, is_kept: bool) -> None:
+async def test_a_record_that_ended_under_a_fence_outlives_it(
+    state: State, ended_s: float, *, is_kept: bool, is_lifted: bool
+) -> None:
     """The host may have its machine, and nothing else proves that over: it went to quarantine."""
     config = replace(conductor(plan_of(1)), deleted_retention_s=50.0, failed_retention_s=50.0)
     table, since = MemoryInstanceTable(SimClock()), SimClock().time()
@@ -384,9 +387,13 @@ async def test_a_record_that_ended_under_a_fence_outlives_it(state: State, ended
     forgetting = asyncio.create_task(purge_forever(store, SimClock(), config))
     await asyncio.sleep(60.0 + 2 * config.purge_interval_s)
     assert (INSTANCE in table.instances) is is_kept
-    await store.fences.put(Fence(host_uuid=HERE, host="h", version=3, state=FenceState.LIFTING))
-    assert await store.fences.lift(HERE, 3, SimClock().time())
-    await asyncio.sleep(2 * config.purge_interval_s)
+    lifting = Fence(host_uuid=HERE, host="h", version=3, state=FenceState.LIFTING, at=SimClock().time())
+    await store.fences.put(lifting)
+    await asyncio.sleep(config.failed_retention_s / 2)
+    assert (INSTANCE in table.instances) is is_kept
+    if is_lifted:  # else its host was scrapped: no record was purged any more
+        assert await store.fences.lift(HERE, 3, SimClock().time())
+    await asyncio.sleep(config.failed_retention_s / 2 + 2 * config.purge_interval_s)
     assert INSTANCE not in table.instances
     forgetting.cancel()
 

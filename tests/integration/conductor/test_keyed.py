@@ -181,7 +181,7 @@ async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, othe
     assert await store.safety.reset("s", "op", 9.0), "as an operator resets any"
     (machine,) = await store.safety.record("t", [OURS], 3.0)
     assert machine.verdict == KEEP and [one.verdict for one in await store.safety.records()] == [KEEP]
-    assert await store.fences.fences() == []
+    assert await store.fences.fences() == [] and await store.fences.purge_lifted(9.0, 10) == 0
     newer = replace(LIFTING, state=FenceState.FENCED)
     assert await store.fences.put(newer) is newer
     lifting = replace(LIFTING, version=4)
