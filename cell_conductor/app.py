@@ -5,13 +5,14 @@ passed deadlines and request reports of hosts.
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from functools import partial
 
 import structlog
 
 from bus.bus import API, Bus
-from bus.clock import Clock
+from bus.clock import CLOCKS_APART_S, Clock
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
@@ -226,15 +227,19 @@ async def search_forever(engine: Engine, clock: Clock) -> None:
 
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
     """Drop instances that were deleted or failed long ago, a full batch being followed by the next at once, and fences
-    that were lifted long ago.
+    that were lifted long ago. What ended after the oldest fence in force is kept: it proves a machine there over. Not
+    for a host that should have been back long ago: it may be scrapped, and what it has then is quarantined.
     """
     while True:
         deleted = failed = 0
         try:
-            before = clock.time() - config.deleted_retention_s
-            deleted = await store.purge(PURGED, before, config.purge_batch)
+            before, failed_before = (clock.time() - s for s in (config.deleted_retention_s, config.failed_retention_s))
+            fences = await store.fences.fences()
+            awaited = (one.since for one in fences if not one.lifting or one.at > failed_before)
+            oldest = min(awaited, default=math.inf) - CLOCKS_APART_S
+            deleted = await store.purge(PURGED, min(before, oldest), config.purge_batch)
             await store.fences.purge_lifted(before, config.purge_batch)
-            failed = await store.purge(PURGED_FAILED, clock.time() - config.failed_retention_s, config.purge_batch)
+            failed = await store.purge(PURGED_FAILED, min(failed_before, oldest), config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
         if max(deleted, failed) < config.purge_batch:

@@ -39,7 +39,7 @@ from .domain.events import (
     SourceQuery,
     TimedOut,
 )
-from .domain.fences import Fence, Loss
+from .domain.fences import Fence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
@@ -98,8 +98,8 @@ class FenceView(Protocol):
     def invalidate(self) -> None:
         """Drop these, which are not on record any more: none is known until they are read again."""
 
-    def note_losses(self, losses: Sequence[Loss]) -> None:
-        """Add these, which have just been recorded."""
+    def reload_soon(self) -> None:
+        """They have just been changed on record."""
 
 
 class Sender(Protocol):
@@ -293,7 +293,9 @@ class Engine:
             raise Unsearched(unsearched, now)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
-        if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses, list(ended_by.proofs)):
+        if ended_by.hosts and not await transaction.rely_on(
+            list(ended_by.hosts), ended_by.given_up, self._clock.time(), list(ended_by.proofs)
+        ):
             self._fences.invalidate()
             raise Transient("the fence that this relies on was lifted meanwhile", code="fence.lifted")
         await transaction.insert(created)
@@ -301,7 +303,7 @@ class Engine:
         await transaction.send_later(outgoing)
         stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
         asked = {uuid: question for uuid, one in stepped_on.items() if (question := question_of(one)) is not None}
-        return Transition(stepped_on, asked, outgoing, steps, ended, ended_by.losses)
+        return Transition(stepped_on, asked, outgoing, steps, ended, bool(ended_by.given_up))
 
     def _stepped(
         self,
@@ -354,8 +356,8 @@ class Engine:
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
         self._relay.send(transaction.rows, recorded.outgoing)
-        if recorded.losses:
-            self._fences.note_losses(recorded.losses)
+        if recorded.gives_up:
+            self._fences.reload_soon()
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def search(self) -> None:

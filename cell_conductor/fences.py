@@ -1,18 +1,17 @@
 """Keeps the fences of a cell's hosts: takes the operator's decisions, ends steps that wait for a fenced host, lifts
 fences.
 
-Every conductor has all fences of its cell; they are few. The effects of a fence are recorded with the host's losses, in
-one transaction that holds the fence. The order to destroy a loss waits in the service's queue; a host that comes back
-and lists the loss is sent the order again, and a loss is deleted from the record when the host has destroyed it, or
-reports without it by a scan from after it. A fence is lifted when its host has no losses left.
+Every conductor has all fences of its cell; they are few. The effects of a fence are recorded in one transaction that
+holds the fence, and counts the machines that are given up. The order to destroy one waits in the service's queue; a
+host that comes back and lists a machine which its record proves over is sent the order again. A fence is lifted when a
+scan of its host from after the last one that was given up lists no such machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import structlog
@@ -21,19 +20,19 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
+from bus.contracts.cell import ComputeHosts, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, Loss
-from .domain.report import has_just_changed
+from .domain.fences import Fence, holds_fence
+from .domain.instance import Brief
+from .domain.report import has_just_changed, is_over
 from .domain.set_back import SetBack
 from .engine import Engine
 from .store.port import InstanceStore
-from .store.safety import KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -56,8 +55,6 @@ class FenceKeeper:
         self._config = config
         self._cell = cell
         self._fences: Mapping[str, Fence] | None = None  # they are not read
-        self._losses: Mapping[tuple[str, str], Loss] = {}
-        self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
         # {host: the decision whose waiting steps this conductor has ended, and the database's set-back then}
         self._in_effect: dict[str, tuple[int, SetBack]] = {}
         self._asked: dict[str, Fence] = {}  # decisions that came again: what is on record of them is announced soon
@@ -94,10 +91,9 @@ class FenceKeeper:
         self._fences = None
         self._is_fresh = False
 
-    def note_losses(self, losses: Sequence[Loss]) -> None:
-        """These have just been recorded; a read that began before does not have them."""
+    def reload_soon(self) -> None:
+        """They have just been changed on record; a read that began before does not have it."""
         self._is_fresh = False
-        self._losses = {**self._losses, **{one.place: one for one in losses}}
 
     async def load(self) -> None:
         """Read the record.
@@ -109,12 +105,10 @@ class FenceKeeper:
             self._is_fresh = True  # before the read: an announcement that comes meanwhile makes another read due
             try:
                 fences = {one.host_uuid: one for one in await self._store.fences.fences()}
-                losses = {one.place: one for one in await self._store.fences.losses()} if fences else {}
             except BaseException:
                 self._is_fresh = False
                 raise
             self._fences, self._read_at = fences, began
-            self._hold(losses)
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
@@ -167,7 +161,8 @@ class FenceKeeper:
             state = FenceState.LIFTING if decision.lift else FenceState.FENCED
             # A lift has a time in any case, by which its record goes; a fence without one proves less.
             at = decision.at or (self._clock.time() if decision.lift else 0.0)
-            fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at)
+            since = self._clock.time()
+            fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at, since=since)
             on_record = asked[fence.host_uuid] = await self._store.fences.put(fence)
             is_new |= on_record is fence or self._is_due(on_record)
             if on_record is fence:
@@ -233,7 +228,7 @@ class FenceKeeper:
             await self._announce(known)
 
     async def _lift(self, fence: Fence) -> bool:
-        if any(host == fence.host_uuid for host, _ in self._losses):
+        if fence.given_up:
             return False
         if not await self._store.fences.lift(fence.host_uuid, fence.version, self._clock.time()):
             self._is_fresh = False
@@ -244,14 +239,13 @@ class FenceKeeper:
         return True
 
     async def _announce(self, fence: Fence) -> None:
-        count = Counter(host for host, _ in self._losses)[fence.host_uuid]
         await self._bus.publish(
             HostFence(
                 cell=self._cell,
                 host_uuid=fence.host_uuid,
                 version=fence.version,
                 state=fence.state,
-                losses=0 if fence.state is FenceState.LIFTED else count,
+                losses=0 if fence.state is FenceState.LIFTED else fence.losses,
                 at=self._clock.time(),
             ),
             cause=fence.host_uuid,
@@ -259,123 +253,56 @@ class FenceKeeper:
 
     # --- reports of fenced hosts
 
-    async def on_results(self, results: Sequence[ComputeResult]) -> None:
-        """Queue conductor.results: a machine that a host has destroyed is no loss any more.
-
-        Only the answer of a service that had the machine counts, by the record or by its report: another one that is
-        ordered, or was ordered earlier, answers at once of a machine that it never had. Without that answer a later
-        report of the host ends the loss.
-        """
-        gone = [
-            loss
-            for one in results
-            if one.outcome is ComputeOutcome.DESTROYED
-            and (loss := self._losses.get((one.host_uuid, one.instance_uuid))) is not None
-            and one.attempt >= loss.attempt
-            and (one.service == loss.service or one.service in self._listed_by.get(loss.place, ()))
-        ]
-        await self._delete_losses(gone)
-
-    async def without_losses(
+    async def compare(
         self,
         report: ComputeHosts,
+        briefs: Sequence[Brief],
         deployment: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
-    ) -> tuple[ComputeHosts, list[tuple[str, str]]]:
-        """A report without the machines that their hosts have lost: these are ordered to be destroyed; and (host,
-        rescan) of what a later scan has to show.
+    ) -> list[tuple[str, str]]:
+        """Record what a report shows of fenced hosts; returns (host, rescan) of what a later scan has to show.
+
+        briefs: of the instances that it lists. Their rules decide what is destroyed, as on any other host.
 
         has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
-        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid. The fence is
-        the proof: no record has to explain them, and no breaker counts them.
+        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
         """
-        await self.ensure_known()
-        fences = self.known  # a fence may be lifted while the losses of its host are looked at
-        if not any(host.uuid in fences for host in report.hosts):
-            return report, []
-        rescans, gone, hosts = list[tuple[str, str]](), list[Loss](), list[HostReport]()
+        fences = self.known  # a fence may be lifted meanwhile
+        by_uuid = {one.uuid: one for one in briefs}
+        rescans = list[tuple[str, str]]()
         for host in report.hosts:
-            if host.running is None or host.uuid not in fences:
-                hosts.append(host)
+            if host.running is None or (fence := fences.get(host.uuid)) is None:
                 continue
-            losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
-            listed = {one.instance_uuid for one in host.running}
-            gone += [losses.pop(uuid) for uuid in await self._kept_on(host.uuid, losses.keys() & listed)]
-            kept = await self._destroy_lost(host.running, losses, report.service, deployment)
-            if (rescan := fences[host.uuid].rescan) in report.rescans:
-                await self._note_running(fences[host.uuid], report.service, kept, deployment, has_passed)
-            elif any(one.deployment == deployment for one in kept) or any(
-                name == report.service or has_passed(host.uuid, name) for name in fences[host.uuid].running
-            ):
-                rescans.append((host.uuid, rescan))
-            for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
-                if loss.service == report.service or has_passed(host.uuid, loss.service):
-                    if loss.rescan in report.rescans:
-                        gone.append(loss)
-                    elif not has_just_changed(loss.at, now=self._clock.time(), grace_s=self._config.report_grace_s):
-                        rescans.append((host.uuid, loss.rescan))
-            hosts.append(replace(host, running=tuple(kept)))
-        await self._delete_losses(gone)
-        return replace(report, hosts=tuple(hosts)), rescans
+            ours = [(one, by_uuid.get(one.instance_uuid)) for one in host.running if one.deployment == deployment]
+            left = [one for one, record in ours if record is None or not is_over(record, one.attempt, host.uuid)]
+            if fence.rescan in report.rescans:
+                await self._note_running(fence, report.service, left, has_passed)
+            elif left or any(name == report.service or has_passed(host.uuid, name) for name in fence.running):
+                rescans.append((host.uuid, fence.rescan))
+            mine = [name for name in fence.given_up if name == report.service or has_passed(host.uuid, name)]
+            shown = [name for name in mine if fence.rescan_for(name) in report.rescans]
+            rescans += [
+                (host.uuid, fence.rescan_for(name))
+                for name in mine
+                if name not in shown and not self._has_just_changed(fence.given_up[name].at)
+            ]
+            if shown and not any(holds_fence(record, one, host.uuid) for one, record in ours):
+                await self._store.fences.note_empty(host.uuid, {name: fence.given_up[name] for name in shown})
+                self._is_fresh = False
+        return rescans
 
-    async def _kept_on(self, host_uuid: str, lost: Collection[str]) -> list[str]:
-        """Those of these instances of which an operator keeps the machine there: it is no loss any more."""
-        if not lost:
-            return []
-        async with self._store.transaction() as transaction:
-            found = await transaction.unexplained(lost)
-        return [one.machine.uuid for one in found if one.verdict == KEEP and one.machine.host_uuid == host_uuid]
-
-    async def _destroy_lost(
-        self, listed: Sequence[Running], losses: Mapping[str, Loss], service: str, deployment: str
-    ) -> list[Running]:
-        """Order the lost machines of these to be destroyed; the others."""
-        kept = []
-        for one in listed:
-            loss = losses.get(one.instance_uuid)
-            if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
-                kept.append(one)
-                continue
-            self._listed_by.setdefault(loss.place, set()).add(service)
-            if not one.destroying:
-                await self._destroy(loss, service, deployment)
-        return kept
+    def _has_just_changed(self, at: float) -> bool:
+        return has_just_changed(at, now=self._clock.time(), grace_s=self._config.report_grace_s)
 
     async def _note_running(
         self,
         fence: Fence,
         service: str,
         listed: Sequence[Running],
-        deployment: str,
         has_passed: Callable[[str, str], bool],
     ) -> None:
-        attempts = {
-            one.instance_uuid: one.attempt
-            for one in listed
-            if one.deployment == deployment and not (one.stopped or one.destroying)
-        }
+        attempts = {one.instance_uuid: one.attempt for one in listed if not (one.stopped or one.destroying)}
         passed = [name for name in fence.running if has_passed(fence.host_uuid, name)]
         if fence.with_running(service, attempts, passed) != fence:
             await self._store.fences.note_running(fence, service, attempts, passed)
             await self.load()
-
-    async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
-        order = Destroy(
-            instance_uuid=loss.instance_uuid,
-            attempt=loss.attempt,
-            host_uuid=loss.host_uuid,
-            service=service,
-            deployment=deployment,
-        )
-        await self._bus.publish(order, cause=loss.instance_uuid)
-
-    async def _delete_losses(self, losses: Sequence[Loss]) -> None:
-        if not losses:
-            return
-        await self._store.fences.delete_losses(losses)
-        gone = {loss.place: loss.attempt for loss in losses}
-        self._hold({place: loss for place, loss in self._losses.items() if loss.attempt > gone.get(place, -1)})
-
-    def _hold(self, losses: Mapping[tuple[str, str], Loss]) -> None:
-        self._losses = losses
-        self._listed_by = {place: names for place, names in self._listed_by.items() if place in losses}

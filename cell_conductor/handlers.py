@@ -135,9 +135,7 @@ class RequestHandlers:
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
-        outcomes = await self._take(batch, "results")
-        await self._fences.on_results([one.message for one in batch if isinstance(one.message, ComputeResult)])
-        return outcomes
+        return await self._take(batch, "results")
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
         at = self._clock.time()
@@ -275,11 +273,14 @@ class HostHandlers:
     async def _compare(self, report: ComputeHosts) -> None:
         self._note_listed(report)
         report = await self._owners.answer(report)
-        report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
+        rescans: list[tuple[str, str]] = []
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
             briefs = await self._store.briefs([host.uuid for host in listed], running)
+            await self._fences.ensure_known()
+            fenced = self._fences.known
+            rescans = await self._fences.compare(report, briefs, self._store.deployment, self._owners.has_passed)
             words = {(host, one.uuid) for one in briefs for host in one.kept}
             found = differences(
                 report,
@@ -288,6 +289,7 @@ class HostHandlers:
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
+                fenced=fenced,
             )
         else:
             found, words = Differences(), set()

@@ -32,7 +32,6 @@ from bus.port import BusError
 
 from . import metrics
 from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, MachineQuery, Released, Reverted, RevertRefused
-from .domain.fences import Loss
 from .domain.instance import Instance, State
 from .domain.table import Question, question_of
 
@@ -198,7 +197,7 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
 
 class Transition(Struct, frozen=True):
     """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
-    the commit. questions: of those of its instances that have one.
+    the commit. questions: of those of its instances that have one. gives_up: machines on a fenced host.
     """
 
     instances: Mapping[str, Instance]
@@ -206,7 +205,7 @@ class Transition(Struct, frozen=True):
     outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
-    losses: Sequence[Loss] = ()
+    gives_up: bool = False
 
 
 def may_be_redone(recorded: Transition, known: Mapping[str, Instance]) -> bool:

@@ -211,7 +211,7 @@ class FenceState(StrEnum):
 class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
     """A cell's record of a fence: announced when it changes, and soon after a CellFence came again.
 
-    version: the decision that it goes by. losses: machines that the host is still to destroy.
+    version: the decision that it goes by. losses: the machines that the host may still have to destroy, at most.
     at: seconds since the epoch.
     """
 

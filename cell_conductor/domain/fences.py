@@ -1,20 +1,21 @@
-"""Fences of hosts, and the losses of a fenced host: machines that the record gave up without the host's answer. And the
-hosts on which nothing is begun now: fenced ones, and those of a compute service that is down.
+"""Fences of hosts, and the losses of a fenced host: machines that it still lists, and that their records prove over.
+And the hosts on which nothing is begun now: fenced ones, and those of a compute service that is down.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
 from bus.contracts.operations import FenceState
 
 from .desires import ANSWERED_FOR, WANTED, desire_of
-from .instance import FENCED, NOT_TRIED, Instance
+from .instance import FENCED, NOT_TRIED, Brief, Instance, State
 from .leases import Lease
 from .report import is_over, rescan_of
 
@@ -29,11 +30,21 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: dict[str, int]
 
 
+class GivenUp(Struct, frozen=True):
+    """How many machines of a service records have given up on a fenced host, without its answer, since it last showed
+    that it has none of them. at: the last time, seconds since the epoch.
+    """
+
+    count: int
+    at: float
+
+
 class Fence(Struct, frozen=True, kw_only=True):
     """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence lifted;
     seconds since the epoch. A lifted one is no fence any more: its record refuses older decisions that are delivered
     late, and goes when none can be under way. running: by service, the machines that its last scan from after the fence
-    has found to run there.
+    has found to run there. since: when this cell had the first of its decisions without a lift in between. given_up: by
+    the service that managed the host by the records.
     """
 
     host_uuid: str
@@ -44,6 +55,13 @@ class Fence(Struct, frozen=True, kw_only=True):
     by: str = ""
     at: float = 0.0
     running: dict[str, RunningAfterFence] = {}
+    since: float = 0.0
+    given_up: dict[str, GivenUp] = {}
+
+    @property
+    def losses(self) -> int:
+        """The machines that it may still have, at most."""
+        return sum(one.count for one in self.given_up.values())
 
     @property
     def lifting(self) -> bool:
@@ -63,37 +81,24 @@ class Fence(Struct, frozen=True, kw_only=True):
         """Of the rescan that shows what runs there since the decision."""
         return rescan_of("fence", self.host_uuid, self.version)
 
+    def rescan_for(self, service: str) -> str:
+        """Of the rescan that shows whether the host still has what was given up there as this service's."""
+        one = self.given_up[service]
+        return rescan_of("loss", self.host_uuid, service, one.count, one.at)
 
-class Loss(Struct, frozen=True, kw_only=True):
-    """A machine that a fenced host may still have of an instance: no attempt up to this one is wanted there.
-
-    service: that manages the host, by the record. at: when the record gave it up, seconds since the epoch.
-    """
-
-    host_uuid: str
-    instance_uuid: str
-    attempt: int
-    service: str
-    at: float
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """(host, instance): there is at most one loss of these, the one with the highest attempt."""
-        return self.host_uuid, self.instance_uuid
-
-    @property
-    def rescan(self) -> str:
-        """Of the rescan that shows whether its machine is still there."""
-        return rescan_of("loss", self.host_uuid, self.instance_uuid, self.attempt, self.at)
+    def with_given_up(self, services: Iterable[str], at: float) -> Fence:
+        """A machine more of each of these."""
+        counts = {name: one.count for name, one in self.given_up.items()}
+        more = {name: GivenUp(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
+        return replace(self, given_up={**self.given_up, **more})
 
 
-def losses_of(
-    before: Instance, after: Instance, host_uuid: str, at: float, *, unsure: bool = False
-) -> tuple[Loss, ...]:
-    """The machines of an instance that this host may have by the previous record, and that the new record gave up.
+def given_up_on(before: Instance, after: Instance, host_uuid: str, *, unsure: bool = False) -> tuple[str, ...]:
+    """The services of the machines of an instance that this host may have by the previous record, and that the new
+    record gave up.
 
     Whatever their numbers: the fence answers for its host. unsure: it was given up because nobody knows its outcome: an
-    operator decides about its machine. Nothing is lost twice: of what was over its host has answered by now.
+    operator decides about its machine. Nothing is given up twice: of what was over its host has answered by now.
     """
     proof = replace(after, doubted=unsure, reused_from=0)
     machines, desire, is_answered = [], desire_of(before), before.phase in ANSWERED_FOR
@@ -101,11 +106,17 @@ def losses_of(
         machines.append((before.attempt, before.here.service))
     if before.source_host_uuid == host_uuid and (not is_answered or desire.source in WANTED):
         machines.append((before.source_attempt, before.source_service))
-    return tuple(
-        Loss(host_uuid=host_uuid, instance_uuid=before.uuid, attempt=attempt, service=service, at=at)
-        for attempt, service in machines
-        if is_over(proof, attempt, host_uuid)
-    )
+    return tuple(service for attempt, service in machines if is_over(proof, attempt, host_uuid))
+
+
+def holds_fence(record: Brief | None, one: Running, host_uuid: str) -> bool:
+    """Whether the fence stays for it: it may be one that was given up there, also where an operator decides about it,
+    because its number may have been given out twice, or is not known, or its record cannot be read.
+    """
+    if record is None or host_uuid in record.kept:
+        return False
+    known = replace(record, doubted=False, reused_from=0, code="")
+    return one.attempt == UNKNOWN_ATTEMPT or record.state is State.ABSENT or is_over(known, one.attempt, host_uuid)
 
 
 def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:

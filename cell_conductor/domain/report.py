@@ -214,11 +214,13 @@ def differences(
     now: float,
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
+    fenced: Container[str] = (),
 ) -> Differences:
     """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
     may_have(service, host): whether that service may have the host still, which has not passed to another one. Then the
     report of another service shows nothing about the machines there: they may have two hosts of one uuid.
+    fenced: hosts whose machines that are over are losses: their end is no finding of the report.
     grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
@@ -256,8 +258,8 @@ def differences(
                 event = (one.instance_uuid, _runs(report, one, host_uuid, now))
                 if record.phase in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
                     events.append(event)
-                elif is_proof(record, host_uuid, harmful_rescans):
-                    harmful.append(event)
+                elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
+                    (events if host_uuid in fenced else harmful).append(event)
     for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
         is_harmful = desire_of(record).here is Wish.RUN
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):

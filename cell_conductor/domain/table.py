@@ -61,7 +61,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .fences import Loss, fenced_hosts, losses_of
+from .fences import fenced_hosts, given_up_on
 from .instance import KEPT, Instance, Move, State
 from .move_steps import relied_on
 from .orders import change_of, change_order, numbered, orders_of, with_orders
@@ -491,14 +491,13 @@ STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, C
 
 
 class FenceSteps:
-    """The effects of fences in one transaction: the hosts, and their losses.
-
-    proofs: those of the hosts from which an evacuation commands a destination.
+    """The effects of fences in one transaction: the hosts, and by host the services of what was given up there. proofs:
+    those of the hosts from which an evacuation commands a destination.
     """
 
     def __init__(self) -> None:
         self.hosts: dict[str, None] = {}
-        self.losses: list[Loss] = []
+        self.given_up: dict[str, list[str]] = {}
         self.proofs: dict[str, None] = {}
 
     def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
@@ -517,8 +516,9 @@ class FenceSteps:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context)))
             self.hosts.update(self.proofs)
             for host in fenced_hosts(before, context.fences) if not doubt.is_in_doubt(after) else ():
-                self.losses += losses_of(before, after, host, at, unsure=after.code == rules.OUTCOME_UNKNOWN)
-        self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))
+                if services := given_up_on(before, after, host, unsure=after.code == rules.OUTCOME_UNKNOWN):
+                    self.given_up[host] = [*self.given_up.get(host, ()), *services]
+                    self.hosts[host] = None
         return Step(after, _without_starts(commands, context))
 
 

@@ -91,7 +91,7 @@ class KeyedRows(Protocol):
         """Of the database on record (`SetBack.first_number`). Raises Unrecognised where it has been emptied."""
 
     async def is_needed(self, fence_of: str) -> bool:
-        """Whether the host has losses, or an evacuation from it has commanded a destination."""
+        """Whether an evacuation from this host has commanded a destination."""
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""

@@ -24,7 +24,7 @@ from cell_conductor.domain.desires import (
     LEFT_WITH_ITS_SERVICE,
     REFUSED,
 )
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.move_steps import is_evacuated_from
@@ -33,7 +33,7 @@ from cell_conductor.domain.set_back import SetBack, in_doubt
 
 from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
-from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
+from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
 HANDLER = "conductor"
 
@@ -55,7 +55,6 @@ class MemoryInstanceTable(MemoryDatabase):
         self.leases: dict[str, Lease] = {}
         self.lease_keeper = Keeper()
         self.fences: dict[str, Fence] = {}
-        self.fence_losses: dict[tuple[str, str], Loss] = {}
 
     @property
     def fenced(self) -> dict[str, Fence]:
@@ -110,8 +109,7 @@ class MemoryKeyedRows:
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         await self._transaction.statement()
-        is_lost = any(host == fence_of for host, _ in self._table.fence_losses)
-        return is_lost or any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
+        return any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; all of them are looked at."""
@@ -241,9 +239,11 @@ class MemoryTransaction:
             await self._transaction.statement()
             self._write(instances)
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
-        """Hold the fences of these hosts until the end, and record their losses."""
-        return await lose(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, losses, proofs)
+    async def rely_on(
+        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+    ) -> bool:
+        """Hold the fences of these hosts until the end, and count what is given up there."""
+        return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, given_up, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -13,7 +13,6 @@ from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
-from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.set_back import SetBack
 
@@ -82,9 +81,11 @@ class Transaction(Protocol):
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
-        """Hold the fences of these hosts until the end, and record their losses. False: one is not fenced, or the fence
-        of one of `proofs`, which are among the hosts, is to be lifted.
+    async def rely_on(
+        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+    ) -> bool:
+        """Hold the fences of these hosts until the end, and count what is given up there: by host, its services, one a
+        machine. False: one is not fenced, or the fence of one of `proofs`, which are among the hosts, is to be lifted.
 
         An optimistic transaction cannot, and raises Conflict.
         """
@@ -226,7 +227,9 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self.writes.updates = list(instances)
         self._after.update((one.uuid, one) for one in instances)
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
+    async def rely_on(
+        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+    ) -> bool:
         """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict
 

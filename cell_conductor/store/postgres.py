@@ -33,7 +33,6 @@ from cell_conductor.domain.desires import (
     in_text,
     of_text,
 )
-from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     NOT_TRIED,
@@ -48,7 +47,7 @@ from . import tables
 from .keyed import KnownDatabase
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
-from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, lose
+from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
 log = structlog.get_logger(__name__)
 Found = TypeVar("Found")
@@ -269,9 +268,11 @@ class PostgresTransaction:
             self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *tables.columns(instances))
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
-        """Hold the fences of these hosts until the end, and record their losses."""
-        return await lose(PostgresKeyedRows(self._connection, self._seen), hosts, losses, proofs)
+    async def rely_on(
+        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+    ) -> bool:
+        """Hold the fences of these hosts until the end, and count what is given up there."""
+        return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, given_up, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""

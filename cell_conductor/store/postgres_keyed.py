@@ -20,15 +20,14 @@ from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
 
 # As `domain.move_steps.is_evacuated_from`.
 NEEDED = f"""
-SELECT EXISTS (SELECT FROM fence_losses WHERE host_uuid = $1) OR EXISTS (
+SELECT EXISTS (
     SELECT FROM instances
     WHERE (source_host_uuid = $1 OR (source_host_uuid IS NULL AND host_uuid = $1))
     AND record #>> '{{move,kind}}' = 'evacuate' AND (
         state IN ({in_sql(EVACUATED)})
         OR (state IN ({in_sql(EVACUATED_IN_DOUBT)}) AND record ->> 'doubted' = 'true')))
 """
-# It reads the whole table, and fences are rare. Instances that are over hold nothing there; the remains of a lost one
-# are a loss already.
+# It reads the whole table, and fences are rare. Instances that are over hold nothing there.
 TOUCHING = f"""
 SELECT uuid FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid

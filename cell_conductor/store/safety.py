@@ -1,5 +1,5 @@
-"""The record of machines that no record of an instance explains, of the breakers, of fences and the machines that
-these have lost, and of the leases of compute services.
+"""The record of machines that no record of an instance explains, of the breakers, of fences, and of the leases of
+compute services.
 
 Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
 verdict on a quarantined machine (`destroy`, `keep` or `adopt`, by whom and when) stands beside it.
@@ -12,7 +12,7 @@ commits were lost: the digests of a former keeper that has not noticed yet are i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.operations import FenceState
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence, GivenUp
 from cell_conductor.domain.leases import Lease, next_keeper
 from cell_conductor.domain.report import UNREADABLE, Unexplained, UnexplainedKind, rescan_of
 
@@ -89,29 +89,22 @@ UNEXPLAINED: KeyedTable[MachineKey, UnexplainedRecord] = KeyedTable(
 BREAKERS: KeyedTable[str, Breaker] = KeyedTable(
     "breakers", ("service",), Breaker, attrgetter("service"), lambda service: Breaker(service=service, tripped_at=0.0)
 )
-# Of hosts that an operator has fenced. Who records a loss holds the fence; it is lifted when its host has no losses
-# left, and stays on record for a while: the message of an older decision would fence a host in use.
-# One that cannot be read proves nothing: the host is to be fenced again.
+# Of hosts that an operator has fenced. Who gives a machine up there holds the fence and counts it; it is lifted when a
+# later scan shows none of those, and stays on record for a while: the message of an older decision would fence a host
+# in use.
+# One that cannot be read proves nothing: the host is to be fenced again, and may have a machine to destroy.
 FENCES: KeyedTable[str, Fence] = KeyedTable(
     "fences",
     ("host_uuid",),
     Fence,
     attrgetter("host_uuid"),
-    lambda host: Fence(host_uuid=host, host="", version=0, state=FenceState.LIFTED),
-)
-# No attempt up to this one is wanted there, and its allocation is given up.
-LOSSES: KeyedTable[MachineKey, Loss] = KeyedTable(
-    "fence_losses",
-    AT,
-    Loss,
-    attrgetter("place"),
-    lambda place: Loss(host_uuid=place[0], instance_uuid=place[1], attempt=0, service="", at=0.0),
+    lambda host: Fence(host_uuid=host, host="", version=0, state=FenceState.LIFTED, given_up={"": GivenUp(1, 0.0)}),
 )
 # A service whose lease cannot be read may be up, and falls silent as any.
 LEASES: KeyedTable[str, Lease] = KeyedTable(
     "leases", ("service",), Lease, attrgetter("service"), lambda service: Lease(service=service, epoch=0)
 )
-KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LOSSES, LEASES)
+KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LEASES)
 
 
 def seen_again(
@@ -215,21 +208,13 @@ class Safety(KeyedStore):
         return bool(seen)
 
 
-MAX_LOSSES = 100_000  # read at a time
-
-
 class FenceStore(KeyedStore):
-    """The fences on record. The effects of a fence are recorded by `lose`, which holds it."""
+    """The fences on record. The effects of a fence are recorded by `rely_on`, which holds it."""
 
     @in_transaction
     async def fences(self, rows: KeyedRows) -> list[Fence]:
         """All that are in force, by host."""
         return [one for one in await rows.read(FENCES) if one.state is not FenceState.LIFTED]
-
-    @in_transaction
-    async def losses(self, rows: KeyedRows) -> list[Loss]:
-        """The machines that fenced hosts still have to destroy, at most MAX_LOSSES."""
-        return await rows.read(LOSSES, MAX_LOSSES)
 
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
@@ -244,10 +229,14 @@ class FenceStore(KeyedStore):
         is_fence = before is not None and before.state is not FenceState.LIFTED
         if fence.lifting and not is_fence:
             fence = replace(fence, state=FenceState.LIFTED)
-        found = before.running if before is not None and is_fence else {}
-        leases = await rows.find(LEASES, found) if found else {}
-        known_runs = {service: runs for service, runs in found.items() if service in leases}
-        await rows.put(FENCES, [replace(fence, running=known_runs)], over=known)
+        kept = fence
+        if before is not None and is_fence:
+            leases = await rows.find(LEASES, before.running) if before.running else {}
+            known_runs = {service: runs for service, runs in before.running.items() if service in leases}
+            kept = replace(fence, running=known_runs, since=before.since)
+        if before is not None and fence.state is not FenceState.LIFTED:
+            kept = replace(kept, given_up=before.given_up)
+        await rows.put(FENCES, [kept], over=known)
         return fence
 
     @in_transaction
@@ -261,19 +250,21 @@ class FenceStore(KeyedStore):
         await rows.put(FENCES, [one for one in noted if one not in fences], over=known)
 
     @in_transaction
-    async def delete_losses(self, rows: KeyedRows, losses: Sequence[Loss]) -> None:
-        """Delete these losses: the hosts have destroyed them, and all attempts below them."""
-        known = await rows.find(LOSSES, [one.place for one in losses], Lock.UPDATE)
-        gone = {one.place for one in losses if one.place in known and known[one.place].attempt <= one.attempt}
-        await rows.delete(LOSSES, gone)
+    async def note_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, GivenUp]) -> None:
+        """A scan from after these were given up, by service, shows that the host has none of them."""
+        known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)
+        for one in known.values():
+            left = {service: given for service, given in one.given_up.items() if shown.get(service) != given}
+            if left != one.given_up:
+                await rows.put(FENCES, [replace(one, given_up=left)], over=known)
 
     @in_transaction
     async def lift(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
-        """Lift a fence that is to be lifted by this decision, once its host has no losses and no evacuation from it has
-        commanded a destination. False: it stays.
+        """Lift a fence that is to be lifted by this decision, once its host has shown that it has nothing of what was
+        given up there, and no evacuation from it has commanded a destination. False: it stays.
         """
-        known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before its losses are read: see `lose`
-        meant = [one for one in known.values() if one.lifting and one.version == version]
+        known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before the evacuations are read: see `rely_on`
+        meant = [one for one in known.values() if one.lifting and one.version == version and not one.given_up]
         if not meant or await rows.is_needed(host_uuid):
             return False
         await rows.put(FENCES, [replace(one, state=FenceState.LIFTED, at=now) for one in meant], over=known)
@@ -282,11 +273,12 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def purge_lifted(self, rows: KeyedRows, before: float, limit: int) -> int:
         """Delete fences that were lifted before this time, up to a bound; returns how many. A message of an older
-        decision is not under way for so long; a scheduler that still publishes one was set back, and means it.
+        decision is not under way for so long; a scheduler that still publishes one was set back, and means it. One that
+        cannot be read stays until its host is decided on again.
         """
 
         def is_over(fence: Fence) -> bool:
-            return fence.state is FenceState.LIFTED and fence.at < before
+            return fence.state is FenceState.LIFTED and fence.at < before and not fence.given_up
 
         hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
         known = await rows.find(FENCES, hosts, Lock.UPDATE)
@@ -300,16 +292,17 @@ class FenceStore(KeyedStore):
         return await rows.touching(host_uuid, after, limit)
 
 
-async def lose(rows: KeyedRows, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str]) -> bool:
-    """As `Transaction.lose`."""
-    known = await rows.find(FENCES, hosts, Lock.SHARE)
+async def rely_on(
+    rows: KeyedRows, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str]
+) -> bool:
+    """As `Transaction.rely_on`."""
+    known = await rows.find(FENCES, hosts, Lock.UPDATE if given_up else Lock.SHARE)
     fences = {host: one for host, one in known.items() if one.state is not FenceState.LIFTED}
     if any(host not in fences or (fences[host].lifting and host in proofs) for host in hosts):
         return False
-    if losses:
-        before = await rows.find(LOSSES, [one.place for one in losses], Lock.UPDATE)
-        newest = {one.place: one for one in sorted([*before.values(), *losses], key=lambda loss: loss.attempt)}
-        await rows.put(LOSSES, newest.values(), over=before)
+    if given_up:
+        counted = [fences[host].with_given_up(services, at) for host, services in given_up.items()]
+        await rows.put(FENCES, counted, over=known)
     return True
 
 

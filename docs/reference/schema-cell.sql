@@ -61,13 +61,6 @@ CREATE TABLE fences (
     PRIMARY KEY (host_uuid)
 );
 
-CREATE TABLE fence_losses (
-    host_uuid UUID NOT NULL,
-    instance_uuid UUID NOT NULL,
-    record JSON NOT NULL,
-    PRIMARY KEY (host_uuid, instance_uuid)
-);
-
 CREATE TABLE leases (
     service TEXT NOT NULL,
     record JSON NOT NULL,

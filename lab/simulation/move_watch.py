@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from bus.bus import API
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
+from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_events import LEFT
 from cell_conductor.domain.move_steps import is_evacuated_from
+from cell_conductor.domain.report import is_over
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
 from lab.simulation.watch import Breach
@@ -165,8 +167,10 @@ class MoveWatch:
         if (host, uuid, guest.attempt) in self.evacuated:
             raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
         for table in self._cells.values():
-            loss = table.fence_losses.get((host, uuid))
-            if loss is not None and guest.attempt <= loss.attempt:
+            record = table.instances.get(uuid)
+            if host not in table.fenced or record is None or is_in_doubt(record) or record.state is State.DESTROYING:
+                continue  # in the last two its host may be to spare it
+            if is_over(record, guest.attempt, host):
                 raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, which has lost it")
         for other, one in self._running():
             if other != host and one.instance_uuid == uuid:
@@ -242,7 +246,7 @@ class MoveWatch:
             for host in table.fenced.keys() - self.gone:
                 if any(is_evacuated_from(one, host) for one in table.instances.values() if one.uuid in lost):
                     continue  # its destination has died, and nothing fences that
-                yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"
+                yield f"fences_are_lifted: {host} of {cell} is fenced, {table.fenced[host].losses} are to be destroyed"
         ended = {request for _, request in self.ends}
         for request, instance in self.sent.items():
             if request not in ended and instance not in lost:

@@ -21,6 +21,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
 from cell_conductor.fences import FenceKeeper
+from cell_conductor.store.safety import FenceStore
 from compute_sim import agent
 from compute_sim.drivers.ironic.machine_change import NodeChange
 from ironic_sync.domain import position
@@ -36,13 +37,13 @@ def fence_never_lifted() -> AbstractContextManager[Any]:
     return patch.object(fences, "command", lambda *one: replace(command(*one), lift=False))
 
 
-def losses_never_forgotten() -> AbstractContextManager[Any]:
-    """A machine that a host has destroyed stays on record as its loss."""
+def a_host_never_shown_to_be_empty() -> AbstractContextManager[Any]:
+    """What was given up on a host is held against it also after its scan has shown none of that."""
 
-    async def keep(self: FenceKeeper, losses: Sequence[Any]) -> None:
+    async def keep(self: FenceStore, *_: Any) -> None:
         return None
 
-    return patch.object(FenceKeeper, "_delete_losses", keep)
+    return patch.object(FenceStore, "note_empty", keep)
 
 
 def fence_acknowledged_and_not_recorded() -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.clock import CLOCKS_APART_S
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
 from bus.contracts.cell import CellBuild
@@ -365,6 +366,34 @@ async def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whateve
     await asyncio.sleep(plan.keep_s - 1.0)
     assert INSTANCE in table.instances
     await asyncio.sleep(1.0 + 2 * config.purge_interval_s)
+    assert INSTANCE not in table.instances
+    forgetting.cancel()
+
+
+@pytest.mark.parametrize("state", [State.DELETED, State.FAILED])
+@pytest.mark.parametrize("is_lifted", [True, False])
+@pytest.mark.parametrize(("ended_s", "is_kept"), [(1.0, True), (-1.0 - CLOCKS_APART_S, False)])
+@on_virtual_time
+async def test_a_record_that_ended_under_a_fence_outlives_it(
+    state: State, ended_s: float, *, is_kept: bool, is_lifted: bool
+) -> None:
+    """The host may have its machine, and nothing else proves that over: it went to quarantine."""
+    config = replace(conductor(plan_of(1)), deleted_retention_s=50.0, failed_retention_s=50.0)
+    table, since = MemoryInstanceTable(SimClock()), SimClock().time()
+    table.instances[INSTANCE] = Instance(uuid=INSTANCE, state=state, since=since + ended_s)
+    store = MemoryInstances(table.session())
+    await store.fences.put(Fence(host_uuid=HERE, host="h", version=1, since=since))
+    await store.fences.put(Fence(host_uuid=HERE, host="h", version=2, since=since + 40.0))
+    forgetting = asyncio.create_task(purge_forever(store, SimClock(), config))
+    await asyncio.sleep(60.0 + 2 * config.purge_interval_s)
+    assert (INSTANCE in table.instances) is is_kept
+    lifting = Fence(host_uuid=HERE, host="h", version=3, state=FenceState.LIFTING, at=SimClock().time())
+    await store.fences.put(lifting)
+    await asyncio.sleep(config.failed_retention_s / 2)
+    assert (INSTANCE in table.instances) is is_kept
+    if is_lifted:  # else its host was scrapped: no record was purged any more
+        assert await store.fences.lift(HERE, 3, SimClock().time())
+    await asyncio.sleep(config.failed_retention_s / 2 + 2 * config.purge_interval_s)
     assert INSTANCE not in table.instances
     forgetting.cancel()
 

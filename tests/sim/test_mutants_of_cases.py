@@ -102,7 +102,7 @@ DEFECTS: list[tuple[Callable[[], Plan], Mutant, str]] = [
     (DRAINED, drains_never_end, "drains_end"),
     (DRAINED, moves_of_drains_are_not_followed, "drains_end"),
     (partial(hosts_are_fenced, 1), defects.fence_never_lifted, "fences_are_lifted"),
-    (partial(hosts_are_fenced, 1), defects.losses_never_forgotten, "fences_are_lifted"),
+    (partial(hosts_are_fenced, 1), defects.a_host_never_shown_to_be_empty, "fences_are_lifted"),
     (partial(hosts_are_fenced, 1), defects.delete_on_a_fenced_host_keeps_its_claim, AGREE),
     (partial(hosts_are_fenced, 9), defects.choice_never_released, "replica_agrees"),
     # Where a host comes back soon, nothing else shows it; one that has burnt down stays fenced.

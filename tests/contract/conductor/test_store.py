@@ -12,7 +12,7 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.operations import FenceState
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
+from cell_conductor.domain.fences import Fence, GivenUp, RunningAfterFence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Keeper, Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -223,7 +223,7 @@ async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fe
     assert await instances.at_service("a", 10) == [kept[1].uuid]
 
 
-# --- One suite for both keepers of a cell's fences and losses.
+# --- One suite for both keepers of a cell's fences.
 
 
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
@@ -231,13 +231,14 @@ HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "12")
 FENCE = Fence(host_uuid=HOST, host="h1", version=3, reason="PSU", by="ann", at=5.0)
 
 
-def loss(uuid: str, attempt: int = 1, host: str = HOST) -> Loss:
-    return Loss(host_uuid=host, instance_uuid=uuid, attempt=attempt, service="s", at=7.0)
-
-
-async def lose(instances: InstanceStore, *losses: Loss, hosts: tuple[str, ...] = (HOST,)) -> bool:
+async def give_up(instances: InstanceStore, *services: str, hosts: tuple[str, ...] = (HOST,), at: float = 7.0) -> bool:
     async with instances.transaction() as transaction:
-        return await transaction.lose(hosts, losses)
+        return await transaction.rely_on(hosts, {HOST: services} if services else {}, at)
+
+
+async def given_up(instances: InstanceStore) -> dict[str, GivenUp]:
+    (fence,) = await instances.fences.fences()
+    return fence.given_up
 
 
 async def test_of_decisions_about_a_host_the_newest_counts(instances: InstanceStore) -> None:
@@ -250,35 +251,41 @@ async def test_of_decisions_about_a_host_the_newest_counts(instances: InstanceSt
     assert await instances.fences.fences() == [newer]
 
 
-async def test_losses_are_recorded_under_a_fence_alone(instances: InstanceStore) -> None:
-    assert not await lose(instances, loss(A))
-    assert await instances.fences.losses() == []
+async def test_machines_are_given_up_under_a_fence_alone(instances: InstanceStore) -> None:
+    assert not await give_up(instances, "s")
+    assert await instances.fences.fences() == []
     await instances.fences.put(FENCE)
-    assert await lose(instances, loss(A), loss(B, 2))
-    assert not await lose(instances, loss(C), hosts=(HOST, OTHER))
-    assert await instances.fences.losses() == [loss(A), loss(B, 2)]
+    assert await give_up(instances, "s", "t", "s")
+    assert await give_up(instances, "t", at=8.0) and await give_up(instances)
+    assert not await give_up(instances, "s", hosts=(HOST, OTHER))
+    counted = {"s": GivenUp(2, 7.0), "t": GivenUp(2, 8.0)}
+    assert await given_up(instances) == counted
+    await instances.fences.put(replace(FENCE, version=4, at=9.0, since=9.0))
+    assert await instances.fences.fences() == [replace(FENCE, version=4, at=9.0, given_up=counted)], "they stay"
     with pytest.raises(Conflict):
         async with instances.optimistic(()) as transaction:
-            await transaction.lose([HOST], [loss(C)])
+            await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
 
 
-async def test_a_loss_is_forgotten_up_to_the_attempt_that_was_destroyed(instances: InstanceStore) -> None:
+async def test_a_scan_shows_what_was_given_up_before_it_and_no_more(instances: InstanceStore) -> None:
+    await instances.fences.note_empty(HOST, {"s": GivenUp(1, 7.0)})
     await instances.fences.put(FENCE)
-    await lose(instances, loss(A, 3))
-    await lose(instances, loss(A, 2))
-    await instances.fences.delete_losses([loss(A, 2), loss(B)])
-    assert [one.attempt for one in await instances.fences.losses()] == [3]
-    await instances.fences.delete_losses([loss(A, 3)])
-    assert await instances.fences.losses() == []
+    await give_up(instances, "s", "t")
+    shown = await given_up(instances)
+    await give_up(instances, "s", at=8.0)
+    await instances.fences.note_empty(HOST, shown)
+    assert await given_up(instances) == {"s": GivenUp(2, 8.0)}
+    await instances.fences.note_empty(HOST, await given_up(instances))
+    assert await given_up(instances) == {}
 
 
 async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(instances: InstanceStore) -> None:
     await instances.fences.put(FENCE)
     assert not await instances.fences.lift(HOST, 3, 9.0)  # no decision lifts it
-    await lose(instances, loss(A))
+    await give_up(instances, "s")
     await instances.fences.put(replace(FENCE, version=4, state=FenceState.LIFTING))
     assert not await instances.fences.lift(HOST, 4, 9.0)
-    await instances.fences.delete_losses([loss(A)])
+    await instances.fences.note_empty(HOST, await given_up(instances))
     assert not await instances.fences.lift(HOST, 3, 9.0)
     assert await instances.fences.lift(HOST, 4, 9.0)
     assert await instances.fences.fences() == []
@@ -323,11 +330,11 @@ async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere
 async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instances: InstanceStore) -> None:
     await instances.fences.put(FENCE)
     async with instances.transaction() as transaction:
-        assert await transaction.lose([HOST], [], [HOST])
+        assert await transaction.rely_on([HOST], {}, 7.0, [HOST])
     await instances.fences.put(replace(FENCE, version=4, state=FenceState.LIFTING))
     async with instances.transaction() as transaction:
-        assert not await transaction.lose([HOST], [], [HOST])
-    assert await lose(instances, loss(A))
+        assert not await transaction.rely_on([HOST], {}, 7.0, [HOST])
+    assert await give_up(instances, "s")
 
 
 async def test_what_a_fenced_host_was_found_to_run_stays_with_its_fence(instances: InstanceStore) -> None:
@@ -385,9 +392,9 @@ async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instance
     lifted = replace(lifting, state=FenceState.LIFTED, at=9.0)
     for late in (FENCE, replace(FENCE, version=4), lifting):
         assert await fences.put(late) == lifted
-    assert await fences.fences() == [] and not await lose(instances, loss(A))
+    assert await fences.fences() == [] and not await give_up(instances, "s")
     newer = replace(FENCE, version=5)
-    assert await fences.put(newer) is newer and await lose(instances, loss(A))
+    assert await fences.put(newer) is newer and await give_up(instances, "s")
 
 
 async def test_a_lift_that_overtakes_its_fence_is_kept(instances: InstanceStore) -> None:

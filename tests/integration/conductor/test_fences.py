@@ -16,7 +16,6 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
-from cell_conductor.domain.desires import PURGED
 from cell_conductor.fences import ANNOUNCE_S, FenceKeeper
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
@@ -83,8 +82,9 @@ class FencedCell(Cell):
         """By a scan that began after what is on record of the host by now."""
         self.sequence += 1
         known = self.fences.known.get(self.host(n))
-        losses = await self.store.fences.losses()
-        rescans = [one.rescan for one in losses] + ([] if known is None else [known.rescan])
+        fences = await self.store.fences.fences()
+        rescans = [one.rescan_for(name) for one in fences for name in one.given_up]
+        rescans += [] if known is None else [known.rescan]
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(
             ComputeHosts(
@@ -137,20 +137,22 @@ async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_commanded_before_t
     await until(lambda: cell.states(2)[:1] == [FenceState.LIFTING])
     cell.around.silent = False
     await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
+    await until(lambda: not cell.around.running)
+    await cell.settled_reports()
+    assert FenceState.LIFTED not in cell.states(2), "it was listed"
+    await cell.report(1)
     await until(lambda: FenceState.LIFTED in cell.states(2))
-    assert not cell.around.running
     assert [one.instance_uuid for one in cell.around.destroys] == [uuid]
 
 
-async def test_what_is_lost_and_has_no_record_any_more_is_destroyed_and_no_breaker_counts_it(cell: FencedCell) -> None:
-    """More machines than a breaker allows, whose records were purged while their host was away."""
+async def test_what_is_lost_is_destroyed_and_no_breaker_counts_it(cell: FencedCell) -> None:
+    """More machines than a breaker allows."""
     uuids = [await cell.active(1) for _ in range(cell.config.breaker_limit + 2)]
     cell.around.silent = True
     await cell.fence(1, 1)
     for uuid in uuids:
         await cell.delete(uuid)
     await until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
-    assert await cell.store.purge(PURGED, cell.clock.time() + 1, 1000) == len(uuids)
     cell.around.silent = False
     foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, deployment=new_uuid(cell.rng))
     ours = [Running(instance_uuid=one, attempt=1, deployment=cell.store.deployment) for one in uuids]

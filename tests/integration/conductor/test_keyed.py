@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from bus.contracts.operations import FenceState
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence, GivenUp
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.keyed import KeyedTable, Lock
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.postgres
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 LIFTING = Fence(host_uuid=HOST, host="h1", version=3, state=FenceState.LIFTING)
 LIFTED = replace(LIFTING, state=FenceState.LIFTED, at=9.0)
-LOSS = Loss(host_uuid=HOST, instance_uuid=A, attempt=1, service="s", at=7.0)
 OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
 WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 
@@ -79,25 +78,25 @@ async def test_a_fence_that_another_has_recorded_first_is_compared_with(
     assert await late == replace(LIFTED, version=4) and await store.fences.fences() == []
 
 
-async def test_a_fence_is_not_lifted_while_a_loss_of_its_host_is_recorded(
+async def test_a_fence_is_not_lifted_while_a_machine_there_is_given_up(
     store: PostgresInstances, other: asyncpg.Connection
 ) -> None:
     await fenced(store)
     async with store.transaction() as transaction:
-        assert await transaction.lose([HOST], [LOSS])
+        assert await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
         lift = asyncio.create_task(store.fences.lift(HOST, LIFTING.version, 9.0))
         await until(lambda: other.fetchval(WAITING))
-    assert not await lift and await store.fences.fences() == [LIFTING]
+    assert not await lift and await store.fences.fences() == [replace(LIFTING, given_up={"s": GivenUp(1, 7.0)})]
 
 
-async def test_no_loss_is_recorded_under_a_fence_that_is_being_lifted(
+async def test_no_machine_is_given_up_under_a_fence_that_is_being_lifted(
     store: PostgresInstances, other: asyncpg.Connection
 ) -> None:
     await fenced(store)
 
     async def lose() -> bool:
         async with store.transaction() as transaction:
-            return await transaction.lose([HOST], [LOSS])
+            return await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
 
     async with other.transaction():
         rows = PostgresKeyedRows(other)
@@ -105,14 +104,14 @@ async def test_no_loss_is_recorded_under_a_fence_that_is_being_lifted(
         await rows.put(FENCES, [LIFTED], over=known)
         losing = asyncio.create_task(lose())
         await until(lambda: other.fetchval(WAITING))
-    assert not await losing and await store.fences.losses() == []
+    assert not await losing and await store.fences.fences() == []
 
 
 async def test_steps_that_hold_the_same_fence_do_not_wait_for_each_other(store: PostgresInstances) -> None:
     await fenced(store)
     async with store.transaction() as one, store.transaction() as two:
-        assert await one.lose([HOST], [LOSS])
-        assert await two.lose([HOST], [replace(LOSS, instance_uuid=B)])
+        assert await one.rely_on([HOST], {}, 7.0)
+        assert await two.rely_on([HOST], {}, 7.0)
 
 
 async def test_a_machine_that_another_has_recorded_first_is_not_new(
@@ -136,10 +135,10 @@ SPOILED = ("{}", "[]", '{"at": "soon"}', '{"version": true, "service": "s"}')
 async def test_a_record_that_cannot_be_read_costs_only_itself(
     store: PostgresInstances, other: asyncpg.Connection, table: KeyedTable[Any, Any], record: str
 ) -> None:
-    """It failed the read of its whole table: every fence, breaker, lease, loss, or machine of the cell."""
+    """It failed the read of its whole table: every fence, breaker, lease, or machine of the cell."""
     await fenced(store)
     async with store.transaction() as transaction:
-        await transaction.lose([HOST], [LOSS, replace(LOSS, instance_uuid=B)])
+        await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
     await store.fences.put(replace(LIFTING, host_uuid=A, state=FenceState.FENCED))
     await store.safety.record("s", [OURS, replace(OURS, uuid=B)], 2.0)
     for service in ("s", "t"):
@@ -171,7 +170,7 @@ async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, othe
     """Nothing is destroyed by it, no host counts as off, and no service as gone."""
     await fenced(store)
     async with store.transaction() as transaction:
-        await transaction.lose([HOST], [LOSS])
+        await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
     await store.safety.record("s", [OURS], 2.0)
     await store.safety.decide([DecidedMachine(A)], DESTROY, "op", 2.0)
     await store.safety.trip(Breaker(service="s", tripped_at=3.0, reset_at=4.0))
@@ -182,7 +181,7 @@ async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, othe
     assert await store.safety.reset("s", "op", 9.0), "as an operator resets any"
     (machine,) = await store.safety.record("t", [OURS], 3.0)
     assert machine.verdict == KEEP and [one.verdict for one in await store.safety.records()] == [KEEP]
-    assert await store.fences.fences() == [] and [one.attempt for one in await store.fences.losses()] == [0]
+    assert await store.fences.fences() == [] and await store.fences.purge_lifted(9.0, 10) == 0
     newer = replace(LIFTING, state=FenceState.FENCED)
     assert await store.fences.put(newer) is newer
     lifting = replace(LIFTING, version=4)

@@ -11,7 +11,7 @@ from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.doubt import is_in_doubt
-from cell_conductor.domain.fences import Loss, losses_of
+from cell_conductor.domain.fences import given_up_on
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.set_back import SetBack, is_outdated
@@ -68,7 +68,7 @@ def test_a_certain_build_destroys_what_it_has_left() -> None:
     asked = step(replace(certain, doubted=True), searched(), FENCED_2).instance
     fenced = step(asked, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2).instance
     assert in_text(fenced.phase) == "claiming/building"
-    assert [one.attempt for one in losses_of(asked, fenced, host(2), 230.0)] == [2]
+    assert given_up_on(asked, fenced, host(2)) == ("s1",)
 
 
 @pytest.mark.parametrize("requested_at", [999.0, 9e5])
@@ -176,21 +176,21 @@ def test_a_resize_in_place_in_doubt_hands_nothing_over_that_was_not_stopped() ->
     assert (made.instance.state, made.spawns) == (S.HANDING_OVER, [])
 
 
-def followed(before: Instance, event: e.Event, context: StepContext) -> tuple[Instance, list[Loss]]:
+def followed(before: Instance, event: e.Event, context: StepContext) -> tuple[Instance, dict[str, list[str]]]:
     """The step, and what the fences of its hosts end by it."""
     ends = FenceSteps()
-    return ends.follow(before, step(before, event, context), event, context).instance, ends.losses
+    return ends.follow(before, step(before, event, context), event, context).instance, ends.given_up
 
 
 @pytest.mark.parametrize("before", [doubted(S.PREPARING), doubted(S.FINISHING), resized(), undone()])
 def test_the_only_machine_is_no_loss_where_its_host_was_not_looked_at(before: Instance) -> None:
     """The move was confirmed, so the source is gone; the destination's host was fenced since."""
-    assert followed(before, searched(hosts=HOSTS - {host(2)}), FENCED_2)[1] == []
+    assert followed(before, searched(hosts=HOSTS - {host(2)}), FENCED_2)[1] == {}
 
 
 def test_the_only_machine_is_no_loss_by_a_fence_that_comes_after_the_search() -> None:
     now = step(doubted(S.FINISHING), searched(hosts=HOSTS - {host(2)}), IN_DOUBT).instance
-    assert followed(now, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2)[1] == []
+    assert followed(now, e.HostFenced(at=230.0, host_uuid=host(2)), FENCED_2)[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_only_machine_is_no_loss_by_a_fence_that_comes_after_the_search() ->
 def test_a_record_in_doubt_gives_up_no_machine_on_a_fenced_host(before: Instance, event: e.Event) -> None:
     """It is only held: its deadline changes."""
     after, losses = followed(before, event, FENCED_2)
-    assert not is_in_doubt(after) or losses == []
+    assert not is_in_doubt(after) or losses == {}
 
 
 @pytest.mark.parametrize("before", [unsure(S.FINISHING), unsure(S.CLAIMING, S.PREPARING, position=0, attempt=1)])
@@ -218,7 +218,7 @@ def test_what_a_fenced_alternate_may_have_of_an_undone_unshelving_is_neither_los
     """It is in quarantine when its host is back, and its image is kept meanwhile."""
     after, losses = followed(before, searched(hosts=HOSTS - {host(3)}), FENCED_3)
     assert after.move is not None and after.move.lost_code == "move.in_doubt"
-    assert losses == [] and not is_over(after, 5, host(3)) and after.image == "kept"
+    assert losses == {} and not is_over(after, 5, host(3)) and after.image == "kept"
 
 
 def test_a_build_is_certain_at_rest_where_the_database_was_not_set_back() -> None:

@@ -12,23 +12,28 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.events import InstanceEvent
-from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.fences import Fence, RunningAfterFence
+from cell_conductor.domain.instance import MACHINE_EXISTS, Brief, Instance, State, unreadable_brief
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
-from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record, unshelving
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
 from tests.unit.conductor.test_single_conditions import fences_on
 from tests.unit.conductor.world import (
@@ -38,6 +43,7 @@ from tests.unit.conductor.world import (
     Services,
     down,
     engine_of,
+    hosts_of,
     insert,
     listing,
     opened,
@@ -146,58 +152,72 @@ async def test_a_change_that_another_conductor_announces_is_read_soon(
     assert keeper._is_fresh is not is_read
 
 
-async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
+NOTHING = ComputeHosts(
+    service="s", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h1", running=()),), complete=True
+)
+MOVED = Brief(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
+
+
+async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceKeeper]:
+    """A fence on record, and machines of these services that were given up on its host."""
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
-    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
     async with store.transaction() as transaction:
-        await transaction.lose([HOST], [loss])
+        assert await transaction.rely_on([HOST], {HOST: services} if services else {}, at)
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
+    return store, keeper
 
-    async def lifted_meanwhile(*_: object) -> list[str]:
-        await store.fences.delete_losses([loss])
+
+def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) -> ComputeHosts:
+    hosts = (HostReport(uuid=HOST, name="h1", running=running),)
+    return replace(NOTHING, service=service, hosts=hosts, rescans=rescans)
+
+
+async def on_record(store: MemoryInstances) -> int:
+    return sum(one.losses for one in await store.fences.fences())
+
+
+async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
+    """The same host is listed twice: with the first listing another conductor has lifted its fence."""
+    store, keeper = await gave_up("s")
+
+    async def lifted_meanwhile(*given: Any) -> None:
+        await store.fences.note_empty(*given)
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.LIFTING))
-        assert await store.fences.lift(HOST, 2, 9.0)
-        await keeper.load()
-        return []
+        await store.fences.lift(HOST, 2, 9.0)
+        keeper.invalidate()
 
-    keeper._kept_on = lifted_meanwhile  # type: ignore[method-assign]
-    report = ComputeHosts(
-        service="s", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h1", running=()),)
-    )
-    assert (await keeper.without_losses(report, "d"))[0] == report
-    assert keeper.known == {}
+    keeper._store.fences.note_empty = lifted_meanwhile  # type: ignore[method-assign]
+    report = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
+    assert await keeper.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(store)
 
 
-async def test_a_later_loss_of_a_machine_that_has_ended_is_held_still() -> None:
-    """It was on record, and its host's answer ended nothing until the record was read again."""
-    store = await opened_store()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
-    keeper = keeper_of(HeldReads(store))
-    first = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=7.0)
-    later = replace(first, attempt=3)
-    for one in (first, later):
-        async with store.transaction() as transaction:
-            await transaction.lose([HOST], [one])
-        keeper.note_losses([one])
-    await keeper._delete_losses([first])
-    assert list(keeper._losses.values()) == await store.fences.losses() == [later]
-    await keeper._delete_losses([later])
-    assert not keeper._losses and not await store.fences.losses()
-
-
-async def test_a_loss_recorded_during_a_read_makes_another_read_due() -> None:
+async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None:
     store = await opened_store()
     fences = HeldReads(store)
     keeper = keeper_of(fences)
     fences.answer.clear()
     reading = asyncio.create_task(keeper.load())
     await fences.reading.wait()
-    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=1, service="s", at=7.0)])
+    keeper.reload_soon()
     fences.answer.set()
     await reading
     assert not keeper._is_fresh
+
+
+async def test_a_scan_from_before_the_last_machine_was_given_up_lifts_no_fence() -> None:
+    """It listed that machine as one that its instance wants; its conductor has not read the fence since."""
+    store, keeper = await gave_up("s")
+    scan = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
+    async with store.transaction() as transaction:
+        assert await transaction.rely_on([HOST], {HOST: ["s"]}, 1_001.0)
+    await keeper.compare(scan, [], "d")
+    assert await on_record(store) == 2
+    await keeper.load()
+    assert await keeper.compare(scan, [], "d") == [(HOST, keeper.known[HOST].rescan_for("s"))]
+    await keeper.compare(lists(rescans=(keeper.known[HOST].rescan_for("s"),)), [], "d")
+    assert await on_record(store) == 0
 
 
 class SentOrders:
@@ -210,47 +230,101 @@ class SentOrders:
         self.orders.append(message)
 
 
-async def test_a_loss_ends_by_a_scan_from_after_it_whatever_its_hosts_clock_reads() -> None:
+async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
-    store = await opened_store()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
-    keeper.note_losses([loss])
-    report = ComputeHosts(
-        service="s",
-        cell="c1",
-        epoch=1,
-        sequence=1,
-        hosts=(HostReport(uuid=HOST, name="h1", running=()),),
-        complete=True,
+    store, keeper = await gave_up("s")
+    rescan = keeper.known[HOST].rescan_for("s")
+    assert await keeper.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
+    assert await keeper.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
+
+
+async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_has_passed_to() -> None:
+    """A second service with a host of the same uuid ended them by its own scan, and the fence was lifted."""
+    store, keeper = await gave_up("s")
+    rescan, passed = keeper.known[HOST].rescan_for("s"), [(HOST, "s")]
+    first, scanned = lists(service="another"), lists(service="another", rescans=(rescan,))
+    assert await keeper.compare(first, [], "d") == []
+    assert await keeper.compare(scanned, [], "d") == []
+    assert await on_record(store)
+    assert await keeper.compare(first, [], "d", lambda *place: place in passed) == [(HOST, rescan)]
+    await keeper.compare(scanned, [], "d", lambda *place: place in passed)
+    assert not await on_record(store)
+
+
+LISTED = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
+HERE = replace(MOVED, attempt=2, host_uuid=HOST)
+
+
+@pytest.mark.parametrize(
+    ("listed", "brief", "holds"),
+    [
+        pytest.param(LISTED, MOVED, True, id="over"),
+        pytest.param(replace(LISTED, destroying=True), MOVED, True, id="it is being destroyed"),
+        pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, id="an operator keeps it"),
+        pytest.param(LISTED, replace(MOVED, kept=("x",)), True, id="an operator keeps another"),
+        pytest.param(LISTED, replace(MOVED, reused_from=1), True, id="an operator decides"),
+        pytest.param(LISTED, replace(MOVED, doubted=True), True, id="in doubt"),
+        pytest.param(LISTED, replace(HERE, state=State.FAILED, doubted=True), True, id="unsure"),
+        pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), True, id="exists"),
+        pytest.param(LISTED, unreadable_brief(INSTANCE, ()), True, id="unreadable"),
+        pytest.param(replace(LISTED, attempt=0), MOVED, True, id="unnumbered"),
+        pytest.param(LISTED, HERE, False, id="wanted"),
+        pytest.param(replace(LISTED, attempt=4), MOVED, False, id="newer"),
+        pytest.param(replace(LISTED, deployment="x"), MOVED, False, id="foreign"),
+        pytest.param(LISTED, None, False, id="no record"),
+    ],
+)
+async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
+    listed: Running, brief: Brief | None, *, holds: bool
+) -> None:
+    store, keeper = await gave_up("s")
+    report = lists(listed, rescans=(keeper.known[HOST].rescan_for("s"), keeper.known[HOST].rescan))
+    assert await keeper.compare(report, [brief] if brief is not None else [], "d") == []
+    assert bool(await on_record(store)) is holds
+
+
+async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts) -> list[Destroy]:
+    """The orders that a report of fenced hosts leads to."""
+    clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
+    for n in fenced:
+        await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
+    keeper = FenceKeeper(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
+    engine = engine_of(
+        store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=keeper
     )
-    _, rescans = await keeper.without_losses(report, "d")
-    assert rescans == [(HOST, loss.rescan)] and keeper._losses
-    _, rescans = await keeper.without_losses(replace(report, rescans=(loss.rescan,)), "d")
-    assert (rescans, keeper._losses) == ([], {})
+    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=keeper)
+    await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
+    sent = [*bus.published, *(one.message for one in cast(list[OutboxMessage], relay.sent))]
+    return [one for one in sent if isinstance(one, Destroy)]
 
 
-async def test_a_loss_ends_by_the_scan_of_its_service_or_of_one_that_the_host_has_passed_to() -> None:
-    """A second service with a host of the same uuid ended it by its own scan, and the fence was lifted."""
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_none(*, is_open: bool) -> None:
+    """They were evacuated from there, or failed with it."""
     store = await opened_store()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
-    keeper.note_losses([loss])
-    host = HostReport(uuid=HOST, name="h1", running=())
-    first = ComputeHosts(service="another", cell="c1", epoch=1, sequence=1, hosts=(host,), complete=True)
-    scanned = replace(first, rescans=(loss.rescan,))
-    assert (await keeper.without_losses(first, "d"))[1] == []
-    assert (await keeper.without_losses(scanned, "d"))[1] == []
-    assert keeper._losses == {loss.place: loss}
-    passed = [(HOST, "s")]
-    _, rescans = await keeper.without_losses(first, "d", lambda *place: place in passed)
-    assert rescans == [(HOST, loss.rescan)]
-    await keeper.without_losses(scanned, "d", lambda *place: place in passed)
-    assert not keeper._losses
+    if is_open:
+        await store.safety.trip(Breaker(service="s1", tripped_at=1.0))
+    breakers = await store.safety.breakers()
+    uuids = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(10)]
+    moved = [record(State.ACTIVE, uuid=one, queried=False, since=1.0) for one in uuids[:5]]
+    failed = [replace(one, uuid=uuid, state=State.FAILED) for one, uuid in zip(moved, uuids[5:], strict=True)]
+    await insert(store, *moved, *failed)
+    runs = tuple(Running(instance_uuid=one, attempt=1, deployment=store.deployment) for one in uuids)
+    report = listing("s1", 1, runs=runs, rescans=tuple(rescan_id(one) for one in (*moved, *failed)))
+    orders = await report_to(store, 1, report=report)
+    assert sorted(one.instance_uuid for one in orders) == uuids and await store.safety.breakers() == breakers
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+async def test_the_only_machine_that_its_host_is_to_spare_is_no_loss_of_its_fence(*, doubted: bool) -> None:
+    """The host was ordered to destroy it, whatever it was, before the record could follow it."""
+    store = await opened_store()
+    spared = unshelving(State.DESTROYING, State.REVERTING, {"lost_code": "x", "finishing": True}, doubted=doubted)
+    await insert(store, spared)
+    runs = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
+    report = listing("s1", 2, runs=(runs,), rescans=(rescan_id(spared),))
+    assert await report_to(store, 2, report=report) == []
+    assert store._table.instances[UUID].state is (State.DESTROYING if doubted else State.ACTIVE)
 
 
 async def test_a_second_service_does_not_clear_what_the_first_one_has_found_running() -> None:
@@ -265,12 +339,12 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
         host = HostReport(uuid=HOST, name="h1", running=running)
         return ComputeHosts(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
-    await keeper.without_losses(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), "d")
-    await keeper.without_losses(scan("another"), "d")
+    await keeper.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), [], "d")
+    await keeper.compare(scan("another"), [], "d")
     found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert keeper.known[HOST].running == found
     passed = [(HOST, "s")]
-    await keeper.without_losses(scan("another"), "d", lambda *place: place in passed)
+    await keeper.compare(scan("another"), [], "d", lambda *place: place in passed)
     assert not keeper.known[HOST].running, "the first one has given the host up"
 
 
@@ -283,59 +357,21 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     await keeper.load()
     runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, deployment="d"),))
     first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
-    await keeper.without_losses(first, "d")
+    await keeper.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
     passed = [(HOST, "s")]
-    assert (await keeper.without_losses(nothing, "d"))[1] == []
-    assert (await keeper.without_losses(nothing, "d", lambda *place: place in passed))[1] == [(HOST, fence.rescan)]
+    assert await keeper.compare(nothing, [], "d") == []
+    assert await keeper.compare(nothing, [], "d", lambda *place: place in passed) == [(HOST, fence.rescan)]
 
 
 @pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
-async def test_a_young_loss_causes_no_scan(ahead_s: float, *, is_scanned: bool) -> None:
+async def test_a_machine_that_has_just_been_given_up_causes_no_scan(ahead_s: float, *, is_scanned: bool) -> None:
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
-    store = await opened_store()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    at = SystemClock().time() + ahead_s
-    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=at)
-    keeper.note_losses([loss])
-    host = HostReport(uuid=HOST, name="h1", running=())
-    report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
-    assert await keeper.without_losses(report, "d") == (report, [(HOST, loss.rescan)] if is_scanned else [])
-
-
-async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
-    """Any service's answer ended it: one that never had the machine answers at once, and the fence was lifted."""
-    store = await opened_store()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
-    keeper = keeper_of(HeldReads(store))
-    await keeper.load()
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
-    keeper.note_losses([loss])
-    by_another = ComputeResult(
-        instance_uuid=INSTANCE, attempt=2, host_uuid=HOST, service="another", outcome=ComputeOutcome.DESTROYED, at=1.0
-    )
-    await keeper.on_results([by_another])
-    assert keeper._losses == {loss.place: loss}
-    # The host was given to another service since, which finds the machine there.
-    runs = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
-    report = ComputeHosts(
-        service="another",
-        cell="c1",
-        epoch=1,
-        sequence=1,
-        hosts=(HostReport(uuid=HOST, name="h1", running=(runs,)),),
-    )
-    await keeper.without_losses(report, "d")
-    assert [one.service for one in sent.orders] == ["another"]
-    await keeper.on_results([replace(by_another, attempt=1)])
-    assert keeper._losses
-    await keeper.on_results([by_another])
-    assert not keeper._losses and not keeper._listed_by
+    _, keeper = await gave_up("s", at=SystemClock().time() + ahead_s)
+    rescans = [(HOST, keeper.known[HOST].rescan_for("s"))] if is_scanned else []
+    assert await keeper.compare(NOTHING, [], "d") == rescans
 
 
 async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced_again() -> None:
@@ -352,7 +388,7 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
         rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
         report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
-        return (await keeper.without_losses(report, "d"))[1]
+        return await keeper.compare(report, [], "d")
 
     term = await store.leases.keep("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
@@ -416,13 +452,12 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
 @pytest.mark.parametrize("kept", ["before", "after", ""])
 async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(kept: str) -> None:
     """The host was ordered to destroy it once it was back, and the operator's word went with the machine. A word that
-    came after the loss was not asked for.
+    came after the delete was not asked for.
     """
     conductor = await opened(Services(), ())
     await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
     keeper = keeper_of(HeldReads(conductor.store))
     await keeper.load()
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
     conductor.engine._fences = keeper
     async with conductor.store.transaction() as transaction:
         await transaction.insert(
@@ -432,14 +467,15 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.DELETED
-    assert [one.place for one in await conductor.store.fences.losses()] == [(host(1), UUID)]
     await conductor.keep(1, KEEP if kept == "after" else "")
     await keeper.load()
-    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, deployment="d"),))
-    passed, _ = await keeper.without_losses(report, "d")
-    assert passed.hosts == (report.hosts if kept else (replace(report.hosts[0], running=()),))
-    assert len(sent.orders) == (0 if kept else 1)
-    assert len(await conductor.store.fences.losses()) == (0 if kept else 1)
+    config, relay = ConductorConfig(), conductor.relay
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
+    runs = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    before = len(relay.sent)
+    await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
+    orders = [one for one in cast(list[OutboxMessage], relay.sent)[before:] if isinstance(one.message, Destroy)]
+    assert len(orders) == (0 if kept else 1)
 
 
 # --- A conductor that has just started: what it does not know yet is neither up, nor free of a fence.
@@ -494,7 +530,7 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
         fences = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
         await fences.load()
         if is_told:
-            await fences.without_losses(report, store.deployment)
+            await fences.compare(report, [], store.deployment)
         context = replace(PATIENCE, fences=fences.known)
         unproved = why_not_evacuated(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)

@@ -11,7 +11,7 @@ from bus.clock import SystemClock
 from bus.contracts.operations import CellFence, EvacuationPolicy, FenceState
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import State
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.store.safety import FenceStore
@@ -52,7 +52,7 @@ async def test_a_fence_that_was_taken_back_before_its_cell_had_it_ends_no_machin
     lift = CellFence(host_uuid=host(1), host="h1", version=6, lift=True)
     await keeper.take([fence, lift], engine)  # both waited in the queue: the cell's conductors were away
     now = store._table.instances[UUID]
-    losses = await store.fences.losses()
+    losses = sum(one.losses for one in await store.fences.fences())
     assert now.state is State.ACTIVE and not losses, (now.phase, now.code, losses)
 
 
@@ -63,14 +63,12 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
     store, keeper, engine = await made(active())
     await keeper.take([CellFence(host_uuid=host(1), host="h1", version=5)], engine)
     async with store.transaction() as transaction:
-        await transaction.lose(
-            [host(1)], [Loss(host_uuid=host(1), instance_uuid="a" + UUID[1:], attempt=1, service="s1", at=1.0)]
-        )
+        await transaction.rely_on([host(1)], {host(1): ["s1"]}, 1.0)
     again = CellFence(host_uuid=host(1), host="h1", version=6, lift=lift)
     await keeper.take([again], engine)
 
     scans, reads = 0, 0
-    touching, losses = FenceStore.touching, FenceStore.losses
+    touching, fences = FenceStore.touching, FenceStore.fences
 
     async def count_scan(self: Any, *given: Any) -> Any:
         nonlocal scans
@@ -80,14 +78,14 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
     async def count_read(self: Any) -> Any:
         nonlocal reads
         reads += 1
-        return await losses(self)
+        return await fences(self)
 
     monkeypatch.setattr(FenceStore, "touching", count_scan)
-    monkeypatch.setattr(FenceStore, "losses", count_read)
+    monkeypatch.setattr(FenceStore, "fences", count_read)
     published = len(keeper._bus.published)  # type: ignore[attr-defined]
     for _ in range(24):  # 40 hosts, 3 schedulers: in one second
         await keeper.take([again], engine)
-    assert (scans, reads) == (0, 0), f"{scans} scans of the table of instances, {reads} reads of all losses"
+    assert (scans, reads) == (0, 0), f"{scans} scans of the table of instances, {reads} reads of all fences"
     await keeper.look(engine)
     sent = keeper._bus.published[published:]  # type: ignore[attr-defined]
     state = FenceState.LIFTING if lift else FenceState.FENCED
@@ -125,4 +123,4 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
         await keeper.take([fence], engine)
     await keeper.take([fence], engine)  # the consumer calls again with the same batch
     assert store._table.instances[UUID].state is State.ACTIVE
-    assert not await store.fences.losses()
+    assert not any(one.losses for one in await store.fences.fences())

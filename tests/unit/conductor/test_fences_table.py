@@ -13,7 +13,7 @@ from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
 from bus.contracts.operations import EvacuationPolicy, FenceState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.fences import Fence, RunningAfterFence, losses_of
+from cell_conductor.domain.fences import Fence, RunningAfterFence, given_up_on
 from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_steps import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
@@ -322,14 +322,14 @@ def followed(before: Instance, event: e.Event, *numbers: int, stepped: Step | No
 @pytest.mark.parametrize(
     ("before", "event", "numbers", "after", "hosts", "lost"),
     [
-        (FAILING, fence(HERE), (HERE,), OVER, [HERE], [(HERE, 4)]),
+        (FAILING, fence(HERE), (HERE,), OVER, [HERE], [HERE]),
         (FAILING, fence(HERE), (), (State.ACTIVE, None), [], []),
         (ACTIVE, fence(HERE), (HERE,), (State.ACTIVE, None), [], []),
-        (FAILING, NOTHING, (HERE,), OVER, [HERE], [(HERE, 4)]),
+        (FAILING, NOTHING, (HERE,), OVER, [HERE], [HERE]),
         (FAILING, NOTHING, (OTHER,), (State.ACTIVE, None), [], []),
         (at(AWAY, GONE), NOTHING, (HERE, SOURCE), (State.RELEASING, State.DELETED), [HERE, SOURCE],
-         [(HERE, 4), (SOURCE, 3)]),
-        (at(AWAY, GONE), fence(HERE), (HERE,), GONE, [HERE], [(HERE, 4)]),
+         [HERE, SOURCE]),
+        (at(AWAY, GONE), fence(HERE), (HERE,), GONE, [HERE], [HERE]),
     ],
 )  # fmt: skip
 def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the table)
@@ -338,12 +338,12 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     numbers: tuple[int, ...],
     after: Phase,
     hosts: list[int],
-    lost: list[tuple[int, int]],
+    lost: list[int],
 ) -> None:
     steps, stepped = followed(before, event, *numbers)
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
-    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(n), attempt) for n, attempt in lost]
+    assert {one: len(services) for one, services in steps.given_up.items()} == {host(n): 1 for n in lost}
 
 
 def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> None:
@@ -352,7 +352,7 @@ def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> 
     context, steps = replace(DOUBTED, fences=fences(HERE)), FenceSteps()
     stepped = steps.follow(outdated, step(outdated, event, context), event, context)
     assert stepped.instance.phase == OVER and stepped.instance.doubted
-    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(HERE), 4)]
+    assert list(steps.given_up) == [host(HERE)]
 
 
 @pytest.mark.parametrize("alternates", [1, 0])
@@ -362,7 +362,7 @@ def test_the_machine_of_a_renumbered_build_on_a_fenced_host_is_a_loss(alternates
     building = record(State.BUILDING, selections=selections, reused_from=1, queried=False)
     context, steps, event = fenced(2), FenceSteps(), e.HostFenced(at=300.0, host_uuid=host(2))
     steps.follow(building, step(building, event, context), event, context)
-    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(2), 2)]
+    assert list(steps.given_up) == [host(2)]
 
 
 @pytest.mark.parametrize(("state", "then"), [(State.RELEASING, State.FAILED), (State.RELEASING, State.DELETED)])
@@ -370,7 +370,7 @@ def test_the_machine_of_a_renumbered_build_on_a_fenced_host_is_a_loss(alternates
 def test_what_was_given_up_in_doubt_is_no_loss_until_it_is_deleted(state: State, then: State, *, unsure: bool) -> None:
     """An operator decides about it, whatever its host's fence."""
     before = record(State.BUILDING, queried=False, doubted=True)
-    lost = losses_of(before, replace(before, state=state, then=then), host(2), 300.0, unsure=unsure)
+    lost = given_up_on(before, replace(before, state=state, then=then), host(2), unsure=unsure)
     assert bool(lost) is (not unsure or then is State.DELETED)
 
 

@@ -16,7 +16,7 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain import steps
-from cell_conductor.domain.fences import ClosedHosts, Fence, Loss, fenced_hosts, losses_of
+from cell_conductor.domain.fences import ClosedHosts, Fence, fenced_hosts, given_up_on
 from cell_conductor.domain.instance import (
     FENCED,
     MACHINE_EXISTS,
@@ -281,22 +281,19 @@ DELETED = replace(moved(), state=State.DELETED, move=None)
 @pytest.mark.parametrize(
     ("before", "after", "n", "lost"),
     [
-        (moved(), DELETED, 2, [(4, "s1")]),
-        (moved(), DELETED, 1, [(3, "old")]),
+        (moved(), DELETED, 2, ["s1"]),
+        (moved(), DELETED, 1, ["old"]),
         (moved(), DELETED, 3, []),
         (moved(), moved(), 2, []),
-        (IN_PLACE, DELETED, 2, [(4, "s1")]),
+        (IN_PLACE, DELETED, 2, ["s1"]),
         (moved(attempt=0), DELETED, 2, []),
         (Instance(uuid=UUID), DELETED, 2, []),
     ],
 )
-def test_the_machines_that_a_record_gives_up_on_a_fenced_host_are_losses(
-    before: Instance, after: Instance, n: int, lost: list[tuple[int, str]]
+def test_the_machines_that_a_record_gives_up_on_a_fenced_host(
+    before: Instance, after: Instance, n: int, lost: list[str]
 ) -> None:
-    assert losses_of(before, after, host(n), 7.0) == tuple(
-        Loss(host_uuid=host(n), instance_uuid=UUID, attempt=attempt, service=service, at=7.0)
-        for attempt, service in lost
-    )
+    assert given_up_on(before, after, host(n)) == tuple(lost)
 
 
 def test_a_host_is_passed_over_while_it_is_fenced_or_its_service_is_down() -> None:

@@ -58,7 +58,13 @@ def moved(at: State | Phase, attempt: int = 2, at_host: str = THERE, source: str
 
 
 def outcome(
-    record: Brief | None, machine: Running | None, *, later: bool = True, listed: bool = False, now: float = NOW
+    record: Brief | None,
+    machine: Running | None,
+    *,
+    later: bool = True,
+    listed: bool = False,
+    now: float = NOW,
+    fenced: tuple[str, ...] = (THERE,),
 ) -> str:
     """What the report of service "s" about host 1 comes to. later: its scan began after the record became what it is.
     listed: the service on record may have the host.
@@ -79,6 +85,7 @@ def outcome(
         now=now,
         grace_s=30.0,
         may_have=lambda *_: listed,
+        fenced=fenced,
     )
     words = {e.HostRuns: RUNS, e.HostMissing: MISSING}
     return " ".join(
@@ -156,6 +163,7 @@ def outcome(
 )
 def test_a_machine_that_a_host_lists(record: Brief | None, machine: Running, expected: str) -> None:
     assert outcome(record, machine) == expected
+    assert outcome(record, machine, fenced=(HERE,)) == expected.replace(HARMFUL_RUNS, RUNS), "no breaker counts a loss"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +185,7 @@ def test_a_machine_that_a_host_lists(record: Brief | None, machine: Running, exp
 )
 def test_a_machine_that_a_host_does_not_list(record: Brief, expected: str) -> None:
     assert outcome(record, None) == outcome(record, None, listed=True) == expected
+    assert outcome(record, None, fenced=(HERE,)) == expected
     assert outcome(record, None, later=False) == expected.replace(LOST, HARMFUL_RESCAN).replace(MISSING, RESCAN)
     assert outcome(record, None, later=False, now=SINCE + 30.0) == AGREES
 
@@ -211,7 +220,10 @@ def test_a_machine_of_another_service(record: Brief, machine: Running | None, ex
 def test_what_is_over_is_destroyed_by_a_later_scan_and_a_young_record_demands_none(
     later: bool, now: float, expected: str
 ) -> None:
-    assert outcome(brief(State.ACTIVE, 2), OURS, later=later, now=now) == expected
+    over = brief(State.ACTIVE, 2)
+    assert outcome(over, OURS, later=later, now=now) == expected
+    of_a_loss = expected.replace(HARMFUL_RUNS, RUNS).replace(HARMFUL_RESCAN, RESCAN)
+    assert outcome(over, OURS, later=later, now=now, fenced=(HERE,)) == of_a_loss
 
 
 @pytest.mark.parametrize(("age", "young"), [(-0.1, False), (0.0, True), (30.0, True), (30.1, False)])

@@ -17,7 +17,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain import leases, way_back
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.events import InstanceEvent
-from cell_conductor.domain.fences import Fence, losses_of
+from cell_conductor.domain.fences import Fence, given_up_on
 from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
@@ -166,7 +166,7 @@ def test_a_record_that_an_event_leaves_as_it_was_loses_nothing_again() -> None:
     follower = FenceSteps()
     for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, then=None)),):
         follower.follow(before, Step(before), event, replace(PATIENCE, fences=fences))
-    assert follower.losses == []
+    assert follower.given_up == {}
 
 
 def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
@@ -237,10 +237,6 @@ def fences_on(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
 
 
-def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
-    return [(one.host_uuid, one.attempt) for one in losses_of(before, after, host(n), 300.0)]
-
-
 def test_nothing_is_commanded_on_a_fenced_host() -> None:
     context = replace(PATIENCE, fences=fences_on(1, 2))
     stepped = step(Instance(uuid=UUID), queried(), context)
@@ -282,7 +278,7 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     if is_last:
         made.apply(fenced(2))
         assert isinstance(question_of(made.instance), Revert)
-    assert lost(before, made.instance, 2) == [(host(2), 2)]
+    assert given_up_on(before, made.instance, host(2)) == ("s1",)
 
 
 # --- The leases of compute services: a row for each bound and each condition.

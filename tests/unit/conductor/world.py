@@ -102,18 +102,15 @@ class Alone:
     def invalidate(self) -> None:
         """There are no fences."""
 
-    def note_losses(self, losses: object) -> None:
+    def reload_soon(self) -> None:
         """There are no fences."""
-
-    async def on_results(self, results: object) -> None:
-        """There are no losses."""
 
     async def load(self) -> None:
         """There is nothing on record."""
 
-    async def without_losses(self, report: ComputeHosts, *_: object) -> tuple[ComputeHosts, list[Any]]:
-        """All of the report."""
-        return report, []
+    async def compare(self, *_: object) -> list[Any]:
+        """No host is fenced."""
+        return []
 
     def is_gone(self, service: str) -> bool:
         """No service is."""
