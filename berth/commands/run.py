@@ -48,9 +48,11 @@ class Role(StrEnum):
     CONDUCTOR = "conductor"
     COMPUTE = "compute"
     IRONIC_SYNC = "ironic-sync"
+    GATEWAY = "gateway"
 
 
 Build = Callable[[Environment], Service]
+WITHOUT_DATABASE = frozenset({Role.COMPUTE, Role.GATEWAY})
 
 
 def run_role(
@@ -84,8 +86,10 @@ def run_role(
         if role is Role.PLACEMENT and requested is not None:
             served = at_http(settings, *requested)
             settings = served.settings
-        here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
-        build = _build(role, here, cell, service, health_with_rest=served.with_rest)
+        here = database_of(settings) if role not in WITHOUT_DATABASE else Site(settings)
+        build = _build(
+            role, here, cell, service, health_with_rest=served.with_rest, reread=lambda: settings_of(context)
+        )
         listen = _listen(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
         if served.sentence:
@@ -116,7 +120,15 @@ def _check_role(role: Role, *, api: str | None, shadow: bool) -> None:
         raise Stop(Exit.USAGE, "shadow.role", "--shadow is nova-scheduler's")
 
 
-def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:
+def _build(
+    role: Role,
+    here: Site,
+    cell: str | None,
+    service: str | None,
+    *,
+    health_with_rest: bool,
+    reread: Callable[[], Settings],
+) -> Build:
     settings: Settings = here.settings
     if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
         raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
@@ -138,12 +150,20 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         import ironic_sync.app  # noqa: PLC0415
 
         return lambda env: ironic_sync.app.build(env, settings.ironic_sync)
+    if role is Role.GATEWAY:
+        import gateway.app  # noqa: PLC0415
+
+        return lambda env: gateway.app.build(env, settings.gateway, lambda: reread().gateway.projects)
     assert cell is not None
     here.check_cell(cell)
     if role is Role.CONDUCTOR:
         import cell_conductor.app  # noqa: PLC0415
 
         return lambda env: cell_conductor.app.build(env, settings.conductor, cell)
+    return _build_compute(settings, cell, service)
+
+
+def _build_compute(settings: Settings, cell: str, service: str | None) -> Build:
     try:
         name = msgspec.convert(service or default_service(cell, socket.gethostname()), Word)
     except msgspec.ValidationError as fault:

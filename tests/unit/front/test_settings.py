@@ -202,7 +202,16 @@ def test_an_address_of_traces_that_is_none_is_named_at_the_start(endpoint: str) 
 
 
 ROOT = Path(__file__).parents[3]
-OURS = ("berth", "bus", "cell_conductor", "compute_sim", "ironic_sync", "placement_worker", "scheduler_worker")
+OURS = (
+    "berth",
+    "bus",
+    "cell_conductor",
+    "compute_sim",
+    "gateway",
+    "ironic_sync",
+    "placement_worker",
+    "scheduler_worker",
+)
 # Bodies of Placement's REST API are refused in the real Placement's words, which have its patterns.
 PLACEMENTS_WORDS = {"placement_worker/rest/bodies.py"}
 DECODING = {"ValidationError", "DecodeError", "MsgspecError"}
@@ -458,16 +467,18 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         "cell_conductor": PermissionRole.CONDUCTOR,
         "compute_sim": PermissionRole.COMPUTE,
         "ironic_sync": PermissionRole.IRONIC_SYNC,
+        "gateway": PermissionRole.GATEWAY,
         "operator": PermissionRole.OPERATOR,
     }
     settings = Settings()
-    for queue in [one for row in QUEUES for one in row.queues]:
+    for queue in [one for row in QUEUES if row.where is not Where.PROJECT for one in row.queues]:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)
         grants = of_role(role_of[queue.consumer], settings)
         assert any(allows(one.read, name) and allows(one.configure, name) and allows(one.write, name) for one in grants)
-    for message in MESSAGES:
-        key = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
+    for message in [one for one in MESSAGES if one.where is not Where.PROJECT]:
+        own = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
         for publisher in message.publishers:
+            key = "door.request.some-1" if (publisher, "client" in message.publishers) == ("gateway", True) else own
             grants = (
                 [of_project("some-1", settings)] if publisher == "client" else of_role(role_of[publisher], settings)
             )
@@ -486,6 +497,7 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         (PermissionRole.CONDUCTOR, "cell_conductor", "near"),
         (PermissionRole.COMPUTE, "compute_sim", "near"),
         (PermissionRole.IRONIC_SYNC, "ironic_sync", "api"),
+        (PermissionRole.GATEWAY, "gateway", "api"),
         (PermissionRole.NOVA_SCHEDULER, FRONT, "api"),
     ],
 )
@@ -531,7 +543,7 @@ def test_the_command_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (one,) = json.loads(shown.stdout)
     assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "project p0")
     shown = RUNNER.invoke(app, ["permissions"])
-    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 3
+    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 1 + 3
 
 
 @pytest.mark.parametrize(
