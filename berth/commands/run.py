@@ -130,8 +130,6 @@ def _build(
     reread: Callable[[], Settings],
 ) -> Build:
     settings: Settings = here.settings
-    if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
-        raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     if role is Role.PLACEMENT:
         import placement_worker.app  # noqa: PLC0415  (why: at the top)
 
@@ -154,16 +152,18 @@ def _build(
         import gateway.app  # noqa: PLC0415
 
         return lambda env: gateway.app.build(env, settings.gateway, lambda: reread().gateway.projects)
-    assert cell is not None
+    return _build_in_cell(role, here, cell, service)
+
+
+def _build_in_cell(role: Role, here: Site, cell: str | None, service: str | None) -> Build:
+    settings = here.settings
+    if cell is None:
+        raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     here.check_cell(cell)
     if role is Role.CONDUCTOR:
         import cell_conductor.app  # noqa: PLC0415
 
         return lambda env: cell_conductor.app.build(env, settings.conductor, cell)
-    return _build_compute(settings, cell, service)
-
-
-def _build_compute(settings: Settings, cell: str, service: str | None) -> Build:
     try:
         name = msgspec.convert(service or default_service(cell, socket.gethostname()), Word)
     except msgspec.ValidationError as fault:
