@@ -191,7 +191,7 @@ MAX_DOOR_BYTES = 512 * 1024
 
 # What a project may have waiting before its gateway, and the events that wait for its virtual host.
 MAX_PROJECT_MESSAGES = 20_000
-MAX_PROJECT_BYTES = 16 * 2**20
+MAX_PROJECT_BYTES = 4 * 2**20
 PROJECT_TTL_S = 86_400.0
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them

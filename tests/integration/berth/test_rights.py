@@ -162,7 +162,7 @@ async def test_a_role_publishes_what_its_rows_of_the_catalogue_say_and_nothing_e
     """A compute service claimed for any project: the default exchange, open for replies, opened every queue."""
     package, home = USERS[user]
     url = servers.broker.url(API_VHOST if kind is Where.API else CELL, user=user, password=PASSWORD)
-    if kind is not home and package in {"cell_conductor", "compute_sim", "ironic_sync", "client"}:
+    if kind is not home and package in {"cell_conductor", "compute_sim", "ironic_sync", "gateway", "client"}:
         with pytest.raises(AMQPError):
             await aiormq.connect(url)
         return

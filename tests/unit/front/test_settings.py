@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.commands.as_toml import as_toml
+from berth.commands.common import Exit
 from berth.database_rights import statements
 from berth.permissions import (
     Grant,
@@ -33,6 +34,7 @@ from berth.permissions import (
     of_role,
 )
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
+from berth.site import Site
 from berth.tracing import make_tracer
 from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES, projects_key
@@ -41,6 +43,7 @@ from bus.contracts.queues import FRONT, QUEUES, Where
 from bus.rights import sample_keys
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from bus.topology import QueueNames
+from gateway.config import GatewayConfig
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 from scheduler_worker.domain.objects import BODIES
@@ -596,3 +599,52 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
     assert of_role(PermissionRole.NOVA_SCHEDULER, Settings()) == []
     alone = of_role(PermissionRole.NOVA_SCHEDULER, structs.replace(REAL, bus=BusSettings()))
     assert [one.vhost for one in alone] == ["nova", "stock"], "with the book in its process"
+
+
+# --- a project whose clients nobody trusts: its virtual host
+
+
+def test_a_project_of_the_gateways_has_a_virtual_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTH_GATEWAY__PROJECTS", '["p0", "p1"]')
+    monkeypatch.setenv("BERTH_GATEWAY__URL", "amqp://berth-gateway:secret@clients:5671")
+    made = RUNNER.invoke(app, ["permissions", "--project", "p0"]).stdout
+    assert "clients:5671" in made and "secret" not in made and made.count("set_permissions") == 2
+    for command in ("add_vhost client.p0", "set_vhost_limits -p client.p0", "set_user_limits berth-project-p0"):
+        assert command in made
+    shown = RUNNER.invoke(app, ["permissions", "--project", "p0", "--project", "p1", "--definitions"])
+    defined = json.loads(shown.stdout)
+    assert [one["name"] for one in defined["vhosts"]] == ["client.p0", "client.p1"]
+    own = next(one for one in defined["permissions"] if one["user"] == "berth-project-p0")
+    for pattern, names in (("configure", ()), ("write", ("berth",)), ("read", ("berth.events", "berth.replies"))):
+        every = ("berth", "berth.events", "berth.replies", "gateway.requests", "gateway.queries", "mine")
+        assert {name for name in every if allows(own[pattern], name)} == set(names)
+    removed = RUNNER.invoke(app, ["permissions", "--project", "p9", "--remove"]).stdout  # the settings forgot it before
+    assert "delete_vhost client.p9" in removed and "delete_queue -p berth gateway.events.p9" in removed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--project", "p0", "--project", "other"), "permissions.vhosts"),
+        (("--project", "p0", "--role", "gateway"), "permissions.vhosts"),
+        (("--project", "p0", "--exchanges"), "permissions.vhosts"),
+        (("--project", "p0", "--remove", "--definitions"), "permissions.vhosts"),
+        (("--project", "p0", "--project", "p1", "--user", "me"), "permissions.user"),
+        (("--project", "a b", "--remove"), "project.invalid"),
+    ],
+)
+def test_a_virtual_host_is_printed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTH_GATEWAY__PROJECTS", '["p0", "p1"]')
+    shown = RUNNER.invoke(app, ["permissions", *arguments])
+    assert shown.exit_code == Exit.USAGE and f"({code})" in shown.output.replace("\n", " ")
+
+
+def test_a_projects_bus_is_its_virtual_host_of_the_clients_broker() -> None:
+    shared = Site(Settings(bus=BusSettings(url="amqp://u:p%40@a:1,b:2/berth?verify=verify_none")))
+    assert shared.place_of("client.p0") == ("amqp://u:p%40@a:1,b:2/client.p0?verify=verify_none", "")
+    apart = Settings(bus=BusSettings(url="amqp://u:p@a/berth"), gateway=GatewayConfig(url="amqps://g:p@clients"))
+    assert Site(apart).place_of("client.p0") == ("amqps://g:p@clients/client.p0", "")
