@@ -23,12 +23,9 @@ from bus.contracts.base import Word
 from bus.contracts.catalogue import (
     MESSAGES,
     OF_PROJECT,
-    OPERATORS,
-    OPERATORS_KEY,
-    MessageRow,
     projects_key,
-    published_by,
 )
+from bus.contracts.publishers import keys_of, published_by
 from bus.contracts.queues import (
     DEAD,
     DEAD_LETTERS,
@@ -71,6 +68,7 @@ class PermissionRole(StrEnum):
     CONDUCTOR = "conductor"
     COMPUTE = "compute"
     IRONIC_SYNC = "ironic-sync"
+    GATEWAY = "gateway"
     IRONIC = "ironic"
     NOVA_SCHEDULER = "nova-scheduler"
     OPERATOR = "operator"
@@ -83,6 +81,7 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.CONDUCTOR: ("cell_conductor", (Where.CELL,)),
     PermissionRole.COMPUTE: ("compute_sim", (Where.CELL,)),
     PermissionRole.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
+    PermissionRole.GATEWAY: ("gateway", (Where.API,)),
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
 }
 OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
@@ -319,21 +318,18 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names, gives_up=package == queue.consumer)
-    _allow_messages(allowed, published_by(package, kind), replies_of(package, _literal(names.queue(""))), names)
+    _allow_messages(allowed, package, kind, names)
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.allow_publish(names.exchange(REPLAY), f"{_literal(names.queue(''))}.+")
         allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
 
 
-def _allow_messages(allowed: _Allowed, published: Sequence[MessageRow], replies: str, names: QueueNames) -> None:
-    """To publish messages, and to receive the replies. replies: the names of the queues for these."""
+def _allow_messages(allowed: _Allowed, package: str, kind: Where, names: QueueNames) -> None:
+    """To publish a package's messages on a bus of this kind, and to receive the replies."""
+    published, replies = published_by(package, kind), replies_of(package, _literal(names.queue("")))
     for row in published:
-        exchange = names.exchange(row.exchange)
-        allowed.allow_publish(exchange, _filled(row.key))
-        if row.batch_key:
-            allowed.allow_publish(exchange, _literal(row.batch_key))
-        if row.message in OPERATORS:
-            allowed.allow_publish(exchange, _filled(OPERATORS_KEY))
+        for key in keys_of(row, package):
+            allowed.allow_publish(names.exchange(row.exchange), _filled(key))
     if any(row.reply is not None for row in published):
         allowed.allow_ownership(replies)
         allowed.allow_bind(names.exchange(REPLY), replies)
@@ -379,6 +375,8 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives
     allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
         allowed.allow_bind(names.exchange(exchange), _filled(key))
+    if queue.drops_to:
+        allowed.allow_route(names.exchange(RETURN))
     for replies in replies_to([queue.name], _literal(names.queue(""))) if gives_up else ():
         allowed.allow_publish(names.exchange(REPLY), replies)
     if queue.kind is QueueKind.DURABLE:
@@ -427,7 +425,7 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
         _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
-        _allow_messages(at(bus), published_by(FRONT, Where.API), replies_of(FRONT, _literal(names.queue(""))), names)
+        _allow_messages(at(bus), FRONT, Where.API, names)
     if config.transport_url:
         of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))
         of_nova.configure[_literal(config.control_exchange)] = None

@@ -19,6 +19,7 @@ from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.service.settings import Secret, SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
+from gateway.config import GatewayConfig
 from ironic_sync.config import IronicSyncConfig
 from placement_worker.config import PlacementConfig
 from scheduler_worker.config import SchedulerConfig
@@ -185,6 +186,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of each compute service."""
     ironic_sync: IronicSyncConfig = IronicSyncConfig()
     """Of each ironic_sync process."""
+    gateway: GatewayConfig = GatewayConfig()
+    """Of each gateway process."""
     fencing: FencingSettings = FencingSettings()
     """How hosts are switched off."""
     audit: AuditSettings = AuditSettings()
@@ -222,7 +225,8 @@ def check_urls(settings: Settings) -> None:
 
     Raises SettingsError (`bus.url`, `database.url`) with the setting's name, and no part of the URL.
     """
-    for name, url in (("bus.url", settings.bus.url), *_cell_urls(settings)):
+    gateway = [("gateway.url", settings.gateway.url)] if settings.gateway.url else []
+    for name, url in (("bus.url", settings.bus.url), *_cell_urls(settings), *gateway):
         try:
             if url != MEMORY:
                 parse_bus_url(url)

@@ -22,11 +22,12 @@ from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Word
 from bus.contracts.objects import CellBus, CellDecision, CellState, ObjectKind
+from bus.contracts.queues import is_project_bus
 from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault
 from bus.local import LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
-from bus.rabbitmq.address import BadBusUrl, parse_bus_url
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url, with_vhost
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.settings import SettingsError
@@ -184,6 +185,8 @@ class Site:
                 return runtime.buses[name], ""
         if name == API:
             return bus.url, bus.prefix
+        if is_project_bus(name):  # its virtual host has no other system's names
+            return clients_url(self.settings, name), ""
         cell = self.settings.cells[name]
         return self._place_of_cell(name, cell.url, cell.prefix)
 
@@ -194,6 +197,12 @@ class Site:
         if bus.url == MEMORY:
             return bus.url, prefix  # a memory broker of its own
         return bus.url, prefix or f"{bus.prefix}{name}."
+
+
+def clients_url(settings: Settings, bus: str) -> str:
+    """The URL of a project's bus, its virtual host on the clients' broker."""
+    url = settings.gateway.url or settings.bus.url
+    return url if url == MEMORY else with_vhost(url, bus)
 
 
 def url_of(where: CellBus, directory: str, variables: Mapping[str, str]) -> str:

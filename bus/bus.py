@@ -18,7 +18,7 @@ from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
-from bus.contracts.queues import BY_QUEUE, EVENTS, Where
+from bus.contracts.queues import BY_QUEUE, EVENTS, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
@@ -187,10 +187,20 @@ class Bus:
         return answer
 
     async def request_all(
-        self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
+        self,
+        messages: Sequence[Message],
+        reply: type[R],
+        *,
+        timeout_s: float,
+        causes: Sequence[str],
+        to: Callable[[Message], tuple[str, str]] | None = None,
     ) -> list[R | Fault]:
-        """Send many requests in one round trip. Returns the reply or the fault of each, in order."""
-        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes)
+        """Send many requests in one round trip. Returns the reply or the fault of each, in order.
+
+        to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
+        cannot take raises as `publish` does.
+        """
+        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes, to=to)
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name, and return its real name. `{process}` is this bus's own
@@ -238,7 +248,7 @@ class Bus:
         packed = pack(message, meta)
         # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
         # together.
-        in_batches = row.batch_key and not mode.probes_first
+        in_batches = row.batch_key and mode.batches
         exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
         if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
             return
@@ -253,9 +263,10 @@ class Bus:
         if found is None:
             row = BY_TYPE[kind]
             # Other programs may listen to public events on the API bus, and read one JSON object in each message.
-            # Without listeners this costs almost nothing.
-            alone = row.public and row.exchange == EVENTS and self.name == API
-            probes_first = alone and bool(row.batch_key)
+            # Without listeners this costs almost nothing. On a project's bus nobody else listens.
+            of_project = is_project_bus(self.name)
+            alone = row.public and row.exchange == EVENTS and (self.name == API or of_project)
+            probes_first = alone and bool(row.batch_key) and not of_project
             found = self._modes[kind] = (
                 row,
                 Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
@@ -307,7 +318,13 @@ class Requester:
         self._timeouts = metrics.REPLY_TIMEOUTS.labels(bus)
 
     async def ask(
-        self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
+        self,
+        messages: Sequence[Message],
+        reply: type[R],
+        *,
+        timeout_s: float,
+        causes: Sequence[str],
+        to: Callable[[Message], tuple[str, str]] | None = None,
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
@@ -320,7 +337,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, limit.when())
+                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to)
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -359,6 +376,8 @@ class Requester:
         ids: Sequence[str],
         pending: _PendingRequests,
         until: float | None,
+        *,
+        to: Callable[[Message], tuple[str, str]] | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
         repeated. until: the time of the event loop at which the requester stops waiting.
@@ -369,7 +388,8 @@ class Requester:
             for index, message in enumerate(messages):
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
-                    self._post(message, causes[index], ids[index], until, waiter, pending.spans.get(index))
+                    where = (to or destination)(message)
+                    self._post(message, where, causes[index], ids[index], until, waiter, pending.spans.get(index))
             await waiter.wait()
             await pending.done
 
@@ -377,11 +397,15 @@ class Requester:
             code = getattr(error, "code", "")
             log.info("bus.request_again", code=code, pending=len(ids), cause=causes[0])
 
-        await self._retrying.call(publish_unanswered, on_failure=log_failure)
+        if to is None:
+            await self._retrying.call(publish_unanswered, on_failure=log_failure)
+        else:
+            await publish_unanswered()
 
     def _post(  # noqa: PLR0917  (hot, so no keywords)
         self,
         message: Message,
+        where: tuple[str, str],
         cause: str,
         correlation_id: str,
         until: float | None,
@@ -398,7 +422,7 @@ class Requester:
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
-        self._publisher.post(*destination(message), mode, pack(message, meta), waiter, until)
+        self._publisher.post(*where, mode, pack(message, meta), waiter, until)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):

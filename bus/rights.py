@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bus.contracts.catalogue import message_keys, sample_of, taken_by
+from bus.contracts.catalogue import taken_by
+from bus.contracts.publishers import message_keys, sample_of
 from bus.contracts.queues import DEAD, QUEUES, REPLY, QueueKind, QueueRow, Where
 from bus.contracts.replies import sample_reply_keys
 from bus.topology import delay_exchange

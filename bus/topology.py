@@ -20,6 +20,7 @@ from bus.contracts.queues import (
     RETURN,
     QueueKind,
     QueueRow,
+    is_project_bus,
 )
 
 # The bounds of the queue of dead letters and of the queue of each delay: messages, and bytes of their bodies.
@@ -60,7 +61,8 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
     dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
     other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
-    before the queue gives it up; None: not stated, because the queue has no consumer.
+    before the queue gives it up; None: not stated, because the queue has no consumer. single_active: one consumer at a
+    time gets the deliveries.
     """
 
     name: str
@@ -72,6 +74,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     delivery_limit: int | None = None
     ttl_s: float | None = None
     disposable: bool = False
+    single_active: bool = False
     dead_exchange: str | None = None
     dead_key: str = ""
     bindings: tuple[tuple[str, str], ...] = ()
@@ -170,13 +173,15 @@ def delayed_queue(delay_s: float) -> str:
     return f"{DELAYED}.{_ms(delay_s)}"
 
 
-def shared_exchanges() -> tuple[ExchangePlan, ...]:
-    """Return the exchanges of a bus, in the order in which they can be declared.
+def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
+    """Return the exchanges of a bus, in the order in which they can be declared. A project's has those of clients.
 
     A delayed message whose queue no longer exists becomes a dead letter. Otherwise the broker would try to route it
     again and again, and a few such messages would block all delayed ones
     (docs/decisions/0016-one-set-of-delays-a-bus.md).
     """
+    if is_project_bus(bus):
+        return (ExchangePlan(COMMANDS), ExchangePlan(EVENTS), ExchangePlan(REPLY))
     delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)
     return (
         ExchangePlan(COMMANDS),
@@ -190,13 +195,15 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
     )
 
 
-def shared_queues() -> tuple[QueuePlan, ...]:
-    """Return the queues that all consumers of a bus share.
+def shared_queues(bus: str = "") -> tuple[QueuePlan, ...]:
+    """Return the queues that all consumers of a bus share; on a project's there are none.
 
     A message that the broker gives up of a queue that `keeps_keys` is no dead letter at once: clients choose its bytes,
     and a full queue of dead letters would hold it, and then the requests of all, in the queue of requests. The consumer
     that announces its end parks a letter that is cut (`ClientLetters`).
     """
+    if is_project_bus(bus):
+        return ()
     dead = QueuePlan(
         name=DEAD_LETTERS,
         durable=True,
@@ -227,20 +234,29 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
     dies = row.has_letters
+    dead_exchange, dead_key = (GIVEN_UP, "") if row.keeps_keys else (DEAD, name)
+    if row.drops_to:
+        dead_exchange, dead_key = RETURN, _named_as(row.drops_to, row, name)
     return QueuePlan(
         name=name,
         durable=not private,
         exclusive=private,
-        disposable=row.kind is QueueKind.EXPIRING,
+        disposable=row.kind is QueueKind.EXPIRING and not row.single_active,
+        single_active=row.single_active,
         max_length=row.max_length,
         max_bytes=row.max_bytes,
-        drop_head=private,
+        drop_head=private or bool(row.drops_to),
         delivery_limit=None if private else row.delivery_limit if durable else NEVER_GIVEN_UP,
         ttl_s=row.ttl_s,
-        dead_exchange=(GIVEN_UP if row.keeps_keys else DEAD) if dies else None,
-        dead_key=name if dies and not row.keeps_keys else "",
+        dead_exchange=dead_exchange if dies or row.drops_to else None,
+        dead_key=dead_key if dies or row.drops_to else "",
         bindings=(*bindings, (RETURN, name), (REPLAY, name)) if durable else tuple(bindings),
     )
+
+
+def _named_as(template: str, row: QueueRow, name: str) -> str:
+    """Return the name of a queue of another template, with the word that the name of this row's queue ends with."""
+    return template.partition("{")[0] + name.removeprefix(row.name.partition("{")[0])
 
 
 def reply_plan(name: str, *, bound: bool = True) -> QueuePlan:

@@ -19,8 +19,18 @@ import structlog
 from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag_of
-from bus.contracts.catalogue import BY_TYPE, FORBIDDEN, MESSAGES, REPLIES, may_come_under, routing_key, why_not_under
-from bus.contracts.queues import BY_QUEUE, QUEUES
+from bus.contracts.catalogue import (
+    BY_TYPE,
+    FORBIDDEN,
+    MESSAGES,
+    REPLIES,
+    forbidden,
+    may_come_under,
+    operators_rights,
+    routing_key,
+    wrong_key,
+)
+from bus.contracts.queues import BY_QUEUE, PROJECT, QUEUES
 from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.key_trust import published_key
@@ -75,6 +85,8 @@ REPLY_TO = "message.reply_to"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
+# In a project's virtual host every key is the project's: what comes there names it, whatever a key or a body says.
+_OF_PROJECTS = frozenset(row.name for row in QUEUES if row.where is PROJECT)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
 # The texts of these requests come into records; placement checks every name by itself.
@@ -196,6 +208,7 @@ class Codec:
         self._queue = queue
         self._may_answer = _answerable(queue)
         self._is_theirs = queue in _WITH_THEIRS
+        self._binds_keys = queue not in _OF_PROJECTS
         self._most_bytes = most_bytes(queue)
         self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
@@ -292,9 +305,10 @@ class Codec:
             message = decoder.decode(body)
             if type(message) in _BY_OTHERS and has_nul(body):
                 return self._malformed(body, INVALID, NUL_REASON, meta, key)
-            if key and not may_come_under(message, key):
-                code = FORBIDDEN if key == routing_key(message) else WRONG_KEY
-                return self._malformed(body, code, why_not_under(message, key), meta, key)
+            if not self._may_come(message, key):
+                is_forbidden = not self._binds_keys or key == routing_key(message)
+                code, reason = (FORBIDDEN, forbidden(message)) if is_forbidden else (WRONG_KEY, wrong_key(message, key))
+                return self._malformed(body, code, reason, meta, key)
             return Read(message, meta)
         except msgspec.ValidationError as error:
             return self._malformed(body, INVALID, _with_suggestion(reason_of(error), self._fields), meta, key)
@@ -304,7 +318,11 @@ class Codec:
             return self._malformed(body, MALFORMED, "nested too deeply", meta, key)
 
     def _is_sound(self, meta: Meta, message: Message, key: str) -> bool:
-        return _may_travel(meta) and self._may_be_answered(meta) and (not key or may_come_under(message, key))
+        return _may_travel(meta) and self._may_be_answered(meta) and self._may_come(message, key)
+
+    def _may_come(self, message: Message, key: str) -> bool:
+        """Whether its publisher may request this."""
+        return may_come_under(message, key) if self._binds_keys and key else not key or not operators_rights(message)
 
     def _may_be_answered(self, meta: Meta) -> bool:
         """Whether a reply to it, if one is wanted, would go where replies go."""

@@ -416,6 +416,9 @@ def _add_requests(
     service.add_consumer(
         take("scheduler.requests", max_batch=batch, concurrency=at_once, prefetch=LANE_PREFETCH, paced=True)
     )
+    service.add_consumer(
+        take("scheduler.door", max_batch=batch, concurrency=at_once, prefetch=LANE_PREFETCH, paced=True)
+    )
     service.add_consumer(take("scheduler.given_up", max_batch=16, concurrency=1, prefetch=32))
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 

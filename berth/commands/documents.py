@@ -23,6 +23,7 @@ from berth.permissions import (
     of_project,
     of_role,
 )
+from berth.project_vhost import ending, host_definitions, making, virtual_host
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
@@ -55,6 +56,9 @@ async def permissions(
     of_exchanges: OfExchanges = False,
     users: Users = None,
     of_database: OfDatabase = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="The end of a project's virtual host, which `gateway.projects` named.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the rights that each user needs.
@@ -69,19 +73,49 @@ async def permissions(
         for line in statements(settings):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         return
+    if own := [one for one in project or () if remove or one in settings.gateway.projects]:
+        is_alone = len(own) == len(project or ()) and not (role or cell or of_exchanges or (remove and as_definitions))
+        _print_vhosts(settings, own if is_alone else (), user, remove=remove, as_json=as_definitions or as_json)
+        return
     grants = _grants(settings, role, project or (), cell, user)
     if users is not None:
         _check_users(grants, users)
+    _print_grants(grants, settings, as_definitions=as_definitions, of_exchanges=of_exchanges, as_json=as_json)
+
+
+def _print_grants(
+    grants: Sequence[Grant], settings: Settings, *, as_definitions: bool, of_exchanges: bool, as_json: bool
+) -> None:
     if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
         raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
     if of_exchanges:
         print_json(exchanges(grants, settings))
-        return
-    if as_json or as_definitions:
+    elif as_json or as_definitions:
         print_json(definitions(grants) if as_definitions else as_plain(grants))
+    else:
+        for line in commands(grants):
+            out.print(line, markup=False, soft_wrap=True)
+
+
+def _print_vhosts(
+    settings: Settings, projects: Sequence[str], user: str | None, *, remove: bool, as_json: bool
+) -> None:
+    """Print the virtual hosts of projects, or their ends. Raises Stop."""
+    if not projects:
+        sentence = "projects of gateway.projects have virtual hosts: print these alone, by commands or --definitions"
+        raise Stop(Exit.USAGE, "permissions.vhosts", sentence)
+    if user is not None and len(projects) > 1:
+        raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --project")
+    try:
+        hosts = [virtual_host(one, settings, user=user) for one in projects]
+    except ValueError as fault:
+        raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
+    if as_json:
+        print_json(host_definitions(hosts))
         return
-    for line in commands(grants):
-        out.print(line, markup=False, soft_wrap=True)
+    for host in hosts:
+        for line in ending(host, settings) if remove else making(host):
+            out.print(line, markup=False, soft_wrap=True)
 
 
 def _check_users(grants: Sequence[Grant], listed: Path) -> None:

@@ -48,9 +48,11 @@ class Role(StrEnum):
     CONDUCTOR = "conductor"
     COMPUTE = "compute"
     IRONIC_SYNC = "ironic-sync"
+    GATEWAY = "gateway"
 
 
 Build = Callable[[Environment], Service]
+WITHOUT_DATABASE = frozenset({Role.COMPUTE, Role.GATEWAY})
 
 
 def run_role(
@@ -84,8 +86,10 @@ def run_role(
         if role is Role.PLACEMENT and requested is not None:
             served = at_http(settings, *requested)
             settings = served.settings
-        here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
-        build = _build(role, here, cell, service, health_with_rest=served.with_rest)
+        here = database_of(settings) if role not in WITHOUT_DATABASE else Site(settings)
+        build = _build(
+            role, here, cell, service, health_with_rest=served.with_rest, reread=lambda: settings_of(context)
+        )
         listen = _listen(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
         if served.sentence:
@@ -116,10 +120,16 @@ def _check_role(role: Role, *, api: str | None, shadow: bool) -> None:
         raise Stop(Exit.USAGE, "shadow.role", "--shadow is nova-scheduler's")
 
 
-def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:
+def _build(
+    role: Role,
+    here: Site,
+    cell: str | None,
+    service: str | None,
+    *,
+    health_with_rest: bool,
+    reread: Callable[[], Settings],
+) -> Build:
     settings: Settings = here.settings
-    if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
-        raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     if role is Role.PLACEMENT:
         import placement_worker.app  # noqa: PLC0415  (why: at the top)
 
@@ -138,7 +148,17 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         import ironic_sync.app  # noqa: PLC0415
 
         return lambda env: ironic_sync.app.build(env, settings.ironic_sync)
-    assert cell is not None
+    if role is Role.GATEWAY:
+        import gateway.app  # noqa: PLC0415
+
+        return lambda env: gateway.app.build(env, settings.gateway, lambda: reread().gateway.projects)
+    return _build_in_cell(role, here, cell, service)
+
+
+def _build_in_cell(role: Role, here: Site, cell: str | None, service: str | None) -> Build:
+    settings = here.settings
+    if cell is None:
+        raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     here.check_cell(cell)
     if role is Role.CONDUCTOR:
         import cell_conductor.app  # noqa: PLC0415

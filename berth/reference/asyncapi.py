@@ -15,7 +15,12 @@ from bus.wire import CAUSE, TRACEPARENT
 
 _SCHEMA = "#/components/schemas/{name}"
 REPLY_CHANNEL = "replies"
-_BUSES = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}
+_BUSES = {
+    Where.API: "API bus",
+    Where.CELL: "each cell's bus",
+    Where.BOTH: "API bus and each cell's bus",
+    Where.PROJECT: "each project's virtual host",
+}
 _BINDING = "0.3.0"
 
 _DESCRIPTION = """\

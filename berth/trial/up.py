@@ -13,6 +13,7 @@ import msgspec
 
 import cell_conductor.app
 import compute_sim.app
+import gateway.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
@@ -171,6 +172,8 @@ class LocalSystem:
         if ironic_url is not None:
             await start({"ironic-sync": partial(self._ironic_sync, ironic_url)})
         await start({name: partial(self._scheduler, name) for name in _numbered("scheduler", up.schedulers)})
+        if self.site.settings.gateway.projects:
+            await start({"gateway": self._gateway})
 
     async def _start(self, builds: Mapping[str, Callable[[], Service]]) -> None:
         self._builds.update(builds)
@@ -211,6 +214,9 @@ class LocalSystem:
     def _ironic_sync(self, url: str) -> Service:
         config = msgspec.structs.replace(self.site.settings.ironic_sync, url=url)
         return ironic_sync.app.build(self.site.environment("ironic-sync", "ironic-sync"), config)
+
+    def _gateway(self) -> Service:
+        return gateway.app.build(self.site.environment("gateway"), self.site.settings.gateway)
 
     def _conductor(self, cell: str) -> Service:
         environment = self.site.environment(f"conductor-{cell}")

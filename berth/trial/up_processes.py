@@ -25,6 +25,7 @@ from berth.trial.up import database, ironic_of, sentence, unusable_hosts
 from berth.trial.worker_processes import WatchdogPings, WorkerProcesses
 from bus.bus import API
 from bus.clock import Clock
+from bus.contracts.queues import project_bus
 from placement_worker.rest.config import RestConfig
 
 LOOK_S = 0.2
@@ -247,6 +248,8 @@ async def start(
         processes.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
     for number in range(1, count.schedulers + 1):
         processes.start(f"scheduler{number}", "scheduler")
+    if settings.gateway.projects:
+        processes.start("gateway", "gateway")
     return started
 
 
@@ -268,7 +271,8 @@ async def _broker(settings: Settings, notify: Notify) -> AsyncIterator[dict[str,
         return
     broker = RabbitMQ(settings.state / "rabbitmq")
     async with kept_alive("RabbitMQ", broker, notify=notify, probe=lambda: probe(broker.url())):
-        vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
+        clients = map(project_bus, settings.gateway.projects)
+        vhosts = {API: API_VHOST, **{bus: bus for bus in (*settings.cells, *clients)}}
         urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())
         yield {name: urls[vhost] for name, vhost in vhosts.items()}
 

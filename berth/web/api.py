@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -38,6 +37,7 @@ from bus.contracts.build import (
     DeleteRequest,
     HostsPage,
     HostsQuery,
+    seen_by,
 )
 from bus.faults import Fault
 from bus.port import BusError
@@ -280,14 +280,8 @@ class WebApi(Handlers):
 
 
 def as_seen(build: BuildRecord, caller: WebCaller) -> BuildRecord:
-    """The build with what the caller may know: of other projects' instances that it lost claims to, none."""
-    if caller.sees is None or not any(line.holders for line in build.timeline):
-        return build
-    lines = (
-        replace(line, holders=tuple(one for one in line.holders if one.project_id == caller.sees))
-        for line in build.timeline
-    )
-    return replace(build, timeline=tuple(lines))
+    """The build with what the caller may know."""
+    return build if caller.sees is None else seen_by(build, caller.sees)
 
 
 def caller_of(request: Request) -> WebCaller:

@@ -236,7 +236,9 @@ class OutcomeHandler:
         """
         if self._row.has_letters:
             return [self._dead_letter(item, code, reason)]
-        log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=item.received.meta.cause)
+        if dropped := self._client_log.count() if self._row.has_clients else 1:
+            cause = item.received.meta.cause
+            log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=cause, dropped=dropped)
         return []
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> OutcomeMessage:

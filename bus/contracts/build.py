@@ -11,7 +11,7 @@ from typing import Annotated
 from uuid import UUID, uuid5
 
 from msgspec import Meta as Bound
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from .base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, Word, Zone
 from .deploy import ConfigDrive, ImageSource, Networks
@@ -217,6 +217,15 @@ class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build
     stamps: Stamps | None = None
 
 
+class EventsMissed(Message, frozen=True, kw_only=True, tag="events.missed.v1"):
+    """Some events of the project did not reach its virtual host, which was full or away: the oldest of those that
+    waited. A client that follows requests asks for their state (`build.query.v1`, `instance.query.v1`).
+    """
+
+    project_id: Word
+    at: float = 0.0
+
+
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
     """Ask the scheduler for one build (with its timeline), or for a page of them, newest first.
 
@@ -280,6 +289,17 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stamps: Stamps | None = None
     scores: tuple[HostScore, ...] = ()
     holders: tuple[ClaimHolder, ...] = ()
+
+
+def seen_by(build: BuildRecord, project_id: str) -> BuildRecord:
+    """The build as its project may see it: of other projects' instances that it lost claims to, none."""
+    if not any(line.holders for line in build.timeline):
+        return build
+    lines = (
+        structs.replace(line, holders=tuple(one for one in line.holders if one.project_id == project_id))
+        for line in build.timeline
+    )
+    return structs.replace(build, timeline=tuple(lines))
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):

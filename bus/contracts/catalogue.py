@@ -49,8 +49,9 @@ from bus.contracts.queues import (
     COMPUTE,
     CONDUCTOR,
     DEAD,
+    DOOR,
     EVENTS,
-    FRONT,
+    GATEWAY,
     IRONIC,
     LANE,
     LANES,
@@ -58,6 +59,8 @@ from bus.contracts.queues import (
     MAX_REQUESTS_PER_MESSAGE,
     OPERATOR,
     PLACEMENT,
+    PROJECT,
+    RETURN,
     SCHEDULER,
     Where,
     lane_of,
@@ -139,7 +142,7 @@ def query(
 
 # Who says what to whom: what the rows of one way have in common.
 clients_request = partial(
-    command, where=API, owner=SCHEDULER, by=(CLIENT, OPERATOR), public=True, max_batch=MAX_REQUESTS_PER_MESSAGE
+    command, where=API, owner=SCHEDULER, by=(CLIENT, OPERATOR, GATEWAY), public=True, max_batch=MAX_REQUESTS_PER_MESSAGE
 )
 operators_command = partial(command, where=API, owner=SCHEDULER, by=(OPERATOR,), public=True)
 to_placement = partial(command, where=API, owner=PLACEMENT, by=(SCHEDULER,))
@@ -173,7 +176,15 @@ MESSAGES: tuple[MessageRow, ...] = (
         "instance_uuid and sequence; a lower sequence is old",
         batch_key=BUILD_EVENTS,
     ),
-    query(build.BuildQuery, build.BuildPage, "build.query"),
+    event(
+        build.EventsMissed,
+        "events.missed.{project_id}",
+        "says that some were missed, as often as it comes",
+        where=PROJECT,
+        by=(GATEWAY,),
+        public=True,
+    ),
+    query(build.BuildQuery, build.BuildPage, "build.query", by=(OPERATOR, GATEWAY)),
     query(build.HostsQuery, build.HostsPage, "hosts.query"),
     query(host_metrics.HostMetricsQuery, host_metrics.HostMetricsPage, "hosts.metrics.query"),
     event(
@@ -190,13 +201,13 @@ MESSAGES: tuple[MessageRow, ...] = (
         moves.MoveRequest,
         "instance.move.{lane}.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        by=(CLIENT, OPERATOR, SCHEDULER),
+        by=(CLIENT, OPERATOR, GATEWAY, SCHEDULER),
         reply=moves.MoveAccepted,
     ),
     of_requests(
         moves.MoveEvent, "instance.event.{state}.{project_id}", "instance_uuid and sequence; a terminal one request_id"
     ),
-    query(moves.MoveQuery, moves.MovePage, "instance.query"),
+    query(moves.MoveQuery, moves.MovePage, "instance.query", by=(OPERATOR, GATEWAY)),
     query(drains.DrainQuery, drains.DrainPlan, "hosts.drain.query"),
     operators_command(
         drains.DrainStart,
@@ -213,7 +224,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         "the newest one counts",
         where=BOTH,
         owner="bus",
-        by=(PLACEMENT, SCHEDULER, CONDUCTOR, COMPUTE, IRONIC),
+        by=(PLACEMENT, SCHEDULER, CONDUCTOR, COMPUTE, IRONIC, GATEWAY),
         persistent=False,
     ),
     query(workers.WorkersQuery, workers.WorkersPage, "workers.query"),
@@ -407,6 +418,9 @@ def forbidden(message: Message) -> str:
 
 OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
 OPERATORS_KEY = "operator.request" + OF_PROJECT  # the key of a project's message that uses an operator's rights
+DOOR_KEY = DOOR + OF_PROJECT  # the key of a project's message that a gateway sends on
+
+PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 
 # A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
 _PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
@@ -438,19 +452,30 @@ def destination(message: Message) -> tuple[str, str]:
     return BY_TYPE[type(message)].exchange, routing_key(message)
 
 
+def door_destination(message: Message) -> tuple[str, str]:
+    """(exchange, routing key) under which a gateway sends a project's message on. It uses no right of an operator."""
+    return COMMANDS, DOOR_KEY.format(project_id=message.project_id)  # type: ignore[attr-defined]
+
+
 def may_come_under(message: Message, key: str) -> bool:
-    """Whether a message may have been published under this key: its own, or the one under which batches of it leave.
+    """Whether a message may have been published under this key: its own, the one under which batches of it leave, or
+    that of a gateway.
 
     The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
     """
     row = BY_TYPE.get(type(message))
-    return row is None or key == destination(message)[1] or bool(row.batch_key and key == row.batch_key)
+    if row is None or key == destination(message)[1] or (row.batch_key and key == row.batch_key):
+        return True
+    return GATEWAY in row.publishers and key.startswith(DOOR) and _is_from_door(message, key)
 
 
-def why_not_under(message: Message, key: str) -> str:
-    """Why a message may not come under this key, in words."""
-    own = routing_key(message)
-    return forbidden(message) if key == own else f"it came under the routing key {key!r}; its own is {own!r}"
+def _is_from_door(message: Message, key: str) -> bool:
+    return key == door_destination(message)[1] and not operators_rights(message)
+
+
+def wrong_key(message: Message, key: str) -> str:
+    """Why a message may not come under another key than its own, in words."""
+    return f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"
 
 
 def project_of(key: str) -> str:
@@ -459,48 +484,7 @@ def project_of(key: str) -> str:
     With another lane than the project's it is none: no project may publish under it.
     """
     head, _, last = key.rpartition(".")
-    return last if _PROJECT.fullmatch(last) and head in _OF_LANES[lane_of(last)] else ""
-
-
-# The kind of bus on which each worker publishes its messages of both kinds.
-HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
-
-
-# What a front of Nova publishes: of a scheduler's messages those that neither build nor command.
-_OF_FRONTS = (
-    book.HoldingRequest,
-    book.ProjectUsageQuery,
-    feed.ChangesRequest,
-    feed.SnapshotRequest,
-    nova_calls.NovaCall,
-    placement.Claim,
-    placement.ClaimAll,
-    placement.LocateRequest,
-    workers.WorkerHeartbeat,
-)
-
-
-def published_by(package: str, where: Where) -> list[MessageRow]:
-    """The messages that a worker publishes on a bus of this kind."""
-    home = HOMES.get(package, Where.API)
-    kinds = (where, Where.BOTH) if where is home else (where,)
-    rows = [row for row in MESSAGES if row.where in kinds]
-    return [row for row in rows if (row.message in _OF_FRONTS if package == FRONT else package in row.publishers)]
-
-
-def message_keys(package: str, where: Where) -> list[tuple[str, str]]:
-    """(exchange, routing key) of each of these, with a word for each placeholder."""
-    return [
-        (row.exchange, sample_of(key))
-        for row in published_by(package, where)
-        for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "")
-        if key
-    ]
-
-
-def sample_of(template: str) -> str:
-    """A template of a key or a name with a word for each placeholder."""
-    return re.sub(r"\{[a-z_]+\}", "x", template)
+    return last if _PROJECT.fullmatch(last) and (head == DOOR or head in _OF_LANES[lane_of(last)]) else ""
 
 
 def projects_key(template: str, project_id: str) -> str:
@@ -520,6 +504,10 @@ def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
     return form, attrgetter(*names) if names else lambda _: ()
 
 
+# {the queue that gets what another drops: that other one}
+_DROPS = {row.drops_to: row.name for row in BY_QUEUE.values() if row.drops_to}
+
+
 @cache
 def taken_by(queue: str) -> tuple[MessageRow, ...]:
     """The message rows that a queue's bindings admit, in catalogue order."""
@@ -529,7 +517,8 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
         for message in MESSAGES
         if any(
             (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key))
-            or (exchange == DEAD and message in taken_by(pattern))
+            or (pattern == f"{DOOR}.#" and CLIENT in message.publishers)
+            or (exchange in (DEAD, RETURN) and message in taken_by(_DROPS.get(pattern, pattern)))
             for exchange, pattern in row.bindings
         )
     )
@@ -540,4 +529,4 @@ def _admits(pattern: str, template: str) -> bool:
     if pattern.endswith(".#"):
         head = pattern[:-2]
         return template == head or template.startswith(head + ".")
-    return pattern == template
+    return PLACEHOLDER.sub("*", pattern) == PLACEHOLDER.sub("*", template)

@@ -40,23 +40,40 @@ REPLY = "berth.replies"  # topic; routing key = the reply queue of who asked (bu
 # On these five, as on the default exchange, a routing key is the name of a queue. No role may write to the default
 # exchange: the broker would check no key there, so that each could publish to every queue of its virtual host.
 
+DOOR = "door.request"  # + the project: the key of the requests that gateways send on
+
 DEAD_LETTERS = "berth.dead-letters"  # the queue behind DEAD: what every queue of the bus gave up
 DELAYED = "berth.delayed"  # + a delay in ms: the queue behind DELAY
 
 
 class Where(StrEnum):
-    """Which bus a message or queue lives on."""
+    """Which bus a message or queue lives on. project: the virtual host of a project whose clients nobody trusts."""
 
     API = "api"
     CELL = "cell"
     BOTH = "both"
+    PROJECT = "project"
 
 
-API, CELL, BOTH = Where
+API, CELL, BOTH, PROJECT = Where
+
+# The name of a project's bus, and of its virtual host, is this and the project. No cell's name has a dot.
+_PROJECT_BUS = "client."
+
+
+def project_bus(project_id: str) -> str:
+    """Return the name of a project's bus, which is that of its virtual host as well."""
+    return _PROJECT_BUS + project_id
+
+
+def is_project_bus(bus: str) -> bool:
+    """Whether a bus of this name is a project's."""
+    return bus.startswith(_PROJECT_BUS)
+
 
 # The packages of the workers, and who else publishes and consumes.
 SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
-COMPUTE, IRONIC = "compute_sim", "ironic_sync"
+COMPUTE, IRONIC, GATEWAY = "compute_sim", "ironic_sync", "gateway"
 CLIENT, OPERATOR = "client", "operator"
 FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
 
@@ -88,7 +105,8 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
     key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
     message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
-    bound (`has_more_values`); 0: not bounded.
+    bound (`has_more_values`); 0: not bounded. single_active: of several consumers one gets all deliveries, until it
+    ends. drops_to: when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused.
     """
 
     name: str
@@ -104,6 +122,8 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     ttl_s: float | None = None
     declared_by: tuple[str, ...] = ()
     keeps_keys: bool = False
+    single_active: bool = False
+    drops_to: str = ""
 
     @cached_property
     def has_lanes(self) -> bool:
@@ -130,7 +150,8 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def has_clients(self) -> bool:
         """Whether programs that are not berth's publish to it, or what they published comes to it as a letter."""
-        return self.keeps_keys or any(exchange == GIVEN_UP for exchange, _ in self.bindings)
+        takes_given_up = any(exchange == GIVEN_UP for exchange, _ in self.bindings)
+        return self.keeps_keys or takes_given_up or self.where is Where.PROJECT
 
     @cached_property
     def has_letters(self) -> bool:
@@ -163,6 +184,16 @@ MAX_WAITING_MESSAGES = 20_000
 # are under way. With 32 requests in each none waited, and a batch began with what had just come.
 MAX_REQUESTS_PER_MESSAGE = 64
 
+# What the gateways have sent and no scheduler has taken: a fifth of a second's work, by number and by the bytes of
+# usual requests. It stands before every project's next request, so it is short; past it a gateway takes turns anew.
+MAX_DOOR_MESSAGES = 400
+MAX_DOOR_BYTES = 512 * 1024
+
+# What a project may have waiting before its gateway, and the events that wait for its virtual host.
+MAX_PROJECT_MESSAGES = 20_000
+MAX_PROJECT_BYTES = 4 * 2**20
+PROJECT_TTL_S = 86_400.0
+
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
 BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, in batches
 
@@ -192,16 +223,25 @@ def _queue(
     events: tuple[str, ...] = (),
     letters: tuple[str, ...] = (),
     given_up: tuple[str, ...] = (),
+    returned: tuple[str, ...] = (),
     **options: Any,
 ) -> QueueRow:
     """A row by the keys that are bound to each exchange. letters: the queues whose dead letters it gets as well."""
-    keys = {COMMANDS: commands, EVENTS: events, DEAD: letters, GIVEN_UP: given_up}
+    keys = {COMMANDS: commands, EVENTS: events, DEAD: letters, GIVEN_UP: given_up, RETURN: returned}
     bindings = tuple((exchange, key) for exchange, of_exchange in keys.items() for key in of_exchange)
     return QueueRow(kind=kind, name=name, consumer=consumer, where=where, bindings=bindings, **options)
 
 
 durable = partial(_queue, QueueKind.DURABLE, retry_s=RETRY_S)
-expiring = partial(_queue, QueueKind.EXPIRING, ttl_s=30.0, max_length=10_000)
+_expiring = partial(_queue, QueueKind.EXPIRING)
+expiring = partial(_expiring, ttl_s=30.0, max_length=10_000)
+of_project = partial(
+    _expiring,
+    consumer=GATEWAY,
+    max_length=MAX_PROJECT_MESSAGES,
+    max_bytes=MAX_PROJECT_BYTES,
+    single_active=True,
+)
 private = partial(_queue, QueueKind.PRIVATE)
 
 QUEUES: tuple[QueueRow, ...] = (
@@ -214,7 +254,15 @@ QUEUES: tuple[QueueRow, ...] = (
         max_bytes=MAX_WAITING_BYTES,
         keeps_keys=True,
     ),
-    durable("scheduler.given_up", SCHEDULER, API, letters=("scheduler.requests",), given_up=("#",)),
+    durable(
+        "scheduler.door",
+        SCHEDULER,
+        API,
+        commands=(f"{DOOR}.#",),
+        max_length=MAX_DOOR_MESSAGES,
+        max_bytes=MAX_DOOR_BYTES,
+    ),
+    durable("scheduler.given_up", SCHEDULER, API, letters=("scheduler.requests", "scheduler.door"), given_up=("#",)),
     expiring(
         "scheduler.records",
         SCHEDULER,
@@ -353,6 +401,25 @@ QUEUES: tuple[QueueRow, ...] = (
     private("client.feed.{process}", OPERATOR, API, events=(BUILD_EVENTS,), max_length=1_000_000),
     private("client.nova.{process}", OPERATOR, API, events=("nova.call", "worker.heartbeat.#"), max_length=1_000),
     durable("client.record.{process}", OPERATOR, API, events=(BUILD_EVENTS,)),
+    # In a project's virtual host, the gateway's: clients may publish there, and neither delete nor read them.
+    of_project(
+        "gateway.requests",
+        where=PROJECT,
+        commands=("build.request.#", "build.delete.#", "instance.move.#"),
+        ttl_s=PROJECT_TTL_S,
+    ),
+    of_project("gateway.queries", where=PROJECT, commands=("build.query", "instance.query"), ttl_s=30.0),
+    # On the API bus, by project: so that a virtual host that is full or away holds up no other's events.
+    of_project(
+        "gateway.events.{project}",
+        where=API,
+        events=("build.event.*.{project}", "instance.event.*.{project}"),
+        drops_to="gateway.missed.{project}",
+        ttl_s=PROJECT_TTL_S,
+    ),
+    expiring(  # one of those that were dropped says that some were
+        "gateway.missed.{project}", GATEWAY, API, returned=("gateway.missed.{project}",), max_length=1, ttl_s=None
+    ),
     private("client.hosts.{process}", OPERATOR, CELL, events=("compute.hosts.#",), max_length=100_000),
     private("client.alarms.{process}", OPERATOR, CELL, events=("conductor.#",), max_length=10_000),
 )

@@ -15,6 +15,7 @@ from bus.contracts.queues import (
     COMPUTE,
     CONDUCTOR,
     FRONT,
+    GATEWAY,
     IRONIC,
     OPERATOR,
     PLACEMENT,
@@ -31,6 +32,7 @@ _PROCESSES: Mapping[str, str] = {
     CONDUCTOR: "conductor",
     COMPUTE: "compute",
     IRONIC: "ironic-sync",
+    GATEWAY: "gateway",
 }
 _OTHERS = f"(?!{'|'.join(_PROCESSES.values())})"
 # Of programs that are not berth's: queues that the broker has named, whose names no other can guess, and trusted ones.

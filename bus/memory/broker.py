@@ -194,7 +194,7 @@ class Queue:
 
     def put(self, message: Outgoing, deaths: Deaths = ()) -> None:
         """A new message, last in line."""
-        if self.plan.drop_head and len(self) >= self.plan.max_length:
+        while self.plan.drop_head and len(self) and self._is_over(len(message.body)):
             self.die(self.pop(), "maxlen")
         waits = [wait for wait in (self.plan.ttl_s, message.expiration_s) if wait is not None]
         expires_at = self.broker.clock.monotonic() + min(waits) if waits else None
@@ -206,6 +206,11 @@ class Queue:
             self.wake()
         if expires_at is not None:
             self.set_alarm(expires_at)
+
+    def _is_over(self, more_bytes: int) -> bool:
+        """Whether it has no room for a message of so many bytes, besides what it has."""
+        plan = self.plan
+        return len(self) >= plan.max_length or bool(plan.max_bytes and self.bytes + more_bytes > plan.max_bytes)
 
     def pop(self) -> Stored:
         """The first in line, out of it."""
@@ -284,15 +289,18 @@ class Queue:
     def _fill_consumers(self) -> None:
         self.woken = False
         self.expire()
+        if self.plan.single_active:
+            self.consumers.sort(key=lambda one: one.prefetch == 0)  # those that were cancelled last
         idle = handed = 0
         while (self.ready or self.returned) and idle < len(self.consumers):
             if handed == MAX_PER_TURN:
                 self.wake()
                 return
-            consumer = self.consumers.pop(0)
-            self.consumers.append(consumer)  # the consumer that was served goes to the end of the round
+            consumer = self.consumers[0]
+            if not self.plan.single_active:  # the consumer that was served goes to the end of the round
+                self.consumers.append(self.consumers.pop(0))
             if consumer.paused or len(consumer.unacked) >= consumer.prefetch:
-                idle += 1
+                idle += len(self.consumers) if self.plan.single_active else 1
                 continue
             idle = 0
             handed += 1

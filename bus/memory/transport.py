@@ -107,10 +107,10 @@ class MemoryTransport:
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""
         self._check()
-        for exchange in shared_exchanges():
+        for exchange in shared_exchanges(self.name):
             real = self.names.plan_exchange(exchange)
             self.broker.declare_exchange(real.name, alternate=real.alternate)
-        for planned in shared_queues():
+        for planned in shared_queues(self.name):
             self._declare(planned)
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:

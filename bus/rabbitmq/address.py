@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from msgspec import Struct
 from yarl import URL
@@ -24,6 +24,12 @@ class BadBusUrl(BusForbidden):
     """The URL of a bus cannot be used: it is none, or a file that it names cannot be read."""
 
     code = "bus.url"
+
+
+def with_vhost(url: str, vhost: str) -> str:
+    """The URL of another virtual host of the same broker."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path="/" + quote(vhost, safe="")))
 
 
 class BrokerAddress(Struct, frozen=True, kw_only=True):

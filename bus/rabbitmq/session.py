@@ -225,16 +225,16 @@ class Session:
             self._retiring.add(closing)
             closing.add_done_callback(self._retiring.discard)
 
-    async def declare_shared(self) -> None:
+    async def declare_shared(self, bus: str) -> None:
         """Declare the shared topology of the bus, unless it exists: some users may use it and not declare it.
 
         Raises BusRightsMissing: something is missing, and these credentials may not declare it.
         """
         may_bind = True
         try:
-            for exchange in shared_exchanges():
+            for exchange in shared_exchanges(bus):
                 await self._declare_exchange(self.names.plan_exchange(exchange))
-            for planned in shared_queues():
+            for planned in shared_queues(bus):
                 real = self.names.plan(planned)
                 if not await self._is_there(real.name):
                     await self.declare(real)
@@ -490,8 +490,11 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
         arguments["x-dead-letter-exchange"] = planned.dead_exchange
         if planned.dead_key:
             arguments["x-dead-letter-routing-key"] = planned.dead_key
-        # The broker confirms to itself the messages that it moves: a crash in between loses nothing.
-        arguments["x-dead-letter-strategy"] = "at-least-once"
+        if not planned.drop_head:
+            # The broker confirms to itself the messages that it moves: a crash in between loses nothing.
+            arguments["x-dead-letter-strategy"] = "at-least-once"
+    if planned.single_active:
+        arguments["x-single-active-consumer"] = True
     return arguments
 
 

@@ -239,7 +239,7 @@ class RabbitTransport:
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""
         # A worker that may not make it begins beside those that do: for a while there is nothing to say.
-        await self._lasting(Session.declare_shared, besides=(BusRightsMissing,))
+        await self._lasting(lambda session: session.declare_shared(self.name), besides=(BusRightsMissing,))
         self._shared = True
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
@@ -445,7 +445,7 @@ class RabbitTransport:
         for mark in self._marks.items():
             await session.mark(*mark)
         if self._shared:
-            await session.declare_shared()
+            await session.declare_shared(self.name)
         for declare in self._declared.values():
             await declare(session)
         # A message delivered while further queues are taken up is answered at once, so this is the current session now.

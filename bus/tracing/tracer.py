@@ -25,7 +25,7 @@ from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, SpanKind, Tra
 log = structlog.get_logger(__name__)
 
 # Where a message without a context begins a trace of its own, and a client's wish is limited.
-EDGES = frozenset({"scheduler.requests"})
+EDGES = frozenset({"scheduler.requests", "gateway.requests"})
 
 MAX_SPANS = 8_192  # that wait for their export; one more is dropped
 EXPORT_BATCH = 512  # spans in one export

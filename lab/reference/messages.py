@@ -15,7 +15,12 @@ from bus.contracts.queues import LANE, QUEUES, QueueRow, Where
 
 CELL_WORKERS = ("cell_conductor", "compute_sim")
 
-PLACES = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}
+PLACES = {
+    Where.API: "API bus",
+    Where.CELL: "each cell's bus",
+    Where.BOTH: "API bus and each cell's bus",
+    Where.PROJECT: "each project's virtual host",
+}
 
 
 def content() -> dict[str, object]:

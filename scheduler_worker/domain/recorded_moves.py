@@ -28,6 +28,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 from bus.persistence.outbox import OutboxMessage
+from bus.refused_requests import OFF_RECORD
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,
@@ -41,7 +42,6 @@ from scheduler_worker.domain.builds import (
     present_flavor,
 )
 from scheduler_worker.domain.requests import (
-    OFF_RECORD,
     RecordedRequest,
     RequestDelivery,
     digest_of,

@@ -8,7 +8,6 @@ What a delivery has done before is on record. A claim for a record that is lost 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 
 import msgspec
@@ -17,23 +16,20 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.consuming.outcome import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, Received, Retry, Wait, given_up_of, never
-from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
-from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.base import Message, Refusal
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, TimelineEntry
 from bus.contracts.catalogue import project_of
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest
 from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
+from bus.refused_requests import OFF_RECORD, refused_build_event, refused_move_event, unreadable_events
 from bus.wire import Malformed
 
-# The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
-# for a client that follows what is on record.
-OFF_RECORD = 0
 TOO_OLD = Refusal(
     code="request.too_old",
     reason="it was sent so long ago that it may have been carried out, and its record purged",
 )
-MOVES = "instance.move."  # how the routing keys of moves begin
 DIGEST_BYTES = 16
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -104,80 +100,26 @@ def _detail(host: str | None, of: BuildEvent | MoveEvent | AttemptRecord) -> str
 # --- its end off record
 
 
-class _Named(Struct):
-    """The field of an unreadable request that an answer on the event stream needs."""
-
-    instance_uuid: Uuid
-
-
-class _NamedMove(_Named):
-    """The fields of an unreadable move."""
-
-    request_id: Uuid
-
-
-class _Kind(Struct):
-    """Another field, which may be readable."""
-
-    kind: MoveKind | None = None
-
-
 def refused_build(uuid: str, project: str, why: Refusal, at: float, sequence: int = OFF_RECORD) -> OutboxMessage:
     """The terminal event of a build, or of a delete, that is refused and changes no record."""
-    event = BuildEvent(
-        instance_uuid=uuid,
-        project_id=project,
-        state=BuildState.REFUSED,
-        sequence=sequence,
-        terminal=True,
-        code=why.code,
-        reason=why.reason,
-        at=at,
-    )
-    return OutboxMessage(API, event, uuid)
+    return OutboxMessage(API, refused_build_event(uuid, project, why, at, sequence), uuid)
 
 
 def refused_move(
     request_id: str, uuid: str, project: str, kind: MoveKind | None, *, why: Refusal, at: float
 ) -> OutboxMessage:
     """The terminal event of a move that is refused and changes no record."""
-    event = MoveEvent(
-        request_id=request_id,
-        instance_uuid=uuid,
-        project_id=project,
-        kind=kind,
-        state=MoveState.REFUSED,
-        sequence=OFF_RECORD,
-        terminal=True,
-        condition=Condition.UNKNOWN,
-        code=why.code,
-        reason=why.reason,
-        at=at,
-    )
-    return OutboxMessage(API, event, request_id)
+    return OutboxMessage(API, refused_move_event(request_id, uuid, project, kind, why=why, at=at), request_id)
 
 
 def refused_unreadable(malformed: Malformed) -> tuple[Message, ...]:
-    """An unreadable request, answered on the event stream of the project whose routing key it came under; not at all if
-    its ids are unreadable, too.
+    """An unreadable request, answered on the event stream of the project whose routing key it came under.
 
     The broker has permitted its publisher to use that key; the body's project may be forged, so no other project gets
     an event of it.
     """
-    project, body = project_of(malformed.key), malformed.body
-    why = Refusal(code=malformed.code, reason=malformed.reason[:MAX_REASON])
-    if not project:
-        return ()
-    try:
-        if not malformed.key.startswith(MOVES):
-            return (refused_build(msgspec.json.decode(body, type=_Named).instance_uuid, project, why, 0.0).message,)
-        named, kind = msgspec.json.decode(body, type=_NamedMove), None
-        with suppress(msgspec.ValidationError):
-            kind = msgspec.json.decode(body, type=_Kind).kind
-        ended = refused_move(named.request_id, named.instance_uuid, project, kind, why=why, at=0.0)
-        return (ended.message,)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()
+    project = project_of(malformed.key)
+    return unreadable_events(malformed, project) if project else ()
 
 
 LETTERS = "scheduler.given_up"

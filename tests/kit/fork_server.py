@@ -16,6 +16,7 @@ from typing import Any
 
 import cell_conductor.app
 import compute_sim.app
+import gateway.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
@@ -23,7 +24,14 @@ from berth.cli import main
 from tests.kit.preloading import preload
 
 PR_SET_PDEATHSIG = 1
-PRELOADED = (cell_conductor.app, compute_sim.app, ironic_sync.app, placement_worker.app, scheduler_worker.app)
+PRELOADED = (
+    cell_conductor.app,
+    compute_sim.app,
+    gateway.app,
+    ironic_sync.app,
+    placement_worker.app,
+    scheduler_worker.app,
+)
 
 
 def serve() -> None:

@@ -18,7 +18,7 @@ from bus.contracts.queues import QUEUES
 # --- the sources of the repository as the house rules read them: each file once, as text and as a syntax tree
 
 ROOT = Path(__file__).parents[2]
-WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync")
+WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "gateway")
 OURS = ("bus", *WORKERS, "berth")
 TESTING = ("tests", "lab")
 
@@ -238,7 +238,7 @@ OTHER_NAMES = {
     "flavors": "bm.gold bm.silver gpu.small m1.* m1.large m1.medium m1.small m1.tiny",
     "metrics of hosts": "power.watts sensors.critical sensors.warning temperature.celsius",
     "settings, and values of settings": (
-        "cells.*.url compute.ironic.microversion ironic_sync.microversion ironic_sync.notifications"
+        "cells.*.url compute.ironic.microversion gateway.url ironic_sync.microversion ironic_sync.notifications"
     ),
     "files, packages, formats, entry points": (
         "placement.token berth.fencing berth.load.v1 berth.migrations.* berth.placement.v3 "
@@ -248,6 +248,7 @@ OTHER_NAMES = {
     "exchanges, queues and routing keys": (
         "amq.default amq.topic berth.dead berth.delay berth.delayed berth.events berth.of.* berth.owner.* berth.probe "
         "berth.replays berth.replies berth.reply.*.* berth.reply.*.0 client.reply.x berth.return operator.request "
+        "client.* door.request "
         "operator.request.* *.b *.* **.* *.*.*"
     ),
     "names under which handled messages are on record": "scheduler.changes.refused",

@@ -207,10 +207,10 @@ def test_the_examples_work_under_the_users_own_permissions(system: Guarded, tmp_
     assert run_example(move, system, tmp_path, INSTANCE=instance).splitlines()[-1].split()[0] == "done"
 
 
-def run_example(script: str, system: Guarded, directory: Path, **more: str) -> str:
+def run_example(script: str, system: Guarded, directory: Path, vhost: str = API_VHOST, **more: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
-        env={"PATH": os.environ["PATH"], "AMQP_URL": system.url(f"berth-project-{MINE}"), **more},
+        env={"PATH": os.environ["PATH"], "AMQP_URL": system.url(f"berth-project-{MINE}", vhost), **more},
         cwd=directory,
         capture_output=True,
         text=True,

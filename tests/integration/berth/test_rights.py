@@ -50,6 +50,7 @@ USERS: dict[str, tuple[str, Where]] = {
     "berth-conductor-cell1": ("cell_conductor", Where.CELL),
     "berth-compute-cell1": ("compute_sim", Where.CELL),
     "berth-ironic-sync": ("ironic_sync", Where.API),
+    "berth-gateway": ("gateway", Where.API),
     "berth-operator": ("operator", Where.API),
     f"berth-project-{MINE}": ("client", Where.API),
 }
@@ -60,6 +61,7 @@ REPLIES = {
     "cell_conductor": "berth.reply.conductor-cell1-h-1.0a",
     "compute_sim": "berth.reply.compute-cell1-h-1.0a",
     "ironic_sync": "berth.reply.ironic-sync-h-1.0a",
+    "gateway": "berth.reply.gateway-h-1.0a",
     "operator": "berth.reply.cli-h-1.0a",
     "client": "amq.gen-TwFY9rzBoMgsQd2aCAsNlQ",
     "a trusted program": "client.reply.mine",
@@ -70,7 +72,7 @@ PROGRAMS = ("client", "a trusted program")
 ANSWERS: dict[tuple[str, Where], tuple[str, ...]] = {
     ("placement_worker", Where.API): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
     ("placement_worker", Where.CELL): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
-    ("scheduler_worker", Where.API): (*SERVED, "placement_worker", "compute_sim", "ironic_sync", *PROGRAMS),
+    ("scheduler_worker", Where.API): (*SERVED, "placement_worker", "compute_sim", "ironic_sync", "gateway", *PROGRAMS),
     ("scheduler_worker", Where.CELL): ("operator", "compute_sim", "ironic_sync", *PROGRAMS),
     ("cell_conductor", Where.CELL): SERVED,
     ("compute_sim", Where.CELL): ("cell_conductor", "operator"),
@@ -109,7 +111,7 @@ def addresses() -> set[Address]:
     found |= {(REPLY, name) for name in REPLIES.values()}
     for project in (MINE, THEIRS):
         found |= {(row.exchange, filled(row.key, project)) for row in MESSAGES}
-        found.add((COMMANDS, f"operator.request.{project}"))
+        found |= {(COMMANDS, f"{head}.{project}") for head in ("operator.request", "door.request")}
     found |= {(row.exchange, row.batch_key) for row in MESSAGES if row.batch_key}
     names = {filled(row.name) for row in QUEUES if row.kind is QueueKind.DURABLE}
     return found | {(exchange, name) for exchange in (DEAD, GIVEN_UP, RETURN, REPLAY, DELAY) for name in names}
@@ -120,6 +122,9 @@ def by_catalogue(package: str, home: Where, kind: Where) -> set[Address]:
     rows = [row for row in MESSAGES if package in row.publishers]
     rows = [row for row in rows if row.where is kind or (row.where is Where.BOTH and kind is home)]
     projects = (MINE,) if package == "client" else (MINE, THEIRS)
+    if package == "gateway":  # what a project requests it sends on under a key of its own
+        own = {(row.exchange, filled(row.key)) for row in rows if "client" not in row.publishers}
+        return own | {(COMMANDS, f"door.request.{project}") for project in projects}
     found = {(row.exchange, filled(row.key, project)) for row in rows for project in projects}
     found |= {(row.exchange, row.batch_key) for row in rows if row.batch_key and package != "client"}
     if package != "client" and any(row.message in OPERATORS for row in rows):
@@ -157,7 +162,7 @@ async def test_a_role_publishes_what_its_rows_of_the_catalogue_say_and_nothing_e
     """A compute service claimed for any project: the default exchange, open for replies, opened every queue."""
     package, home = USERS[user]
     url = servers.broker.url(API_VHOST if kind is Where.API else CELL, user=user, password=PASSWORD)
-    if kind is not home and package in {"cell_conductor", "compute_sim", "ironic_sync", "client"}:
+    if kind is not home and package in {"cell_conductor", "compute_sim", "ironic_sync", "gateway", "client"}:
         with pytest.raises(AMQPError):
             await aiormq.connect(url)
         return

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.commands.as_toml import as_toml
+from berth.commands.common import Exit
 from berth.database_rights import statements
 from berth.permissions import (
     Grant,
@@ -33,6 +34,7 @@ from berth.permissions import (
     of_role,
 )
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
+from berth.site import Site
 from berth.tracing import make_tracer
 from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES, projects_key
@@ -41,6 +43,7 @@ from bus.contracts.queues import FRONT, QUEUES, Where
 from bus.rights import sample_keys
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from bus.topology import QueueNames
+from gateway.config import GatewayConfig
 from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 from scheduler_worker.domain.objects import BODIES
@@ -202,7 +205,16 @@ def test_an_address_of_traces_that_is_none_is_named_at_the_start(endpoint: str) 
 
 
 ROOT = Path(__file__).parents[3]
-OURS = ("berth", "bus", "cell_conductor", "compute_sim", "ironic_sync", "placement_worker", "scheduler_worker")
+OURS = (
+    "berth",
+    "bus",
+    "cell_conductor",
+    "compute_sim",
+    "gateway",
+    "ironic_sync",
+    "placement_worker",
+    "scheduler_worker",
+)
 # Bodies of Placement's REST API are refused in the real Placement's words, which have its patterns.
 PLACEMENTS_WORDS = {"placement_worker/rest/bodies.py"}
 DECODING = {"ValidationError", "DecodeError", "MsgspecError"}
@@ -458,16 +470,18 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         "cell_conductor": PermissionRole.CONDUCTOR,
         "compute_sim": PermissionRole.COMPUTE,
         "ironic_sync": PermissionRole.IRONIC_SYNC,
+        "gateway": PermissionRole.GATEWAY,
         "operator": PermissionRole.OPERATOR,
     }
     settings = Settings()
-    for queue in [one for row in QUEUES for one in row.queues]:
+    for queue in [one for row in QUEUES if row.where is not Where.PROJECT for one in row.queues]:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)
         grants = of_role(role_of[queue.consumer], settings)
         assert any(allows(one.read, name) and allows(one.configure, name) and allows(one.write, name) for one in grants)
-    for message in MESSAGES:
-        key = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
+    for message in [one for one in MESSAGES if one.where is not Where.PROJECT]:
+        own = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
         for publisher in message.publishers:
+            key = "door.request.some-1" if (publisher, "client" in message.publishers) == ("gateway", True) else own
             grants = (
                 [of_project("some-1", settings)] if publisher == "client" else of_role(role_of[publisher], settings)
             )
@@ -486,6 +500,7 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         (PermissionRole.CONDUCTOR, "cell_conductor", "near"),
         (PermissionRole.COMPUTE, "compute_sim", "near"),
         (PermissionRole.IRONIC_SYNC, "ironic_sync", "api"),
+        (PermissionRole.GATEWAY, "gateway", "api"),
         (PermissionRole.NOVA_SCHEDULER, FRONT, "api"),
     ],
 )
@@ -531,7 +546,7 @@ def test_the_command_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (one,) = json.loads(shown.stdout)
     assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "project p0")
     shown = RUNNER.invoke(app, ["permissions"])
-    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 3
+    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -584,3 +599,52 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
     assert of_role(PermissionRole.NOVA_SCHEDULER, Settings()) == []
     alone = of_role(PermissionRole.NOVA_SCHEDULER, structs.replace(REAL, bus=BusSettings()))
     assert [one.vhost for one in alone] == ["nova", "stock"], "with the book in its process"
+
+
+# --- a project whose clients nobody trusts: its virtual host
+
+
+def test_a_project_of_the_gateways_has_a_virtual_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTH_GATEWAY__PROJECTS", '["p0", "p1"]')
+    monkeypatch.setenv("BERTH_GATEWAY__URL", "amqp://berth-gateway:secret@clients:5671")
+    made = RUNNER.invoke(app, ["permissions", "--project", "p0"]).stdout
+    assert "clients:5671" in made and "secret" not in made and made.count("set_permissions") == 2
+    for command in ("add_vhost client.p0", "set_vhost_limits -p client.p0", "set_user_limits berth-project-p0"):
+        assert command in made
+    shown = RUNNER.invoke(app, ["permissions", "--project", "p0", "--project", "p1", "--definitions"])
+    defined = json.loads(shown.stdout)
+    assert [one["name"] for one in defined["vhosts"]] == ["client.p0", "client.p1"]
+    own = next(one for one in defined["permissions"] if one["user"] == "berth-project-p0")
+    for pattern, names in (("configure", ()), ("write", ("berth",)), ("read", ("berth.events", "berth.replies"))):
+        every = ("berth", "berth.events", "berth.replies", "gateway.requests", "gateway.queries", "mine")
+        assert {name for name in every if allows(own[pattern], name)} == set(names)
+    removed = RUNNER.invoke(app, ["permissions", "--project", "p9", "--remove"]).stdout  # the settings forgot it before
+    assert "delete_vhost client.p9" in removed and "delete_queue -p berth gateway.events.p9" in removed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--project", "p0", "--project", "other"), "permissions.vhosts"),
+        (("--project", "p0", "--role", "gateway"), "permissions.vhosts"),
+        (("--project", "p0", "--exchanges"), "permissions.vhosts"),
+        (("--project", "p0", "--remove", "--definitions"), "permissions.vhosts"),
+        (("--project", "p0", "--project", "p1", "--user", "me"), "permissions.user"),
+        (("--project", "a b", "--remove"), "project.invalid"),
+    ],
+)
+def test_a_virtual_host_is_printed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTH_GATEWAY__PROJECTS", '["p0", "p1"]')
+    shown = RUNNER.invoke(app, ["permissions", *arguments])
+    assert shown.exit_code == Exit.USAGE and f"({code})" in shown.output.replace("\n", " ")
+
+
+def test_a_projects_bus_is_its_virtual_host_of_the_clients_broker() -> None:
+    shared = Site(Settings(bus=BusSettings(url="amqp://u:p%40@a:1,b:2/berth?verify=verify_none")))
+    assert shared.place_of("client.p0") == ("amqp://u:p%40@a:1,b:2/client.p0?verify=verify_none", "")
+    apart = Settings(bus=BusSettings(url="amqp://u:p@a/berth"), gateway=GatewayConfig(url="amqps://g:p@clients"))
+    assert Site(apart).place_of("client.p0") == ("amqps://g:p@clients/client.p0", "")

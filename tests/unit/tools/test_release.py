@@ -268,7 +268,17 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_is_a_unit_for_each_role() -> None:
-    roles = {"placement", "scheduler", "conductor", "compute", "ironic-sync", "web", "nova", "nova-scheduler"}
+    roles = {
+        "placement",
+        "scheduler",
+        "conductor",
+        "compute",
+        "ironic-sync",
+        "gateway",
+        "web",
+        "nova",
+        "nova-scheduler",
+    }
     assert {path.name.removeprefix("berth-").removesuffix(".service").rstrip("@") for path in SERVICES} == roles
 
 

@@ -1,0 +1,98 @@
+"""Wiring of a gateway: the API bus, and a virtual host of each project."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from bus.bus import API
+from bus.clock import Clock
+from bus.contracts.queues import project_bus
+from bus.fair_queue import Turns
+from bus.service.environment import Environment
+from bus.service.presence import announce_presence
+from bus.service.service import Service
+from bus.service.settings import SettingsError
+from gateway.config import GatewayConfig
+from gateway.project import ProjectLink
+
+log = structlog.get_logger(__name__)
+
+READ_PROJECTS_S = 30.0
+DRAIN_S = 5.0  # the grace time for what is under way when a project is removed
+
+
+def build(env: Environment, config: GatewayConfig, read_projects: Callable[[], Sequence[str]] | None = None) -> Service:
+    """One gateway process. Any number may run; each project is held by one of them at a time.
+
+    read_projects: reads them anew, and raises SettingsError; None: they stay as they are.
+    """
+    bus = env.bus(API)
+    bus.publishes_as("gateway")
+    service = Service("gateway", clock=env.clock, log=log)
+    service.add_resource(bus.open, bus.close)
+    announce_presence(service, env, bus, "gateway")
+    turns = Turns()
+    projects = Projects(
+        lambda name: ProjectLink(name, bus, env.bus(project_bus(name)), turns), config.projects, env.clock
+    )
+    service.add_task("projects", lambda: projects.run(read_projects))
+    service.add_drain(projects.drain)
+    service.add_refresh(projects.refresh)
+    service.add_bus_check("bus", lambda: bus.unavailable_reason)
+    return service
+
+
+class Projects:
+    """The projects of one gateway, which begin and end while it runs."""
+
+    def __init__(self, link: Callable[[str], ProjectLink], names: Sequence[str], clock: Clock) -> None:
+        self._link = link
+        self._names = names
+        self._clock = clock
+        self._links: dict[str, tuple[ProjectLink, asyncio.Task[None]]] = {}
+
+    async def run(self, read: Callable[[], Sequence[str]] | None) -> None:
+        """Follow the settings until cancelled."""
+        try:
+            while True:
+                await self._follow()
+                await self._clock.sleep(READ_PROJECTS_S)
+                if read is not None:
+                    try:
+                        self._names = read()
+                    except SettingsError as error:
+                        log.warning("gateway.projects_unread", code=error.code, reason=error.reason)
+        finally:
+            await asyncio.gather(*map(self._end, list(self._links)))
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, and finish what is under way within the grace time (seconds)."""
+        await asyncio.gather(*(link.drain(grace_s) for link, _ in self._links.values()))
+
+    async def refresh(self) -> None:
+        """Set the metrics of each project."""
+        await asyncio.gather(*(link.refresh() for link, _ in self._links.values()))
+
+    async def _follow(self) -> None:
+        for name in self._links.keys() - set(self._names):
+            await self._links[name][0].drain(DRAIN_S)
+            await self._end(name)
+            log.info("gateway.project_removed", project=name)
+        for name in self._names:
+            if name in self._links and self._links[name][1].done():  # a defect of one project ends no other
+                await self._end(name)
+            if name not in self._links:
+                link = self._link(name)
+                self._links[name] = link, asyncio.create_task(link.run(), name=f"project {name}")
+                log.info("gateway.project_added", project=name)
+
+    async def _end(self, name: str) -> None:
+        link, task = self._links.pop(name)
+        task.cancel()
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(error, Exception):
+            log.error("gateway.project_failed", project=name, exc_info=error)
+        await link.close()

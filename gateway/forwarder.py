@@ -1,0 +1,105 @@
+"""What a gateway does with the messages of one project: its requests to the API bus, its events to its clients.
+
+A request is acknowledged when a scheduler has answered it: it is on record then. Until that it stays in the project's
+virtual host, and another gateway sends it again. Nothing of a message is passed on but what was parsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec import structs
+
+from bus.bus import Bus
+from bus.consuming.outcome import Done, Outcome, Received, Wait
+from bus.contracts.base import Message, encode
+from bus.contracts.build import BuildPage, seen_by
+from bus.contracts.moves import MovePage
+from bus.fair_queue import Turns, cost_of
+from bus.faults import Fault
+
+M = TypeVar("M", bound=Message)
+
+# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id.
+ANSWER_TIMEOUT_S = 30.0
+
+
+class RequestForwarder:
+    """Sends the requests of one project on, in their order, when the project has its turn. to: (exchange, routing key)
+    of one on the API bus.
+    """
+
+    def __init__(self, project: str, api: Bus, to: Callable[[Message], tuple[str, str]], turns: Turns) -> None:
+        self._project = project
+        self._api = api
+        self._to = to
+        self._turns = turns
+        self._since: dict[object, float] = {}  # of each batch that is not answered
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the oldest batch has waited (seconds)."""
+        oldest = min(self._since.values(), default=None)
+        return 0.0 if oldest is None else self._api.clock.monotonic() - oldest
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Send a batch and return the answers. What follows one that was not answered waits, too: it is sent behind it.
+
+        Raises BusError.
+        """
+        messages = [of_project(one.message, self._project) for one in batch]
+        cost = cost_of(sum(one.weight for one in messages), sum(len(encode(one)) for one in messages))
+        key = object()
+        self._since[key] = self._api.clock.monotonic()
+        try:
+            async with self._turns.turn(self._project, cost):
+                answers = await self._api.request_all(
+                    messages,
+                    Message,
+                    timeout_s=ANSWER_TIMEOUT_S,
+                    causes=[_subject_of(one) for one in messages],
+                    to=self._to,
+                )
+        finally:
+            del self._since[key]
+        first_fault = next((one for one in answers if isinstance(one, Fault)), None)
+        outcomes: list[Outcome] = []
+        for answer in answers:
+            if isinstance(answer, Fault):
+                break
+            outcomes.append(Done(reply=as_seen(answer, self._project)))
+        if first_fault is not None:
+            outcomes += [Wait(first_fault.code, str(first_fault))] * (len(batch) - len(outcomes))
+        return outcomes
+
+
+class EventForwarder:
+    """Publishes the events of one project in its virtual host."""
+
+    def __init__(self, clients: Bus) -> None:
+        self._clients = clients
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Publish a batch; an event that the broker does not take waits."""
+        errors = await self._clients.publish_each([(one.message, one.meta.cause) for one in batch])
+        return [Done() if error is None else Wait(getattr(error, "code", "bus.error"), str(error)) for error in errors]
+
+
+def of_project(message: M, project: str) -> M:
+    """The message as one of this project, whatever project it names."""
+    return structs.replace(message, project_id=project)
+
+
+def as_seen(answer: Message, project: str) -> Message:
+    """The answer with what a project may know: nothing of another's instances."""
+    if isinstance(answer, BuildPage):
+        mine = tuple(seen_by(one, project) for one in answer.builds if one.project_id == project)
+        return structs.replace(answer, builds=mine)
+    if isinstance(answer, MovePage):
+        return structs.replace(answer, moves=tuple(one for one in answer.moves if one.project_id == project))
+    return answer
+
+
+def _subject_of(message: Message) -> str:
+    return getattr(message, "request_id", None) or getattr(message, "instance_uuid", None) or ""

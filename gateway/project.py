@@ -1,0 +1,132 @@
+"""One project of a gateway: its virtual host and its queue of events, for as long as the settings name it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import structlog
+
+from bus.bus import Bus
+from bus.consuming.consumer import Consumer
+from bus.contracts.base import Message
+from bus.contracts.build import EventsMissed
+from bus.contracts.catalogue import destination, door_destination
+from bus.contracts.queues import BY_QUEUE
+from bus.fair_queue import Turns
+from bus.faults import Transient
+from bus.port import BusError, Delivery, Subscription, waiting_in
+from bus.refused_requests import unreadable_events
+from bus.wire import Malformed
+from gateway import metrics
+from gateway.forwarder import EventForwarder, RequestForwarder
+
+log = structlog.get_logger(__name__)
+
+# A gateway takes so many broker messages of a project ahead. Their bytes are bounded by `MAX_LANE_BYTES`.
+PREFETCH = 32
+MAX_BATCH = 64
+REOPEN_S = 5.0  # the interval at which a virtual host is tried again that could not be entered
+
+
+class ProjectLink:
+    """Consumes the requests of a project and publishes its events. A fault of its virtual host ends no gateway."""
+
+    def __init__(self, project: str, api: Bus, clients: Bus, turns: Turns) -> None:
+        self.project = project
+        self._api = api
+        self._clients = clients
+        self._requests = RequestForwarder(project, api, door_destination, turns)
+        queries = RequestForwarder(project, api, destination, turns)
+        self._consumers = [
+            Consumer(
+                clients,
+                queue,
+                handler,
+                max_batch=MAX_BATCH,
+                concurrency=1,  # the order of a project's requests is kept
+                prefetch=PREFETCH,
+                on_malformed=self._on_malformed,
+            )
+            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", queries))
+        ]
+        self._events = Consumer(
+            api, "gateway.events.{project}", EventForwarder(clients), concurrency=1, prefetch=256, project=project
+        )
+        self._missed: Subscription | None = None
+        self._reports: set[asyncio.Task[None]] = set()
+        self.is_open = False
+
+    async def run(self) -> None:
+        """Until cancelled or drained. A virtual host that is not there, or refuses this user, is tried again."""
+        while True:
+            try:
+                await self._run()
+                return
+            except (BusError, Transient) as fault:
+                code = getattr(fault, "code", "bus.error")
+                log.warning("gateway.project_away", project=self.project, code=code, reason=str(fault))
+            self.is_open = False
+            await self._api.clock.sleep(REOPEN_S)
+
+    async def _run(self) -> None:
+        missed = await self._api.declare("gateway.missed.{project}", project=self.project)
+        await self._api.declare("gateway.events.{project}", project=self.project)  # events wait from now on
+        await self._clients.open()
+        for consumer in (*self._consumers, self._events):
+            if not consumer.started:
+                await consumer.start()
+        if self._missed is None:
+            self._missed = await self._api.transport.consume(missed, self._on_missed, prefetch=1)
+        self.is_open = True
+        async with asyncio.TaskGroup() as running:
+            for consumer in (*self._consumers, self._events):
+                running.create_task(consumer.run())
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, and finish what is under way within the grace time (seconds)."""
+        if self._missed is not None:
+            await self._missed.cancel()
+        await asyncio.gather(*(consumer.drain(grace_s) for consumer in (*self._consumers, self._events)))
+
+    async def close(self) -> None:
+        """Close the connection. What is not acknowledged goes back."""
+        await self.drain(0.0)
+        for report in self._reports:
+            report.cancel()
+        await self._clients.close()
+        for metric in (metrics.WAITING, metrics.OLDEST_S, metrics.CONNECTED):
+            with suppress(KeyError):  # it was never measured
+                metric.remove(self.project)
+
+    async def refresh(self) -> None:
+        """Set the metrics of the project."""
+        is_connected = self.is_open and self._clients.transport.connected
+        metrics.CONNECTED.labels(self.project).set(is_connected)
+        metrics.OLDEST_S.labels(self.project).set(self._requests.oldest_s)
+        if is_connected:
+            try:
+                waiting = await waiting_in(self._clients.transport, BY_QUEUE["gateway.requests"])
+                metrics.WAITING.labels(self.project).set(waiting + self._consumers[0].in_hand)
+            except BusError as error:
+                log.info("gateway.not_measured", project=self.project, code=error.code)
+
+    def _on_malformed(self, malformed: Malformed) -> tuple[Message, ...]:
+        return unreadable_events(malformed, self.project)
+
+    def _on_missed(self, delivery: Delivery) -> None:
+        """The queue of events was full: one of those that it dropped came here."""
+        report = asyncio.get_running_loop().create_task(self._say_missed(delivery))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def _say_missed(self, delivery: Delivery) -> None:
+        missed = EventsMissed(project_id=self.project, at=self._api.clock.time())
+        try:
+            await self._clients.publish(missed)
+        except BusError:
+            delivery.nack(requeue=True)
+            return
+        metrics.EVENTS_MISSED.labels(self.project).inc()
+        log.warning("gateway.events_missed", project=self.project)
+        delivery.ack()

@@ -1,0 +1,289 @@
+"""A gateway: what of a client's message comes through, what comes back, and what keeps nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from bus.bus import API
+from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.contracts.base import Refusal
+from bus.contracts.build import (
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    TimelineEntry,
+)
+from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
+from bus.contracts.placement import ClaimHolder
+from bus.contracts.queues import BY_QUEUE, project_bus
+from bus.topology import plan
+from gateway import app, forwarder
+from tests.kit.door import ANSWER_TO, Door, accepted, request
+from tests.kit.waiting import until
+
+BATCH = "application/vnd.berth.batch+json"
+
+
+def received(door: Door) -> list[BuildRequest]:
+    return [one.message for one in door.got if isinstance(one.message, BuildRequest)]
+
+
+@pytest.mark.parametrize("named", ["demo", "other"])
+async def test_the_project_is_that_of_the_virtual_host_whatever_the_body_says(named: str) -> None:
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish(body := request(named), f"build.request.{named}", reply_to=ANSWER_TO)
+        await until(lambda: client.replies)
+        (got,) = received(door)
+        assert (got.project_id, got.instance_uuid) == ("demo", body["instance_uuid"])
+        assert client.replies[0][1]["instance_uuid"] == body["instance_uuid"]
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a second key": {"headers": {"CC": "build.delete.0.demo"}},
+    "many headers": {"headers": {f"h{number}": "x" for number in range(100)}},
+    "headers of berth's": {"headers": {"berth-attempt": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}},
+    "a cause": {"headers": {"berth-cause": "x" * 255}},
+    "an id": {"message_id": "\x00" * 255},
+    "a type": {"type": "build.request.v1"},
+    "a correlation id": {"correlation_id": "x" * 255},
+}
+
+
+@pytest.mark.parametrize("properties", HOSTILE.values(), ids=HOSTILE)
+async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, Any]) -> None:
+    door, raw = Door(), []
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        publish = door.brokers[API].route
+        door.brokers[API].route = lambda message, *deaths: (raw.append(message), publish(message, *deaths))  # type: ignore[method-assign,func-returns-value]
+        await client.publish(body := request(), **properties)
+        await until(lambda: door.got)
+    (got,) = door.got
+    (sent,) = [one for one in raw if one.routing_key == "door.request.demo"]
+    ours = {"berth-cause", "berth-sent-at-ms", "berth-patience-ms"}
+    (meta,) = [item["meta"] for item in json.loads(sent.body)] if sent.content_type == BATCH else [{}]
+    assert set(sent.headers) <= ours and set(meta) <= {
+        "id", "cause", "sent_at", "reply_to", "correlation_id", "patience_s"
+    }  # fmt: skip
+    assert got.meta.cause == body["instance_uuid"]
+    assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.attempt == 0
+
+
+DROPPED: dict[str, dict[str, Any]] = {
+    "a record of deaths": {"headers": {"x-death": "x"}},
+    "a first death": {"headers": {"x-first-death-queue": "scheduler.requests"}},
+}
+
+
+@pytest.mark.parametrize("properties", DROPPED.values(), ids=DROPPED)
+async def test_what_pretends_to_have_died_is_dropped(properties: dict[str, Any]) -> None:
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish(request(), **properties)
+        await client.publish(after := request())
+        await until(lambda: door.got)
+        assert [one.instance_uuid for one in received(door)] == [after["instance_uuid"]]
+
+
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"{", ""),
+    "a field of another kind": (request(flavor=5), "message.invalid"),
+    "an unknown field": (request(hostt="x"), "message.invalid"),
+    "an operator's right": (request(host="h1"), "role.forbidden"),
+    "forced": (request(host="h1", forced=True), "role.forbidden"),
+    "a megabyte and more": (b'{"x": "%s"}' % (b"A" * 2**20), ""),
+    "many values": (json.dumps({**request(), "x": [[]] * 70_000}).encode(), "message.too_large"),
+}
+
+
+@pytest.mark.parametrize(("body", "code"), UNREADABLE.values(), ids=UNREADABLE)
+async def test_what_cannot_be_read_ends_here(body: Any, code: str) -> None:
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish(body)
+        await client.publish(after := request())
+        await until(lambda: door.got)
+        assert [one.instance_uuid for one in received(door)] == [after["instance_uuid"]]
+        if code:
+            await until(lambda: client.events)
+            assert [(event["state"], event["code"], event["project_id"]) for _, event in client.events] == [
+                ("refused", code, "demo")
+            ]
+        await client.ask(body if isinstance(body, dict) else {"x": 1}, "build.request.demo")
+        await until(lambda: client.replies)
+        assert client.replies[0][0] == "mine" and client.replies[0][1]["code"].startswith(("message.", "role."))
+
+
+async def test_an_unreadable_move_ends_as_a_move() -> None:
+    door, move = Door(), {"request_id": str(uuid.uuid4()), "instance_uuid": str(uuid.uuid4()), "project_id": "other"}
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish({**move, "kind": "migrate"}, "instance.move.demo")
+        await until(lambda: client.events)
+        ((key, event),) = client.events
+        assert (key, event["code"], event["request_id"]) == (
+            "instance.event.refused.demo", "role.forbidden", move["request_id"]
+        )  # fmt: skip
+
+
+async def test_a_batch_counts_its_items_and_keeps_their_order() -> None:
+    door, bodies = Door(), [request() for _ in range(200)]
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        items = [{"meta": {"id": f"m{number}"}, "body": body} for number, body in enumerate(bodies)]
+        await client.publish(json.dumps(items).encode(), content_type=BATCH)
+        await until(lambda: len(door.got) == len(bodies))
+        assert [one.instance_uuid for one in received(door)] == [one["instance_uuid"] for one in bodies]
+
+
+async def test_events_come_as_on_the_api_bus() -> None:
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.client("quiet") as quiet, door.gateway("demo", "quiet"):
+        await until(lambda: has_queue(door, "gateway.events.demo"))
+        events = [
+            BuildEvent(instance_uuid=str(uuid.uuid4()), project_id="demo", state=state, sequence=number)
+            for number, state in enumerate((BuildState.ACCEPTED, BuildState.ACTIVE))
+        ]
+        await door.api.publish_all([(event, "cause") for event in events])
+        await until(lambda: len(client.events) == 2)
+        assert [key for key, _ in client.events] == ["build.event.accepted.demo", "build.event.active.demo"]
+        assert client.events[1][1]["instance_uuid"] == events[1].instance_uuid
+        assert quiet.events == []
+
+
+def has_queue(door: Door, name: str) -> bool:
+    return name in door.brokers[API]._queues
+
+
+async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=3)
+    monkeypatch.setitem(BY_QUEUE, few.name, few)
+    door = Door()
+    door.brokers[project_bus("demo")].stop()
+    async with door.scheduler(), door.gateway("demo", "quiet"), door.client("quiet") as quiet:
+        await until(lambda: has_queue(door, "gateway.events.demo") and has_queue(door, "gateway.events.quiet"))
+        for number in range(5):
+            for project in ("demo", "quiet"):
+                event = BuildEvent(
+                    instance_uuid=str(uuid.uuid4()), project_id=project, state=BuildState.ACTIVE, sequence=number
+                )
+                await door.api.publish(event)
+        await until(lambda: len(quiet.events) == 5)  # the virtual host that is away keeps nobody waiting
+        door.brokers[project_bus("demo")].start()
+        async with door.client() as client:
+            await until(lambda: len(client.events) >= 4)
+            missed = [key for key, _ in client.events if key == "events.missed.demo"]
+            assert len(missed) == 1
+            assert sorted(event["sequence"] for _, event in client.events if "sequence" in event) == [2, 3, 4]
+        assert not any(key.startswith("events.missed") for key, _ in quiet.events)
+
+
+def test_a_queue_of_events_never_refuses_a_publisher() -> None:
+    row = BY_QUEUE["gateway.events.{project}"]
+    planned = plan(row, "gateway.events.demo", ())
+    assert (planned.drop_head, planned.dead_key) == (True, "gateway.missed.demo")
+
+
+async def test_an_answer_that_does_not_come_is_asked_for_again_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarder, "ANSWER_TIMEOUT_S", 0.2)
+    door, bodies, seen = Door(), [request() for _ in range(3)], []
+
+    def answer(one: Received) -> Outcome:
+        seen.append(one.message)
+        return accepted(one) if len(seen) > 3 or len(seen) == 1 else Done()
+
+    door.answer = answer
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        items = [{"meta": {"id": f"m{n}", "reply_to": ANSWER_TO, "correlation_id": f"c{n}"}, "body": body}
+                 for n, body in enumerate(bodies)]  # fmt: skip
+        await client.publish(json.dumps(items).encode(), content_type=BATCH)
+        await until(lambda: len(client.replies) == 3)
+        uuids = [one["instance_uuid"] for one in bodies]
+        assert [one.instance_uuid for one in received(door)] == uuids + uuids[1:]
+        assert [correlation for correlation, _ in client.replies] == ["c0", "c1", "c2"]
+
+
+async def test_a_full_door_sends_the_gateway_back_to_its_turns() -> None:
+    door = Door()
+    async with door.client() as client, door.gateway("demo"):
+        await door.api.open()
+        name = await door.api.declare("scheduler.door")
+        door.brokers[API].queue(name).shut = 1
+        await client.publish(body := request())
+        await asyncio.sleep(0)
+        await until(lambda: len(client.broker.queue("gateway.requests")) == 0)
+        door.brokers[API].queue(name).shut = 0
+        async with door.scheduler():
+            await until(lambda: door.got)
+            assert received(door)[0].instance_uuid == body["instance_uuid"]
+
+
+def pages(one: Received) -> Outcome:
+    record = BuildRecord(instance_uuid=str(uuid.uuid4()), project_id="demo", flavor="f", state=BuildState.ACTIVE)
+    holders = tuple(ClaimHolder(consumer=str(uuid.uuid4()), project_id=project) for project in ("demo", "other"))
+    line = TimelineEntry(at=1.0, who="scheduler", what="not_claimed", holders=holders)
+    if isinstance(one.message, BuildQuery):
+        mine, theirs = structs.replace(record, timeline=(line,)), structs.replace(record, project_id="other")
+        return Done(reply=BuildPage(builds=(mine, theirs)))
+    move = MoveRecord(
+        request_id=str(uuid.uuid4()), instance_uuid=str(uuid.uuid4()), project_id="other", kind=MoveKind.STOP,
+        state=MoveState.DONE,
+    )  # fmt: skip
+    return Done(reply=MovePage(moves=(move, structs.replace(move, project_id="demo"))))
+
+
+@pytest.mark.parametrize(("key", "of"), [("build.query", "builds"), ("instance.query", "moves")])
+async def test_a_query_is_about_the_project_and_so_is_its_answer(key: str, of: str) -> None:
+    door = Door()
+    door.answer = pages
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.ask({"project_id": "other"}, key)
+        await until(lambda: client.replies)
+        assert [one.message.project_id for one in door.got] == ["demo"]  # type: ignore[attr-defined]
+        ((correlation, page),) = client.replies
+        assert (correlation, [one["project_id"] for one in page[of]]) == ("mine", ["demo"])
+        holders = [holder for one in page[of] for line in one.get("timeline", ()) for holder in line["holders"]]
+        assert {one["project_id"] for one in holders} <= {"demo"}
+
+
+async def test_a_refusal_is_passed_on() -> None:
+    door = Door()
+    door.answer = lambda _: Done(reply=Refusal(code="flavor.unknown", reason="there is none"))
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.ask(request(), "build.request.demo")
+        await until(lambda: client.replies)
+        assert client.replies[0][1]["code"] == "flavor.unknown"
+
+
+async def test_one_project_that_waits_keeps_no_other_waiting() -> None:
+    door = Door()
+    door.answer = lambda one: accepted(one) if one.message.project_id == "quiet" else Retry("x", "later")  # type: ignore[attr-defined]
+    async with door.scheduler(), door.client() as noisy, door.client("quiet") as quiet, door.gateway("demo", "quiet"):
+        for _ in range(20):
+            await noisy.publish(request(count=100))
+        await until(lambda: len(door.got) >= 1)
+        await quiet.ask(request("quiet"), "build.request.quiet")
+        await until(lambda: quiet.replies)
+        gangs = {one.message.instance_uuid for one in door.got if one.message.project_id == "demo"}  # type: ignore[attr-defined]
+        assert len(gangs) == 1  # a gang is more than a turn, and its project waits for the answer
+
+
+async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.01)
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.client("late") as late, door.gateway("demo"):
+        await client.ask(request(), "build.request.demo")
+        await until(lambda: client.replies)
+        door.projects = ("late",)
+        await until(lambda: "gateway.requests" in late.broker._queues)
+        await late.ask(request("late"), "build.request.late")
+        await until(lambda: late.replies)
+        await until(lambda: not client.broker.queue("gateway.requests").consumers)
+        await until(lambda: not any(one.prefetch for one in door.brokers[API].queue("gateway.events.demo").consumers))
