@@ -9,12 +9,13 @@ from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Selection
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
 from bus.persistence.unit_of_work import OptimisticFirst
@@ -27,12 +28,13 @@ from scheduler_worker.domain.recorded_moves import (
     Announcements,
     AppliedEvent,
     MoveContext,
+    PendingMove,
 )
 from scheduler_worker.domain.requests import retried_often
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
-# Of an instance and its cell.
-HostsAtHome: TypeAlias = Callable[[MoveContext, str], Sequence[Selection]]
+# Chooses hosts for a request at once.
+Choose: TypeAlias = Callable[[PendingMove, MoveContext], Sequence[Selection]]
 
 log = structlog.get_logger(__name__)
 
@@ -59,11 +61,8 @@ class AnnouncementWriter:
     that have arrived meanwhile, from every cell. Bounded by the cells: the queue of each has one batch under way.
     """
 
-    def __init__(
-        self, store: SchedulerStore, *, clock: Clock, hosts_at_home: HostsAtHome = lambda _known, _home: ()
-    ) -> None:
-        """hosts_at_home: chooses hosts of its own cell for what comes home from another one."""
-        self._hosts_at_home = hosts_at_home
+    def __init__(self, store: SchedulerStore, *, clock: Clock, choose: Choose = lambda _request, _known: ()) -> None:
+        self._choose = choose
         self._store = store
         self._clock = clock
         self._writing = asyncio.Lock()
@@ -116,7 +115,7 @@ class AnnouncementWriter:
                 known = await operation.known(requests)
                 moves = {one: context.move for (one, _), context in known.items() if context.move is not None}
                 batch = Announcements(
-                    builds, moves, self._clock.time(), lambda about, home: self._hosts_at_home(known[about], home)
+                    builds, moves, self._clock.time(), lambda about, home: self._at_home(known[about], home)
                 )
                 applied = await self._apply(operation, batch, together)
                 await operation.update_moves(list(batch.changed.values()), self._clock.time())
@@ -130,6 +129,20 @@ class AnnouncementWriter:
                 batch = Announcements(await unit.lock(instances), {}, self._clock.time())
                 applied = await self._apply(unit, batch, together)
         return applied
+
+    def _at_home(self, known: MoveContext, home: str) -> Sequence[Selection]:
+        """The hosts of its own cell for an instance that no host of another one has taken: as if it was unshelved."""
+        build = known.build
+        if build is None or known.build_request is None:
+            return ()
+        request = MoveRequest(
+            request_id=f"{build.instance_uuid} home",
+            instance_uuid=build.instance_uuid,
+            project_id=build.project_id,
+            kind=MoveKind.UNSHELVE,
+        )
+        pending = PendingMove(position=0, request=request, taken_at=self._clock.time())
+        return self._choose(pending, replace(known, build=replace(build, cell=home)))
 
     async def _apply(
         self, unit: BuildUnit, batch: Announcements, together: Sequence[_Waiting]

@@ -93,7 +93,7 @@ def build(
     forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)
     measured = _add_host_metrics(parts)
-    writer = AnnouncementWriter(parts.store, clock=env.clock, hosts_at_home=moves.hosts_at_home)
+    writer = AnnouncementWriter(parts.store, clock=env.clock, choose=moves.choose_now)
     links = _links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
     keep_up = partial(relay.keep_up, API)

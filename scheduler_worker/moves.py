@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -52,7 +51,9 @@ from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
     CHANGED,
+    Holding,
     accepted,
+    added_by,
     changes_image,
     check_move,
     leaves_source,
@@ -100,9 +101,6 @@ class Chosen(Struct, frozen=True, kw_only=True):
     passed: int = 0
     cell: str | None = None
     fenced_hosts: tuple[str, ...] = ()
-
-
-Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 
 
 class Located(Struct, frozen=True):
@@ -344,30 +342,16 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, _added(choice.selected.options[0].allocations, held))
+            self._hold(request.request_id, added_by(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
 
-    def hosts_at_home(self, known: MoveContext, home: str) -> Sequence[Selection]:
-        """The hosts of its own cell for an instance that no host of another one has taken, by what is known here now.
-        Its server group is judged with each claim.
-        """
-        if known.build is None or known.build_request is None:
-            return ()
-        about = known.build
-        request = MoveRequest(
-            request_id=f"{about.instance_uuid} home",
-            instance_uuid=about.instance_uuid,
-            project_id=about.project_id,
-            kind=MoveKind.UNSHELVE,
-        )
-        there, nowhere = replace(known, build=replace(about, cell=home)), Located(about.instance_uuid, LocatePage(), {})
-        spec = self._spec(request, there, nowhere.page, None)
-        if isinstance(spec, Unsatisfiable):
-            return ()
-        pending = PendingMove(position=0, request=request, taken_at=self._clock.time())
+    def choose_now(self, pending: PendingMove, known: MoveContext) -> Sequence[Selection]:
+        """Hosts for what has none, by what is known here now. Its server group is judged with each claim."""
+        nowhere = Located(pending.request.instance_uuid, LocatePage(), {})
+        spec = self._spec(pending.request, known, nowhere.page, None)
         try:
-            chosen = self._pick(pending, there, spec, nowhere, None)
+            chosen = spec if isinstance(spec, Unsatisfiable) else self._pick(pending, known, spec, nowhere, None)
         except QueryTooWide:
             return ()
         return chosen.selections if isinstance(chosen, Chosen) else ()
@@ -562,12 +546,3 @@ def _detail(move: RecordedMove, chosen: Chosen) -> str:
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell
     return f"to cell {cell}: {names} of {chosen.passed} candidates"
-
-
-def _added(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
-    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
-    added = {
-        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
-        for uuid, share in allocations.items()
-    }
-    return {uuid: share for uuid, share in added.items() if share}

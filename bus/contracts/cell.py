@@ -95,7 +95,7 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     instance_uuid: Uuid
     project_id: Word
     begun: bool = False
-    attempt: Count = 0
+    attempt: Attempt = 0
 
 
 class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):

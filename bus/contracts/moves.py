@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import ClassName, Count, ImageName, Label, Message, Reason, Uuid, Word, matching
+from .base import Attempt, ClassName, Count, ImageName, Label, Message, Reason, Uuid, Word, matching
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
 from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
 from .deploy import ImageSource
@@ -165,7 +165,7 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     spec: InstanceSpec
     image: ImageName
     last: Selection
-    attempt: Count
+    attempt: Attempt
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
     kind: MoveKind = MoveKind.UNSHELVE
     is_stopped: bool = False
@@ -262,7 +262,7 @@ class CellDepart(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cel
     """
 
     to_cell: Word
-    attempt: Count
+    attempt: Attempt
     expected_flavor: str = ""
     ended: bool = False
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0

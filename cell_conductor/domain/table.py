@@ -99,8 +99,7 @@ class ByThen(Struct, frozen=True):
         return self.rules.get(then, self.otherwise)
 
 
-# None: cannot happen. Events from outside (requests, hosts, placement) are legal everywhere; TimedOut comes only from a
-# row that has a deadline.
+# None: cannot happen. Events from outside are legal everywhere; TimedOut comes only from a row that has a deadline.
 Cell: TypeAlias = Rule | ByThen | None
 
 
@@ -122,7 +121,6 @@ DELETED_UNKNOWN = (State.TOMBSTONE, State.DESTROYING, State.RELEASING)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
 ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
 REFUSE = Rule(departure_rules.refuse_other)
-REFER = Rule(departure_rules.refer)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_SPARED = Rule(doubt.follow_spared, ARRIVED)
@@ -336,7 +334,8 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.DEPARTED)),
     },
     State.DEPARTED: {
-        **{**USUAL, **dict.fromkeys((BuildRequested, MoveRequested, MoveQueried, DepartRequested), REFER)},
+        **USUAL,
+        **dict.fromkeys((BuildRequested, MoveRequested, MoveQueried, DepartRequested), Rule(departure_rules.refer)),
         DeleteRequested: Rule(delete_rules.delete_departed, DELETED_UNKNOWN),
         TimedOut: Rule(departure_rules.tell_again),
     },

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -217,3 +218,15 @@ def limits_of(request: MoveRequest, quota: Mapping[str, int]) -> dict[str, int]:
 def accepted(request: MoveRequest) -> Done:
     """The outcome of a request that is on record."""
     return Done(reply=MoveAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
+
+
+Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+
+
+def added_by(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
+    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
+    added = {
+        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
+        for uuid, share in allocations.items()
+    }
+    return {uuid: share for uuid, share in added.items() if share}

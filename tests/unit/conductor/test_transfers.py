@@ -444,7 +444,8 @@ def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_
     there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", begun=True, found=(), attempt=1_501))
     released(there)
     assert there.instance.state is State.DELETED
-    there.apply(arrives(replace(departed()[1], attempt=1_500)))
+    _, departure = departed()
+    there.apply(arrives(replace(departure, attempt=1_500)))
     assert there.instance.state is State.DELETED
 
 
@@ -458,8 +459,9 @@ def test_an_undone_arrival_in_doubt_outranks_no_later_cell() -> None:
     released(there)
     assert departure_of(there).attempt == attempt + 1
     there.commands.clear()
-    comes_again = arrives(replace(departed()[1], attempt=attempt + 5, image="newest", at=2_000.0), request_id=OTHER)
-    there.apply(comes_again)
+    _, departure = departed()
+    newest = replace(departure, attempt=attempt + 5, image="newest", at=2_000.0)
+    there.apply(arrives(newest, request_id=OTHER))
     assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
@@ -162,6 +163,16 @@ def test_another_attempt_than_the_newest_is_asked_again_and_no_client_is_told(at
     assert sent(batch, "api") == []
     late = applied(on_record(transfer=replace(TRANSFER, command=BUILD)), read)
     assert late.messages == [], "it has left since"
+
+
+@pytest.mark.parametrize("message", [LEFT, DEPARTS])
+def test_an_attempt_above_all_that_are_given_out_is_not_read(message: MoveEvent | CellDepart) -> None:
+    """The next one did not fit the cells' records: each delete and build of it was a dead letter."""
+    raw = msgspec.to_builtins(message)
+    assert msgspec.convert(raw, type(message)) == message
+    raw.get("departure", raw)["attempt"] = MAX_ATTEMPT + 1
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(raw, type(message))
 
 
 # --- the other cell has it
