@@ -23,7 +23,7 @@ from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 from scheduler_worker.domain.fences import command
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext
-from scheduler_worker.domain.recovery import InstanceFacts, KnownPage, UuidRange, joined, known_record
+from scheduler_worker.domain.recovery import InstanceSources, KnownPage, UuidRange, joined, known_record
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
@@ -101,7 +101,7 @@ class RecoveryAnswers:
         mapped = await self._store.in_cell(question.cell, question.after, MAX_KNOWN)
         return joined(UuidRange(held.consumers, held.last), UuidRange(tuple(mapped.instances), mapped.last))
 
-    async def _facts(self, uuids: Sequence[str]) -> dict[str, InstanceFacts]:
+    async def _facts(self, uuids: Sequence[str]) -> dict[str, InstanceSources]:
         async with self._store.operation() as unit:
             known = await unit.known([(uuid, uuid) for uuid in uuids])
         moves = await self._store.moves_of(uuids, MOVES)
@@ -110,9 +110,9 @@ class RecoveryAnswers:
         held: Mapping[str, HeldAllocation] = {
             one.consumer: one for answer in answers if (one := answered(answer)) is not None
         }
-        return {uuid: InstanceFacts(known[uuid, uuid], moves.get(uuid, ()), held) for uuid in uuids}
+        return {uuid: InstanceSources(known[uuid, uuid], moves.get(uuid, ()), held) for uuid in uuids}
 
-    async def _with_instance(self, cell: str, facts: Mapping[str, InstanceFacts]) -> set[str]:
+    async def _with_instance(self, cell: str, facts: Mapping[str, InstanceSources]) -> set[str]:
         """Those of these consumers that are moves of instances of the cell, which name them."""
         instances = sorted({move.instance_uuid for one in facts.values() if (move := one.known.move) is not None})
         if not instances:

@@ -49,7 +49,7 @@ def joined(one: UuidRange, other: UuidRange) -> UuidRange:
     return UuidRange(tuple(sorted({*one.uuids, *other.uuids})), one.last).first(MAX_KNOWN)
 
 
-class InstanceFacts(Struct, frozen=True):
+class InstanceSources(Struct, frozen=True):
     """What is on record of one uuid. moves: of the instance, the newest first; held: {consumer: what it holds}, of the
     instance and its moves.
     """
@@ -60,7 +60,7 @@ class InstanceFacts(Struct, frozen=True):
 
 
 def known_record(
-    uuid: str, facts: InstanceFacts, host_of: Callable[[str], KnownPlace | None], config: SchedulerConfig
+    uuid: str, facts: InstanceSources, host_of: Callable[[str], KnownPlace | None], config: SchedulerConfig
 ) -> KnownRecord:
     """What the top has of one instance, or of a consumer that is none. host_of(uuid): a host with its name and service;
     None: it is no host, but a provider that shares with hosts.
