@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Attempt, Label, Message, Resources, Uuid, Version, Word, matching
+from .base import Attempt, Label, Message, Resources, Sequence, Uuid, Version, Word, matching
 from .build import BuildState
 from .cell import InstanceSpec
 from .moves import Condition, MoveKind
@@ -59,8 +59,9 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the top has of one instance.
 
     state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
-    project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. spec: its
-    present one. places: its own before those of its moves. request_id, kind: of the move under way.
+    project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
+    of its newest event that the schedulers have had. spec: its present one. places: its own before those of its moves.
+    request_id, kind: of the move under way.
     """
 
     instance_uuid: Uuid
@@ -69,6 +70,7 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     condition: Condition = Condition.ACTIVE
     cell: Word | None = None
     attempt: Attempt = 0
+    sequence: Sequence = 0
     spec: InstanceSpec | None = None
     places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
     request_id: Uuid | Literal[""] = ""

@@ -76,6 +76,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         is_deleted=state in _DELETED,
         is_elsewhere=is_mapped and record.cell != page.cell,
         attempt=record.attempt,
+        sequence=record.sequence,
         project_id=record.project_id,
         spec=record.spec,
         selections=tuple(map(_selection, record.places)),

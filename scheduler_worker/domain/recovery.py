@@ -89,6 +89,7 @@ def known_record(
         condition=build.now.condition,
         cell=build.cell,
         attempt=max(record.attempt, build.attempt),
+        sequence=build.sequence,
         spec=instance_spec(request, config),
         request_id=build.now.under_way or "",
         kind=None if under_way is None else under_way.kind,

@@ -151,11 +151,11 @@ def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
         KnownPlace(host_uuid=source.host_uuid, host=source.host, allocations=source.allocations, migration=uuid(9)),
     )
     more: dict[str, Any] = {"spec": SPEC, "request_id": uuid(9), "kind": MoveKind.MIGRATE, "project_id": "p"}
-    record = KnownRecord(instance_uuid=uuid(1), places=places, attempt=7, **HERE, **more)
+    record = KnownRecord(instance_uuid=uuid(1), places=places, attempt=7, sequence=12, **HERE, **more)
     found = told(ASKS, page(ASKS, record, old=True))
     assert found is not None
     selections = (replace(at, shapes={}), replace(source, shapes={}, service=NO_SERVICE))
-    expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, is_old=True)
+    expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12, is_old=True)
     assert found.instances[uuid(1)] == expected
 
 

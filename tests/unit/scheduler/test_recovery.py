@@ -215,7 +215,7 @@ def test_a_uuid_that_nobody_has() -> None:
 @pytest.mark.parametrize("state", list(BuildState))
 def test_a_build_is_told_in_whatever_state(state: BuildState) -> None:
     found = told(build_of(state, attempt=2))
-    assert (found.state, found.cell, found.attempt, found.project_id) == (state, "c1", 2, "p")
+    assert (found.state, found.cell, found.attempt, found.sequence, found.project_id) == (state, "c1", 2, 9, "p")
     assert found.spec is not None and (found.spec.flavor, found.spec.root_gb) == ("small", 5)
     assert (found.spec.image, found.spec.image_source) == ("i", REQUEST.image_source)
 
