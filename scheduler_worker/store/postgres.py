@@ -110,13 +110,14 @@ ORDER BY instance_uuid LIMIT $2
 """
 # One statement sees one state: nothing that is purged meanwhile makes the page end behind what it has looked at.
 IN_CELL = """
-SELECT ARRAY(
+WITH page AS MATERIALIZED (SELECT ARRAY(
     SELECT instance_uuid::text FROM (
         SELECT instance_uuid, cell, state FROM build_requests WHERE instance_uuid > $1 ORDER BY instance_uuid LIMIT $2
     ) b WHERE cell = $3 AND state <> ALL($4::text[]) ORDER BY instance_uuid LIMIT $5
-), (
+) AS found)
+SELECT found, CASE WHEN cardinality(found) < $5 THEN (
     SELECT instance_uuid::text FROM build_requests WHERE instance_uuid > $1 ORDER BY instance_uuid OFFSET $2 - 1 LIMIT 1
-)
+) ELSE found[$5] END FROM page
 """
 NEWEST_MOVES = f"""
 SELECT {tables.MOVE} FROM unnest($1::uuid[]) named(uuid) CROSS JOIN LATERAL (
@@ -383,7 +384,7 @@ class PostgresBuilds(UnitStore):
         states = [state.value for state in ENDED_WITHOUT_MACHINE]
         async with self._database.single() as connection:
             found, last = await connection.fetchrow(IN_CELL, after or FIRST_UUID, MAX_EXAMINED, cell, states, limit)
-        return CellInstances(found, found[-1] if len(found) == limit else last or "")
+        return CellInstances(found, last or "")
 
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """Along the index of each instance's."""
