@@ -143,18 +143,21 @@ _EXAMINED = (
     .order_by(consumers.c.uuid)
 )
 _PAGE = _EXAMINED.limit(_UP_TO).subquery()
+# Of each consumer by itself: PostgreSQL would rather read all allocations of a small cell for each of its pages.
+_HELD_IN_CELL = (
+    sa.select(allocations.c.amount)
+    .join(providers, providers.c.id == allocations.c.provider_id)
+    .join(ROOT, ROOT.c.id == providers.c.root_id)
+    .where(
+        allocations.c.consumer == _PAGE.c.uuid,
+        sa.or_(ROOT.c.cell == sa.bindparam("cell", type_=sa.Text), ROOT.c.cell == ABOVE_CELLS, ROOT.c.cell.is_(None)),
+    )
+    .limit(1)
+    .lateral()
+)
 _IN_CELL = (
     sa.select(_PAGE.c.uuid)
-    .where(
-        sa.exists().where(
-            allocations.c.consumer == _PAGE.c.uuid,
-            providers.c.id == allocations.c.provider_id,
-            ROOT.c.id == providers.c.root_id,
-            sa.or_(
-                ROOT.c.cell == sa.bindparam("cell", type_=sa.Text), ROOT.c.cell == ABOVE_CELLS, ROOT.c.cell.is_(None)
-            ),
-        )
-    )
+    .join_from(_PAGE, _HELD_IN_CELL, sa.true())
     .order_by(_PAGE.c.uuid)
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
