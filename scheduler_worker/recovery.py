@@ -113,15 +113,18 @@ class RecoveryAnswers:
         return {uuid: InstanceSources(known[uuid, uuid], moves.get(uuid, ()), held) for uuid in uuids}
 
     async def _with_instance(self, cell: str, facts: Mapping[str, InstanceSources]) -> set[str]:
-        """Those of these consumers that are moves of instances of the cell, which name them."""
-        instances = sorted({move.instance_uuid for one in facts.values() if (move := one.known.move) is not None})
+        """Those of these consumers that are moves of instances of the cell, which name them. A client may have had an
+        instance built under the id of a move.
+        """
+        moves = {uuid: one.known.move for uuid, one in facts.items() if one.known.build is None}
+        instances = sorted({move.instance_uuid for move in moves.values() if move is not None})
         if not instances:
             return set()
         async with self._store.operation() as unit:
             known = await unit.known([(uuid, uuid) for uuid in instances])
         there = [uuid for uuid in instances if _is_in(cell, known[uuid, uuid])]
         newest = await self._store.moves_of(there, MOVES)
-        return {one.request_id for them in newest.values() for one in them}
+        return {one.request_id for them in newest.values() for one in them if one.request_id in moves}
 
     def _fences(self, cell: str) -> list[CellFence]:
         """Of the cell's hosts, and of hosts whose cell is not known."""

@@ -66,8 +66,9 @@ def known_record(
     None: it is no host, but a provider that shares with hosts.
     """
     build, own = facts.known.build, facts.held.get(uuid)
-    consumers = [uuid, *(one.request_id for one in facts.moves)]
-    held = [one for name in consumers if (one := facts.held.get(name)) is not None]
+    others = (facts.held.get(one.request_id) for one in facts.moves)
+    # An attempt: the id of a move is the uuid of an instance, too.
+    held = [one for one in (own, *others) if one is not None and (one is own or not one.attempt)]
     record = KnownRecord(
         instance_uuid=uuid,
         project_id=held[0].project_id if held else "",

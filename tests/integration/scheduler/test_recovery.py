@@ -172,6 +172,19 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
     assert not asked[ended.instance_uuid].exists
 
 
+async def test_an_instance_that_a_client_gave_the_id_of_a_move_is_told(world: World) -> None:
+    await cell_with_hosts(world)
+    first = world.request()
+    await world.active(first)
+    move = world.move(first, MoveKind.STOP)
+    await world.commanded(move)
+    second = world.request(instance_uuid=move.request_id)
+    await world.active(second)
+    found = told(await answer(world))
+    assert found.keys() == {first.instance_uuid, second.instance_uuid}
+    assert [len(one.selections) for one in found.values()] == [1, 1]
+
+
 @pytest.mark.usefixtures("small_pages")
 async def test_a_cell_is_told_the_fences_of_its_own_hosts(world: World) -> None:
     mine = await cell_with_hosts(world, 3)

@@ -245,6 +245,12 @@ def test_a_source_that_awaits_a_confirm_is_told_without_a_request_under_way() ->
     assert (found.request_id, found.kind) == ("", None)
 
 
+def test_an_instance_that_was_built_under_the_id_of_a_move_is_no_source_of_it() -> None:
+    build = build_of(instance=SinceBuild(condition=Condition.RESIZED))
+    found = told(build, held(A, H, attempt=2), held(M1, uuid(8), attempt=1), moves=[moved(M1)])
+    assert [one.host_uuid for one in found.places] == [H]
+
+
 def test_a_move_under_way_of_which_no_record_is_left_is_named() -> None:
     found = told(build_of(instance=SinceBuild(under_way=M1)))
     assert (found.request_id, found.kind) == (M1, None)
