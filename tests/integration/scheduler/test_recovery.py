@@ -334,7 +334,7 @@ async def rabbit_world(postgres_url: str, amqp: tuple[str, str], few_lanes: None
 
 BLOCKED = """
 SELECT application_name FROM pg_stat_activity
-WHERE wait_event_type = 'Lock' AND query LIKE '%build_requests%' AND application_name ~ ' s[12]$' LIMIT 1
+WHERE wait_event_type = 'Lock' AND query LIKE '%cardinality(found)%' AND application_name ~ ' s[12]$' LIMIT 1
 """
 
 
