@@ -280,6 +280,15 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
     assert len(parts) == len(got) == 1, "the other question came before, and was not answered"
 
 
+async def test_a_conductor_that_is_gone_keeps_no_other_waiting(world: World) -> None:
+    await cell_with_hosts(world, 1)
+    question = CellRecovering(cell="c1", process="gone", database_incarnation=4, question=new_uuid(world.rng))
+    await world.buses["c1"].publish(question)
+    build = world.request()
+    await world.active(build)
+    assert told(await answer(world)).keys() == {build.instance_uuid}
+
+
 @pytest.mark.parametrize("above", [False, True], ids=["of the cell", "of no cell"])
 async def test_hosts_that_no_cell_has_reported_count_for_each(world: World, above: bool) -> None:
     """Ironic's nodes: placement does not know who serves them."""
