@@ -33,6 +33,7 @@ from .domain.report import UnexplainedKind
 from .engine import Engine
 from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
+from .known_reader import KnownReader
 from .lease_keeper import LeaseKeeper
 from .search import MachineSearch
 from .store.port import InstanceStore
@@ -43,6 +44,7 @@ REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
 HOSTS = "conductor.hosts.{process}"
 LEASES = "conductor.leases.{process}"
+KNOWN = "conductor.known.{process}"
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
 ANNOUNCED_TO = ("scheduler.builds",)
@@ -114,6 +116,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("fences", partial(fences.run, engine))
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
+    service.add_consumer(Consumer(bus, KNOWN, KnownReader(bus).handle, max_batch=1, concurrency=1))
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
@@ -162,7 +165,7 @@ def _search_of(  # noqa: PLR0917  (one caller)
 
 
 async def _declare(bus: Bus) -> None:
-    for queue in (*ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES):
+    for queue in (*ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES, KNOWN):
         await bus.declare(queue)
 
 

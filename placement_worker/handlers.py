@@ -103,6 +103,7 @@ class PlacementHandlers:
             ChangesRequest: lambda one: store.changes(one.after, one.limit, one.history),
             SnapshotRequest: lambda one: store.snapshot(one.after, one.limit),
             queries.HoldingRequest: self._holding,
+            queries.CellConsumersQuery: store.reads.consumers_in_cell,
             queries.HostTreeQuery: store.reads.tree,
             queries.ServiceHostsQuery: store.reads.hosts_of_service,
             queries.GroupMembersQuery: store.reads.members,

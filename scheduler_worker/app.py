@@ -44,6 +44,7 @@ from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler, StatusHandler
+from scheduler_worker.recovery import RecoveryAnswers
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredRequests, purge_forever
@@ -375,11 +376,14 @@ def _link(
     announced = AnnouncementHandler(parts.store, writer, bus.name, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
+    recoveries = RecoveryAnswers(parts.store, parts.claims, registry, parts.selector, bus=bus, api=parts.api)
     # Announcements first: a build is dispatched only when the queue of its cell's announcements exists.
     consumers = [
         consume("scheduler.builds", announced),
         consume("scheduler.hosts.{process}", listener),
         _metrics_consumer(bus, parts.selector, measured),
+        # One at a time, of which none waits here behind another: the other schedulers answer meanwhile.
+        Consumer(bus, "scheduler.recoveries", recoveries, max_batch=1, concurrency=1, prefetch=1),
     ]
     return CellLink(bus, consumers, beside=[listener.run])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
 from msgspec import Struct
@@ -78,6 +78,25 @@ class ServiceHostsPage(Message, frozen=True, kw_only=True, tag="placement.servic
     """Reply to a ServiceHostsQuery: {uuid: name}, in order of the names; at most as many as requested."""
 
     hosts: dict[str, str] = {}
+
+
+class CellConsumersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.cell.v1"):
+    """Ask for the consumers that hold something on a host of this cell, or on one that no cell has reported. after: the
+    last uuid known ("": from the first).
+    """
+
+    cell: Word
+    after: Uuid | Literal[""] = ""
+    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+
+
+class CellConsumersPage(Message, frozen=True, kw_only=True, tag="placement.cell.page.v1"):
+    """Reply to a CellConsumersQuery: at most as many as requested, by uuid. last: all up to this uuid were looked at
+    ("": all there are).
+    """
+
+    consumers: tuple[Uuid, ...] = ()
+    last: Uuid | Literal[""] = ""
 
 
 class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):

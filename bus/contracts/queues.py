@@ -319,6 +319,7 @@ QUEUES: tuple[QueueRow, ...] = (
             "placement.snapshot",
             "placement.locate",
             "placement.holding",
+            "placement.cell",
             "placement.service",
             "placement.tree",
             "placement.usage",
@@ -345,6 +346,8 @@ QUEUES: tuple[QueueRow, ...] = (
         events=("compute.heartbeat.#", "services.digest", "services.gone", "host.fence"),
         max_length=100_000,
     ),
+    # Not behind the cell's requests, of which none is taken meanwhile. One page at a time is asked for.
+    private("conductor.known.{process}", CONDUCTOR, CELL, commands=("recovery.known.{process}",), max_length=16),
     durable(
         "compute.{service}",
         COMPUTE,
@@ -392,6 +395,8 @@ QUEUES: tuple[QueueRow, ...] = (
         events=("compute.hosts.#", "compute.waiting.#", "services.digest", "services.gone", "worker.heartbeat.#"),
         max_length=100_000,
     ),
+    # One scheduler answers each; of one that dies before it has, another gets it.
+    expiring("scheduler.recoveries", SCHEDULER, CELL, events=("cell.recovering",)),
     # of its own: a flood of numbers pushes nothing else out
     private("scheduler.metrics.{process}", SCHEDULER, BOTH, events=("host.metrics.#",), max_length=1_000),
     private(

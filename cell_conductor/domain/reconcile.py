@@ -43,8 +43,9 @@ ATTEMPTS_PER_INCARNATION = 1000
 class KnownInstance(Struct, frozen=True, kw_only=True):
     """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
 
-    attempt: the highest that map and placement have. selections: where it has allocations, its own before those of its
-    migration; project_id is theirs. power: in the map (None: not known). request_id, kind: of the request under way.
+    attempt: the highest that map and placement have. sequence: of its newest event there. selections: where it has
+    allocations, its own before those of its migration; project_id is theirs. power: in the map (None: not known).
+    request_id, kind: of the request under way.
     """
 
     is_old: bool = False
@@ -53,6 +54,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     is_deleted: bool = False
     is_elsewhere: bool = False
     attempt: int = 0
+    sequence: int = 0
     project_id: str = ""
     spec: InstanceSpec | None = None
     selections: tuple[Selection, ...] = ()

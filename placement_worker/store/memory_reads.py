@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from bus.contracts import book as queries
@@ -50,6 +51,21 @@ class MemoryReads:
         async with self._session.transaction():
             kept = {uuid: row.consumer for uuid in sorted(set(named)) if (row := table.consumers.get(uuid))}
             return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
+
+    async def consumers_in_cell(self, requested: queries.CellConsumersQuery) -> queries.CellConsumersPage:
+        """Return a page of the consumers that hold something in a cell."""
+        table = self._table
+        async with self._session.transaction():
+            kept = {uuid: row.consumer for uuid, row in table.consumers.items()}
+            held = sorted(uuid for uuid, one in kept.items() if one.holding and uuid > requested.after)
+            page = held[: port.MAX_EXAMINED]
+            cells = {requested.cell, ABOVE_CELLS, None}
+            root = {one.uuid: table.providers[one.root] for one in table.providers.values()}
+            named = (uuid for uuid in page if any(root[one].cell in cells for one in kept[uuid].holding))
+            found = tuple(islice(named, requested.limit))
+            if len(found) == requested.limit:
+                return queries.CellConsumersPage(consumers=found, last=found[-1])
+            return queries.CellConsumersPage(consumers=found, last=page[-1] if len(page) == port.MAX_EXAMINED else "")
 
     async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""

@@ -25,6 +25,8 @@ Leaving = tuple[str, str]  # (provider, class) whose allocations move to another
 Named = Mapping[str, int]  # numbers by name
 Limits = Mapping[tuple[str, str], int]  # by project and class
 
+MAX_EXAMINED = 5_000  # consumers of one page of those of a cell
+
 
 class PassedMeanwhile(Exception):
     """The claims would exceed a limit, because concurrent claims have added to the project's usage since the decision.
@@ -301,6 +303,11 @@ class BookReads(Protocol):
 
     async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
+
+    async def consumers_in_cell(self, requested: queries.CellConsumersQuery) -> queries.CellConsumersPage:
+        """Return a page of the consumers that hold something on hosts of a cell, or of none. At most MAX_EXAMINED are
+        looked at.
+        """
 
     async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""

@@ -55,6 +55,7 @@ class Reading(NameRows, Protocol):
 Opens = Callable[[], AbstractAsyncContextManager[Reading]]
 
 NO_NUMBER = 0  # no class or trait has this id
+FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every consumer's
 
 _ALLOCATION: sa.Select[Any] = sa.select(
     consumers.c.uuid,
@@ -135,6 +136,32 @@ _HOLDING = (
 _USAGE = sa.select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
     one_of(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
 )
+_UP_TO, _AFTER = sa.bindparam("up_to", type_=sa.Integer), sa.bindparam("after", type_=UUID)
+_EXAMINED = (
+    sa.select(consumers.c.uuid)
+    .where(consumers.c.uuid > _AFTER, consumers.c.released_at.is_(None))
+    .order_by(consumers.c.uuid)
+)
+_PAGE = _EXAMINED.limit(_UP_TO).subquery()
+# Of each consumer by itself: PostgreSQL would rather read all allocations of a small cell for each of its pages.
+_HELD_IN_CELL = (
+    sa.select(allocations.c.amount)
+    .join(providers, providers.c.id == allocations.c.provider_id)
+    .join(ROOT, ROOT.c.id == providers.c.root_id)
+    .where(
+        allocations.c.consumer == _PAGE.c.uuid,
+        sa.or_(ROOT.c.cell == sa.bindparam("cell", type_=sa.Text), ROOT.c.cell == ABOVE_CELLS, ROOT.c.cell.is_(None)),
+    )
+    .limit(1)
+    .lateral()
+)
+_IN_CELL = (
+    sa.select(_PAGE.c.uuid)
+    .join_from(_PAGE, _HELD_IN_CELL, sa.true())
+    .order_by(_PAGE.c.uuid)
+    .limit(sa.bindparam("most", type_=sa.Integer))
+)
+_LAST_EXAMINED = _EXAMINED.offset(_UP_TO - 1).limit(1)
 
 
 class PostgresReads:
@@ -185,6 +212,17 @@ class PostgresReads:
                 _HOLDING, uuids=named
             )
         ]
+
+    async def consumers_in_cell(self, requested: queries.CellConsumersQuery) -> queries.CellConsumersPage:
+        """Return a page of the consumers that hold something in a cell. Along the primary key, so many at the most."""
+        page = {"after": requested.after or FIRST_UUID, "up_to": port.MAX_EXAMINED}
+        async with self._snapshot() as view:
+            rows = await fetch(view.connection, _IN_CELL, cell=requested.cell, most=requested.limit, **page)
+            found = tuple(row[0] for row in rows)
+            if len(found) == requested.limit:
+                return queries.CellConsumersPage(consumers=found, last=found[-1])
+            last = await fetch(view.connection, _LAST_EXAMINED, **page)
+        return queries.CellConsumersPage(consumers=found, last=last[0][0] if last else "")
 
     async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""

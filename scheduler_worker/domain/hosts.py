@@ -225,6 +225,12 @@ class HostTable:
         service = self._service_of(uuid)
         return service.name if service is not None and service.down is None else None
 
+    def last_service_of(self, uuid: str) -> str:
+        """The name of the compute service that announced a host last, whatever it does now; "": none is known."""
+        index = self._index.get(uuid)
+        service = NO_SERVICE if index is None else int(self.last_service[index])
+        return "" if service == NO_SERVICE else self.services[service].name
+
     def contested_by(self, uuid: str) -> str | None:
         """The service that is up and also reports this host, although the book has it as another service's."""
         refused = self._contested.get(uuid)

@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.moves import Condition, MoveQuery, MoveRecord
+from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.domain.builds import (
@@ -36,6 +36,8 @@ from scheduler_worker.store.memory_units import (
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
 from scheduler_worker.store.port import (
     FIRST_UUID,
+    MAX_EXAMINED,
+    CellInstances,
     OpenBuilds,
     ProjectsGroup,
     Purged,
@@ -171,6 +173,28 @@ class MemoryBuilds(UnitStore):
                 if (build := table.recorded.get(uuid)) is not None and build.state in OPEN
             ]
         return OpenBuilds(found, page[-1] if len(page) == limit else None)
+
+    async def in_cell(self, cell: str, after: str, limit: int) -> CellInstances:
+        """A scan."""
+        async with self._session.transaction():
+            page = sorted(uuid for uuid in self._table.recorded if uuid > after)[:MAX_EXAMINED]
+            builds = (self._table.recorded[uuid] for uuid in page)
+            found = [one.instance_uuid for one in builds if one.cell == cell and one.state not in ENDED_WITHOUT_MACHINE]
+        if len(found) >= limit:
+            return CellInstances(found[:limit], found[limit - 1])
+        return CellInstances(found, page[-1] if len(page) == MAX_EXAMINED else "")
+
+    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+        """A scan."""
+        async with self._session.transaction():
+            moves = sorted((one for one, _ in self._table.moves.values()), key=lambda one: -one.created_at)
+        found: dict[str, list[RecordedMove]] = {}
+        for one in moves:
+            if one.instance_uuid in instances:
+                found.setdefault(one.instance_uuid, []).append(one)
+        newest = {uuid: theirs[:MAX_EXAMINED] for uuid, theirs in found.items()}
+        taken = {uuid: [one for one in them if one.state is not MoveState.REFUSED] for uuid, them in newest.items()}
+        return {uuid: theirs[:limit] for uuid, theirs in taken.items() if theirs}
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
         """A scan."""

@@ -31,6 +31,7 @@ from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
+MAX_EXAMINED = 5_000  # rows that one page of a cell's instances, or the moves of one instance, are looked for in
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 
 
@@ -49,6 +50,13 @@ class OpenBuilds(Struct, frozen=True):
 
     builds: Sequence[RecordedBuild]
     last: tuple[float, str] | None = None
+
+
+class CellInstances(Struct, frozen=True):
+    """A page of a cell's instances, by uuid. last: all up to this uuid were looked at ("": all there are)."""
+
+    instances: Sequence[str]
+    last: str = ""
 
 
 class BuildUnit(Protocol):
@@ -204,6 +212,15 @@ class SchedulerStore(Flushed, Protocol):
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""
+
+    async def in_cell(self, cell: str, after: str, limit: int) -> CellInstances:
+        """A page of the instances that the map has in a cell and that have a machine, or may get one; those behind
+        `after`, along the primary key. At most MAX_EXAMINED builds are looked at.
+        """
+        ...
+
+    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+        """The newest moves of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""

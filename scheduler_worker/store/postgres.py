@@ -10,7 +10,7 @@ import asyncpg
 import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.moves import MoveQuery, MoveRecord
+from bus.contracts.moves import MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
@@ -31,7 +31,9 @@ from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Re
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
+    MAX_EXAMINED,
     BuildWrites,
+    CellInstances,
     OpenBuilds,
     ProjectsGroup,
     Purged,
@@ -105,6 +107,22 @@ ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
 WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
 ORDER BY instance_uuid LIMIT $2
+"""
+# One statement sees one state: nothing that is purged meanwhile makes the page end behind what it has looked at.
+IN_CELL = """
+WITH page AS MATERIALIZED (SELECT ARRAY(
+    SELECT instance_uuid::text FROM (
+        SELECT instance_uuid, cell, state FROM build_requests WHERE instance_uuid > $1 ORDER BY instance_uuid LIMIT $2
+    ) b WHERE cell = $3 AND state <> ALL($4::text[]) ORDER BY instance_uuid LIMIT $5
+) AS found)
+SELECT found, CASE WHEN cardinality(found) < $5 THEN (
+    SELECT instance_uuid::text FROM build_requests WHERE instance_uuid > $1 ORDER BY instance_uuid OFFSET $2 - 1 LIMIT 1
+) ELSE found[$5] END FROM page
+"""
+NEWEST_MOVES = f"""
+SELECT {tables.MOVE} FROM unnest($1::uuid[]) named(uuid) CROSS JOIN LATERAL (
+    SELECT * FROM (SELECT * FROM moves WHERE instance_uuid = named.uuid ORDER BY created_at DESC LIMIT $2) newest
+    WHERE state <> $3 ORDER BY created_at DESC LIMIT $4) m
 """
 MOVES_OF = f"SELECT {tables.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
 OPEN_MOVES = f"""
@@ -360,6 +378,23 @@ class PostgresBuilds(UnitStore):
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, limit, after)]
+
+    async def in_cell(self, cell: str, after: str, limit: int) -> CellInstances:
+        """Along the primary key."""
+        states = [state.value for state in ENDED_WITHOUT_MACHINE]
+        async with self._database.single() as connection:
+            found, last = await connection.fetchrow(IN_CELL, after or FIRST_UUID, MAX_EXAMINED, cell, states, limit)
+        return CellInstances(found, last or "")
+
+    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+        """Along the index of each instance's."""
+        refused = MoveState.REFUSED.value
+        async with self._database.single() as connection:
+            rows = await connection.fetch(NEWEST_MOVES, instances, MAX_EXAMINED, refused, limit)
+        found: dict[str, list[RecordedMove]] = {}
+        for move in (tables.read(row, RecordedMove) for row in rows):
+            found.setdefault(move.instance_uuid, []).append(move)
+        return found
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""

@@ -13,7 +13,7 @@ from bus.consuming.outcome import Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
-from bus.contracts.moves import Condition, MoveKind
+from bus.contracts.moves import Condition, MoveKind, MoveState
 from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
@@ -32,7 +32,9 @@ from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.store import memory, postgres
 from scheduler_worker.store import objects as store_module
 from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
 from tests.kit.sent import Sent
@@ -379,7 +381,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerSto
 # --- Which builds have no end, as both stores find them: without an index that every write of a build would pay.
 
 
-A, B, C, D = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
+A, B, C, D, E, F1 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcdef")
 
 
 async def put_build(store: SchedulerStore, uuid: str, state: BuildState, at: float, cell: str | None = "c1") -> None:
@@ -423,6 +425,62 @@ async def test_of_the_builds_that_had_an_event_lately_only_the_watched_are_open(
     for watched, found in (((), [A, D]), ((B, C, D), [A, B, D])):
         page = await store.open_builds(watched, (0.0, FIRST_UUID), 5.0, 10)
         assert [one.instance_uuid for one in page.builds] == found
+
+
+async def test_a_cells_instances_are_those_with_a_machine_page_by_page(
+    store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds of other cells, and those that have ended without a machine, are looked at and left out."""
+    for uuid, state, cell in (
+        (D, BuildState.DELETING, "c1"),
+        (B, BuildState.FAILED, "c1"),
+        (A, BuildState.ACTIVE, "c1"),
+        (C, BuildState.SCHEDULED, "c2"),
+        (E, BuildState.BUILDING, "c1"),
+        (F1, BuildState.ACCEPTED, None),
+    ):
+        await put_build(store, uuid, state, 1.0, cell)
+    for most in (100, 2, 1):
+        for module in (memory, postgres):
+            monkeypatch.setattr(module, "MAX_EXAMINED", most)
+        for limit in (100, 2, 1):
+            found, after = list[str](), ""
+            while True:
+                page = await store.in_cell("c1", after, limit)
+                found += page.instances
+                assert len(page.instances) <= limit
+                assert page.last == "" or page.last > after
+                if not page.last:
+                    break
+                after = page.last
+            assert found == [A, D, E]
+    assert list((await store.in_cell("nobody", "", 10)).instances) == []
+
+
+async def test_the_newest_moves_of_an_instance_without_those_that_were_refused(
+    store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = (MoveState.DONE, MoveState.REFUSED, MoveState.FAILED, MoveState.SCHEDULED, MoveState.REFUSED)
+    moves = [
+        RecordedMove(
+            request_id=f"{n}1000000-0000-4000-8000-000000000000",
+            instance_uuid=A if n < 5 else B,
+            project_id="p",
+            kind=MoveKind.MIGRATE,
+            digest=b"",
+            state=state,
+            sequence=1,
+            created_at=float(n),
+        )
+        for n, state in enumerate((*states, MoveState.DONE))
+    ]
+    async with store.operation() as unit:
+        await unit.insert_moves(moves, 1.0)
+    found = await store.moves_of([A, B, C], 2)
+    assert {uuid: [one.created_at for one in theirs] for uuid, theirs in found.items()} == {A: [3.0, 2.0], B: [5.0]}
+    for module in (memory, postgres):
+        monkeypatch.setattr(module, "MAX_EXAMINED", 2)
+    assert [one.created_at for one in (await store.moves_of([A], 2))[A]] == [3.0]
 
 
 async def test_the_requests_of_builds_are_read_with_their_whole_gangs(store: SchedulerStore) -> None:

@@ -1,0 +1,95 @@
+"""What the top has of a cell whose database was set back: the cell asks down its own bus, and schedulers answer there.
+
+The cell asks for one page at a time. Uuids are one order for instances and hosts: a page has all of them up to its
+last one, so neither side ever holds more than a page.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Attempt, Label, Message, Resources, Sequence, Uuid, Version, Word, matching
+from .build import BuildState
+from .cell import InstanceSpec
+from .moves import Condition, MoveKind
+from .operations import CellFence
+
+MAX_ASKED = 500  # instances of one question
+MAX_KNOWN = 500  # instances, and fences, of one page
+MAX_KNOWN_BYTES = 512 * 1024  # of the instances of one page, as JSON; one instance has less
+MAX_PLACES = 16  # of one instance
+MAX_PROVIDERS = 64  # of one place, as of a claim
+
+# The name of a process, which is part of the name of its queues.
+Process = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,128}\Z", "1 to 128 letters, digits, _ and -")]
+
+
+class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1"):
+    """A cell's database was set back: its conductor asks for one page of what the schedulers and placement have of it.
+
+    It is repeated until it is answered. database_incarnation: of the cell's database. process: of this conductor.
+    question: made anew with each page; only its answer is taken. after: the uuid behind which the page begins ("": from
+    the first). asked: instead of a page these instances, wherever they are.
+    """
+
+    cell: Word
+    process: Process
+    database_incarnation: Version
+    question: Uuid
+    after: Uuid | Literal[""] = ""
+    asked: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_ASKED)] = ()
+
+
+class KnownPlace(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A host where placement has allocations of an instance. service: that manages it ("": the scheduler has not heard
+    of one). migration: the move that holds them (None: the instance itself).
+    """
+
+    host_uuid: Uuid
+    host: Label
+    service: Word | Literal[""] = ""
+    allocations: Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=MAX_PROVIDERS)]
+    migration: Uuid | None = None
+
+
+class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the top has of one instance.
+
+    state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
+    project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
+    of its newest event that the schedulers have had. spec: its present one. places: its own before those of its moves.
+    request_id, kind: of the move under way.
+    """
+
+    instance_uuid: Uuid
+    project_id: Annotated[str, Bound(max_length=255)] = ""
+    state: BuildState | None = None
+    condition: Condition = Condition.ACTIVE
+    cell: Word | None = None
+    attempt: Attempt = 0
+    sequence: Sequence = 0
+    spec: InstanceSpec | None = None
+    places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
+    request_id: Uuid | Literal[""] = ""
+    kind: MoveKind | None = None
+
+
+class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
+    """One page, in the order of uuids: everything that was committed above before the question was published.
+
+    instances: those with a machine by the map, and consumers of which placement has something in the cell or in none;
+    or those that were asked for. fences: of hosts of the cell, and of hosts of which the cell is not known. last: the
+    page ends with this uuid ("": nothing follows). old: the top was set back itself: what it lacks, it may have lost.
+    """
+
+    cell: Word
+    process: Process
+    database_incarnation: Version
+    question: Uuid
+    instances: Annotated[tuple[KnownRecord, ...], Bound(max_length=MAX_KNOWN)] = ()
+    fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
+    last: Uuid | Literal[""] = ""
+    old: bool = False

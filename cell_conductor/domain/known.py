@@ -1,0 +1,92 @@
+"""What the top has of a cell's instances, as `reconcile` takes it: from the pages that schedulers send. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import Selection
+from bus.contracts.moves import Condition
+from bus.contracts.operations import CellFence
+from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
+
+from .instance import Power
+from .reconcile import KnownInstance
+
+# Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
+NO_SERVICE = "unknown"
+
+_POWERS = {
+    Condition.ACTIVE: Power.RUNNING,
+    Condition.STOPPED: Power.STOPPED,
+    Condition.SHELVED: Power.SHELVED,
+    Condition.OFFLOADED: Power.SHELVED,
+    Condition.RESCUED: Power.RESCUED,
+}
+_DELETED = (BuildState.DELETING, BuildState.DELETED)
+_MAPPED = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, *_DELETED)
+
+
+class Told(Struct, frozen=True):
+    """What one page says. last: it ends with this uuid ("": nothing follows)."""
+
+    instances: Mapping[str, KnownInstance]
+    fences: tuple[CellFence, ...] = ()
+    last: str = ""
+
+
+def told(question: CellRecovering, page: CellKnown) -> Told | None:
+    """What a page says; None: it answers another question, or does not say what was asked. What it has beside is not
+    taken.
+    """
+    names = (page.cell, page.process, page.database_incarnation, page.question)
+    if names != (question.cell, question.process, question.database_incarnation, question.question):
+        return None
+    asked, last = set(question.asked), page.last
+    if asked:
+        found = {one.instance_uuid: one for one in page.instances if one.instance_uuid in asked}
+        if any(uuid not in found for uuid in asked if not last or uuid <= last) or not found:
+            return None
+        return Told({uuid: known_instance(one, page) for uuid, one in found.items()}, last=last)
+    if last and last <= question.after:
+        return None
+
+    def is_within(uuid: str) -> bool:
+        return question.after < uuid and (not last or uuid <= last)
+
+    return Told(
+        {one.instance_uuid: known_instance(one, page) for one in page.instances if is_within(one.instance_uuid)},
+        tuple(one for one in page.fences if is_within(one.host_uuid)),
+        last,
+    )
+
+
+def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
+    """The top's word on one instance, for the cell that a page is for. A build that no cell has, or that has failed, is
+    nowhere by the map.
+    """
+    state = record.state
+    is_mapped = record.cell is not None and state in _MAPPED
+    return KnownInstance(
+        is_old=page.old,
+        exists=is_mapped,
+        is_active=is_mapped and state is BuildState.ACTIVE,
+        is_deleted=state in _DELETED,
+        is_elsewhere=is_mapped and record.cell != page.cell,
+        attempt=record.attempt,
+        sequence=record.sequence,
+        project_id=record.project_id,
+        spec=record.spec,
+        selections=tuple(map(_selection, record.places)),
+        power=_POWERS.get(record.condition) if state is BuildState.ACTIVE else None,
+        request_id=record.request_id,
+        kind=record.kind,
+    )
+
+
+def _selection(place: KnownPlace) -> Selection:
+    return Selection(
+        host_uuid=place.host_uuid, host=place.host, service=place.service or NO_SERVICE, allocations=place.allocations
+    )

@@ -1,0 +1,109 @@
+"""Asks the schedulers what the top has of this cell, for a recovery, and takes their pages: queue
+`conductor.known.{process}`. One page is asked for at a time, again and again until it has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import event_or_time, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.operations import CellFence
+from bus.contracts.recovery import MAX_ASKED, CellKnown, CellRecovering
+from bus.port import BusError
+from bus.retrying import doubled_s
+
+from .domain.known import Told, told
+from .domain.reconcile import KnownInstance
+
+log = structlog.get_logger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 30.0  # for an answer; a scheduler that dies with it gives it to another
+MAX_OWN = 2_000  # of the cell's instances in one part
+
+# The cell's instances behind one uuid and up to another ("": no end), in order, and at most so many.
+OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]
+
+
+class KnownPart(Struct, frozen=True):
+    """All uuids behind `after`, up to `last` ("": no end): the instances that the top has in the cell there, and those
+    that the cell has; fences, of hosts there.
+    """
+
+    after: str
+    last: str
+    instances: Mapping[str, KnownInstance]
+    fences: tuple[CellFence, ...] = ()
+
+
+class _Asked:
+    def __init__(self, question: CellRecovering) -> None:
+        self.question = question
+        self.told: Told | None = None
+        self.is_answered = asyncio.Event()
+
+
+class KnownReader:
+    """The reader of one conductor. bus: the cell's."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._asked: _Asked | None = None
+
+    async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """A page that answers another question than the present one is too late."""
+        for received in batch:
+            page, asked = received.message, self._asked
+            if isinstance(page, CellKnown) and asked is not None and (found := told(asked.question, page)) is not None:
+                self._asked, asked.told = None, found
+                asked.is_answered.set()
+        return [Done()] * len(batch)
+
+    async def parts(self, database_incarnation: int, own: OwnInstances) -> AsyncIterator[KnownPart]:
+        """The whole answer, in the order of uuids. Without a scheduler it waits, until cancelled. One at a time.
+
+        What schedulers have committed before this begins is in it. What they commit later is in it, or in a command
+        that comes to `conductor.requests` and is carried out after it, or in both.
+        """
+        after = ""
+        while True:
+            page = await self._ask(database_incarnation, after=after)
+            mine = await own(after, page.last, MAX_OWN)
+            last = mine[-1] if len(mine) == MAX_OWN else page.last
+            found = {uuid: one for uuid, one in page.instances.items() if not last or uuid <= last}
+            left = sorted(uuid for uuid in mine if uuid not in found)
+            while left:
+                answer = await self._ask(database_incarnation, asked=tuple(left[:MAX_ASKED]))
+                found |= answer.instances
+                left = [uuid for uuid in left if uuid not in answer.instances]
+            fences = tuple(one for one in page.fences if not last or one.host_uuid <= last)
+            yield KnownPart(after, last, found, fences)
+            if not last:
+                return
+            after = last
+
+    async def _ask(self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = ()) -> Told:
+        question = CellRecovering(
+            cell=self._bus.name,
+            process=self._bus.process,
+            database_incarnation=database_incarnation,
+            question=new_uuid(self._bus.rng),
+            after=after,
+            asked=asked,
+        )
+        here = self._asked = _Asked(question)
+        times = 0
+        while not here.is_answered.is_set():
+            try:
+                await self._bus.publish(question, cause=question.question)
+            except BusError as fault:
+                log.warning("recovery.not_asked", code=fault.code, reason=str(fault))
+            await event_or_time(here.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, times))
+            times += 1
+        assert here.told is not None
+        return here.told
