@@ -73,7 +73,7 @@ class Bus:
             process=process,
             clock=clock,
             rng=rng,
-            incarnation=lambda: self._incarnation(),  # `states_incarnation` may follow
+            incarnation=self._stated_incarnation,
         )
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
@@ -98,6 +98,9 @@ class Bus:
     def publishes_as(self, package: str) -> None:
         """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
+
+    def _stated_incarnation(self) -> int:
+        return self._incarnation()
 
     def states_incarnation(self, incarnation: Callable[[], int]) -> None:
         """Have each message state the incarnation of the cell's database by which this process decides."""
@@ -157,9 +160,7 @@ class Bus:
         few = len(messages) <= FEW
         stated = incarnations or [self._incarnation()] * len(messages)
         for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
-            self._post(
-                message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number
-            )
+            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None

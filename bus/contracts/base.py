@@ -80,6 +80,7 @@ GivenAttempt = Annotated[int, Bound(ge=1, le=MAX_ATTEMPT)]
 # Attempts are numbered by thousands of it (`reconcile`), so it is bounded as they are.
 MAX_INCARNATION = MAX_ATTEMPT // 1000
 Incarnation = Annotated[int, Bound(ge=0, le=MAX_INCARNATION)]
+ORDER_OUTDATED = "order.outdated"  # why an order or a request is refused that was decided by a lower one
 
 # The name of an image, of a snapshot too; "": none.
 ImageName = Annotated[str, Bound(max_length=255)]
