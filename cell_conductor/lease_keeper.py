@@ -150,20 +150,20 @@ class LeaseKeeper:
         now_s, at = self._clock.monotonic(), self._clock.time()
         for received in batch:
             self._table.advance_clock(now_s)
-            if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
-                page = received.message
-                self._table.follow((page.term, page.number), [_lease_of(one) for one in page.down])
-            if isinstance(received.message, ServiceGone) and received.message.cell == self._cell:
-                self._forget(received.message)
-            if isinstance(received.message, HostFence):
-                self._on_fence(received.message)
-            beat = received.message
-            self._incarnation = max(self._incarnation, received.meta.database_incarnation)
-            if isinstance(beat, Heartbeat) and beat.cell == self._cell:
-                self._incarnation = max(self._incarnation, beat.database_incarnation)
-            if isinstance(beat, Heartbeat) and beat.cell == self._cell and self._table.renew(beat, at):
-                lease = self._table.leases[beat.service]
-                log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
+            message = received.message
+            if getattr(message, "cell", "") != self._cell:
+                continue
+            stated = message.database_incarnation if isinstance(message, Heartbeat) else 0
+            self._incarnation = max(self._incarnation, received.meta.database_incarnation, stated)
+            if isinstance(message, ServicesDigest):
+                self._table.follow((message.term, message.number), [_lease_of(one) for one in message.down])
+            elif isinstance(message, ServiceGone):
+                self._forget(message)
+            elif isinstance(message, HostFence):
+                self._on_fence(message)
+            elif isinstance(message, Heartbeat) and self._table.renew(message, at):
+                lease = self._table.leases[message.service]
+                log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
     def _forget(self, gone: ServiceGone) -> None:

@@ -51,7 +51,7 @@ async def test_the_highest_incarnation_is_known_once_each_service_would_have_bee
         (beat("s1", 1, 1, database_incarnation=4), 0),
         (beat("s2", 1, 1), 0),
         (ServicesDigest(cell="c1", term=1, number=1), 6),
-        (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 0),
+        (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9),
     ]
     for message, number in heard:
         await keeper.handle([Received(message, Meta(id="m", database_incarnation=number), "c1", "conductor.leases")])
