@@ -65,7 +65,16 @@ class Bus:
         self.tracer = tracer
         self.stall_watch = StallWatch() if stall_watch is None else stall_watch
         self.publisher = Publisher(name, transport, limits)
-        self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
+        self._incarnation: Callable[[], int] = lambda: 0
+        self._requester = Requester(
+            name,
+            transport,
+            self.publisher,
+            process=process,
+            clock=clock,
+            rng=rng,
+            incarnation=self._stated_incarnation,
+        )
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
         self._publishes: list[tuple[str, str]] = []
@@ -89,6 +98,13 @@ class Bus:
     def publishes_as(self, package: str) -> None:
         """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
+
+    def _stated_incarnation(self) -> int:
+        return self._incarnation()
+
+    def states_incarnation(self, incarnation: Callable[[], int]) -> None:
+        """Have each message state the incarnation of the cell's database by which this process decides."""
+        self._incarnation = incarnation
 
     async def open(self) -> None:
         """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
@@ -135,13 +151,16 @@ class Bus:
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
         line: Callable[[Message], Hashable],
+        incarnations: Sequence[int] = (),
     ) -> None:
         """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
-        The caller bounds them. line: the line in which a message waits; the lines have their turns.
+        The caller bounds them. line: the line in which a message waits; the lines have their turns. incarnations: by
+        which each was decided; by default it is that of now.
         """
         few = len(messages) <= FEW
-        for (message, cause), traceparent, waiter in zip(messages, traceparents, waiters, strict=True):
-            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message))
+        stated = incarnations or [self._incarnation()] * len(messages)
+        for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
+            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
@@ -236,6 +255,7 @@ class Bus:
         correlation_id: str | None = None,
         traceparent: str | None = None,
         line: Hashable = None,
+        incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
         meta = Meta(
@@ -244,6 +264,7 @@ class Bus:
             sent_at=self.clock.time(),
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
+            database_incarnation=self._incarnation() if incarnation is None else incarnation,
         )
         packed = pack(message, meta)
         # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
@@ -280,15 +301,16 @@ REPLY_PREFETCH = 1_000
 
 class _PendingRequests:
     """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request.
+    request. incarnation: by which they were decided, however often they are published.
     """
 
-    def __init__(self, count: int, spans: Mapping[int, Span]) -> None:
+    def __init__(self, count: int, spans: Mapping[int, Span], incarnation: int) -> None:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.incarnation = incarnation
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:
@@ -302,12 +324,21 @@ class Requester:
     """Sends requests and waits for their replies. It opens the reply queue at the first request."""
 
     def __init__(
-        self, bus: str, transport: Transport, publisher: Publisher, *, process: str, clock: Clock, rng: random.Random
+        self,
+        bus: str,
+        transport: Transport,
+        publisher: Publisher,
+        *,
+        process: str,
+        clock: Clock,
+        rng: random.Random,
+        incarnation: Callable[[], int],
     ) -> None:
         self._transport = transport
         self._publisher = publisher
         self._clock = clock
         self._rng = rng
+        self._incarnation = incarnation
         self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
         self._codec = Codec(REPLIES, queue=self._queue)
         self._pending: dict[str, tuple[_PendingRequests, int]] = {}
@@ -329,7 +360,7 @@ class Requester:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
-        pending = _PendingRequests(len(messages), _spans(messages, causes))
+        pending = _PendingRequests(len(messages), _spans(messages, causes), self._incarnation())
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
@@ -389,7 +420,7 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     where = (to or destination)(message)
-                    self._post(message, where, causes[index], ids[index], until, waiter, pending.spans.get(index))
+                    self._post(message, where, causes[index], ids[index], until, waiter, pending, index)
             await waiter.wait()
             await pending.done
 
@@ -410,9 +441,10 @@ class Requester:
         correlation_id: str,
         until: float | None,
         waiter: Waiter,
-        span: Span | None,
+        pending: _PendingRequests,
+        index: int,
     ) -> None:
-        row = BY_TYPE[type(message)]
+        row, span = BY_TYPE[type(message)], pending.spans.get(index)
         meta = Meta(
             id=correlation_id,
             cause=cause,
@@ -420,6 +452,7 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
+            database_incarnation=pending.incarnation,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         self._publisher.post(*where, mode, pack(message, meta), waiter, until)

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from bus.contracts.base import MAX_REASON, Message, Meta, encode, reason_of, tag_of
+from bus.contracts.base import MAX_INCARNATION, MAX_REASON, Message, Meta, encode, reason_of, tag_of
 from bus.contracts.catalogue import (
     BY_TYPE,
     FORBIDDEN,
@@ -47,6 +47,7 @@ SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits o
 ATTEMPT = "berth-attempt"
 PATIENCE = "berth-patience-ms"
 WAITED = "berth-waited-ms"
+INCARNATION = "berth-database-incarnation"
 TRACEPARENT = "traceparent"
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
@@ -198,6 +199,8 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[WAITED] = round(meta.waited_s * 1000)
     if meta.traceparent:
         headers[TRACEPARENT] = meta.traceparent
+    if meta.database_incarnation:
+        headers[INCARNATION] = meta.database_incarnation
     return headers
 
 
@@ -403,6 +406,7 @@ def _may_travel(meta: Meta) -> bool:
         and abs(meta.patience_s or 0.0) < MAX_TIME_S
         and abs(meta.waited_s) < MAX_TIME_S
         and 0 <= meta.attempt <= MAX_ATTEMPT
+        and 0 <= meta.database_incarnation <= MAX_INCARNATION
     )
 
 
@@ -456,6 +460,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         waited_s=(numbers[WAITED] or 0.0) / 1000,
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
+        database_incarnation=max(0, min(MAX_INCARNATION, int(numbers[INCARNATION] or 0))),
     )
     return meta, problem
 
@@ -473,7 +478,7 @@ def _text(headers: Mapping[str, object], name: str) -> str | None:
 def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
     found: dict[str, float | None] = {}
     problem = ""
-    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT):
+    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT, INCARNATION):
         value = headers.get(name)
         sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
         found[name] = float(value) if sound else None  # type: ignore[arg-type]

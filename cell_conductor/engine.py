@@ -80,6 +80,9 @@ class LeaseView(Protocol):
     def down(self) -> Mapping[str, Lease]:
         """Those that take no builds now."""
 
+    def heard_incarnation(self) -> int | None:
+        """The highest incarnation of the cell's database that others go by; None: that is not known yet."""
+
 
 class FenceView(Protocol):
     """The fences as this conductor has them (`fences.FenceKeeper`)."""
@@ -197,13 +200,13 @@ class Engine:
 
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
-        now = self._clock.time()
-        if not await self._store.has_due(now):
+        now, heard = self._clock.time(), self._leases.heard_incarnation()
+        if not await self._store.has_due(now) and (heard or 0) <= self._store.set_back.incarnation:
             return 0
         await self._fences.ensure_known()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
-            change = await transaction.recognise()
+            change = await transaction.recognise(heard)
             if change is None:
                 locked = await transaction.lock_due(now, self._config.sweep_batch)
                 due = {instance.uuid: instance for instance in locked}
@@ -238,7 +241,7 @@ class Engine:
             begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
-                    change = await transaction.recognise()
+                    change = await transaction.recognise(self._leases.heard_incarnation())
                     if change is None:
                         fresh = await self._fresh(transaction, incoming)
                         known = await transaction.lock(uuids)
@@ -285,7 +288,8 @@ class Engine:
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
-            outgoing += [OutboxMessage(self._bus.name, command, cause, trace) for command in stepped.commands]
+            by = context.set_back.incarnation
+            outgoing += [OutboxMessage(self._bus.name, command, cause, trace, by) for command in stepped.commands]
             steps[before.state, type(event).__name__] += 1
             if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
@@ -429,7 +433,7 @@ class Engine:
                 " than its record has. `berth services forget` states that a service is gone for good, `berth hosts"
                 " fence` that a host is off",
             )
-        return {uuid: one for uuid, one in found.items() if self._store.set_back.is_of(one.era)}
+        return {uuid: one for uuid, one in found.items() if self._store.set_back.is_of(one.incarnation)}
 
     async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
@@ -524,6 +528,7 @@ def _log_change(change: DatabaseChange, cell: str) -> None:
         "cell.database_set_back",
         cell=cell,
         deployment=change.deployment,
+        incarnation=change.incarnation,
         doubted=change.doubted,
         hint="no build that was under way is timed out before its host has reported its state",
     )

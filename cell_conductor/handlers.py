@@ -196,11 +196,15 @@ class RequestHandlers:
 
 def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_last: bool) -> InstanceEvent | None:
     """The event with the machines that were found; None: it is not taken now."""
-    event, era, is_unexplained = one.event, searched.era, searched.is_unexplained(one.uuid)
+    event, incarnation, is_unexplained = one.event, searched.incarnation, searched.is_unexplained(one.uuid)
     found = searched.of(one.uuid, to_delete=is_delete)
     if is_query(event):
         why = ANOTHERS if is_unexplained else event.given_up
-        return None if found is None else replace(one, event=replace(event, found=found, era=era, given_up=why))
+        return (
+            None
+            if found is None
+            else replace(one, event=replace(event, found=found, incarnation=incarnation, given_up=why))
+        )
     is_held = is_unexplained and is_delete
     if (found is None or is_held) and not is_last:
         return None
@@ -215,10 +219,13 @@ def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_l
     part = searched.of(one.uuid, to_delete=is_delete, in_part=True)
     if isinstance(event, BuildRequested) and found is None and part and not is_delete:
         # It goes on record in doubt, and is searched for until that has its limit.
-        return replace(one, event=replace(event, found=(), era=era, is_part=True, given_up=event.given_up or NOT_ALL))
+        return replace(
+            one,
+            event=replace(event, found=(), incarnation=incarnation, is_part=True, given_up=event.given_up or NOT_ALL),
+        )
     if isinstance(event, BuildRequested):
-        return replace(one, event=replace(event, found=part, era=era, is_part=found is None))
-    return replace(one, event=replace(event, found=part, era=era))
+        return replace(one, event=replace(event, found=part, incarnation=incarnation, is_part=found is None))
+    return replace(one, event=replace(event, found=part, incarnation=incarnation))
 
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested | MoveRequested]:

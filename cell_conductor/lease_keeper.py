@@ -34,7 +34,7 @@ from bus.port import BusError
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import InstanceEvent, ServiceLost
-from .domain.leases import STEP_S, STOPPED, Lease, LeaseState, LeaseTable
+from .domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, STEP_S, STOPPED, Lease, LeaseState, LeaseTable
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -106,6 +106,8 @@ class LeaseKeeper:
         self._losses = 0  # connections to the database that have ended by themselves
         self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
+        self._incarnation = 0  # the highest that was heard of
+        self._listens_until: float | None = None  # by then each service would have been heard that there is (monotonic)
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
@@ -118,6 +120,13 @@ class LeaseKeeper:
     def up(self) -> Collection[str] | None:
         """Compute services that are up; None: this conductor does not know yet."""
         return self._table.up
+
+    def heard_incarnation(self) -> int | None:
+        """The highest incarnation of the cell's database that services have been commanded by, or conductors go by;
+        None: this conductor has not listened for long enough.
+        """
+        is_early = self._listens_until is None or self._clock.monotonic() < self._listens_until
+        return None if is_early and self._table.up is None else self._incarnation
 
     def forgotten(self) -> Collection[str]:
         """Compute services that are gone for good, as an operator has stated since this conductor started."""
@@ -141,17 +150,20 @@ class LeaseKeeper:
         now_s, at = self._clock.monotonic(), self._clock.time()
         for received in batch:
             self._table.advance_clock(now_s)
-            if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
-                page = received.message
-                self._table.follow((page.term, page.number), [_lease_of(one) for one in page.down])
-            if isinstance(received.message, ServiceGone) and received.message.cell == self._cell:
-                self._forget(received.message)
-            if isinstance(received.message, HostFence):
-                self._on_fence(received.message)
-            beat = received.message
-            if isinstance(beat, Heartbeat) and beat.cell == self._cell and self._table.renew(beat, at):
-                lease = self._table.leases[beat.service]
-                log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
+            message = received.message
+            if getattr(message, "cell", "") != self._cell:
+                continue
+            stated = message.database_incarnation if isinstance(message, Heartbeat) else 0
+            self._incarnation = max(self._incarnation, received.meta.database_incarnation, stated)
+            if isinstance(message, ServicesDigest):
+                self._table.follow((message.term, message.number), [_lease_of(one) for one in message.down])
+            elif isinstance(message, ServiceGone):
+                self._forget(message)
+            elif isinstance(message, HostFence):
+                self._on_fence(message)
+            elif isinstance(message, Heartbeat) and self._table.renew(message, at):
+                lease = self._table.leases[message.service]
+                log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
     def _forget(self, gone: ServiceGone) -> None:
@@ -193,6 +205,7 @@ class LeaseKeeper:
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""
+        self._listens_until = self._clock.monotonic() + LISTEN_BEATS * DEFAULT_BEAT_S
         while True:
             await self._clock.sleep(TICK_S)
             self._assess()
@@ -288,8 +301,8 @@ class LeaseKeeper:
             return lease
         known, listed = self._recorded.get(lease.service), " ".join(sorted(self._hosts_of(lease.service, lease.epoch)))
         if not listed and known is not None and known.epoch == lease.epoch:
-            return replace(lease, listed=known.listed, era=known.era)
-        return replace(lease, listed=listed, era=self._store.set_back.first_number if listed else 0)
+            return replace(lease, listed=known.listed, incarnation=known.incarnation)
+        return replace(lease, listed=listed, incarnation=self._store.set_back.incarnation if listed else 0)
 
     async def _publish_digest(self) -> None:
         """The digest, when it has changed, and periodically."""

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.base import Message
+from bus.contracts.base import ORDER_OUTDATED, Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import MoveEvent
@@ -123,7 +123,7 @@ class PlacementRequests:
     def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """The event of placement's answer; None: no answer yet."""
         now, instance = self._clock.time(), question.instance
-        if isinstance(answer, RequestRefused):
+        if isinstance(answer, RequestRefused) and answer.code != ORDER_OUTDATED:
             metrics.ANSWERS.labels("claim", answer.code).inc()
             return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
         if isinstance(answer, Fault):

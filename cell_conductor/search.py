@@ -48,15 +48,15 @@ LOGGED_SERVICES = 10
 
 class Searched(Struct, frozen=True):
     """machines: by instance. missing: services that were asked and have not answered; "": it is not known yet which are
-    up. hosts: that were looked at, of a thorough search. unexplained: the machines that no record explains. era: of the
-    database when they were asked (`SetBack.first_number`).
+    up. hosts: that were looked at, of a thorough search. unexplained: the machines that no record explains.
+    incarnation: of the database when they were asked.
     """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
     hosts: AbstractSet[str] = frozenset()
     unexplained: Sequence[UnexplainedRecord] = ()
-    era: int = 0
+    incarnation: int = 0
 
     def of(self, uuid: str, *, to_delete: bool = False, in_part: bool = False) -> tuple[FoundMachine, ...] | None:
         """The machines of this instance; None: a service has not answered that may have another one, and one of several
@@ -148,12 +148,12 @@ class MachineSearch:
         """The search for the instance of each of these requests, before they are taken."""
         outdated = {one.uuid for one in requests if is_begun_by(one.event)}
         lost = {one.uuid for one in requests if not is_begun_by(one.event)}
-        era, asked = self._store.set_back.first_number, await self._asked()
+        incarnation, asked = self._store.set_back.incarnation, await self._asked()
         searched, complete = await asyncio.gather(
             self.find(lost, asked if self._is_awaiting(0.0) else self._up_now()), self.find(outdated, asked)
         )
         found = dict.fromkeys(lost, searched) | dict.fromkeys(outdated, complete)
-        return {uuid: replace(one, era=era) for uuid, one in found.items()}
+        return {uuid: replace(one, incarnation=incarnation) for uuid, one in found.items()}
 
     async def _asked(self) -> set[str] | None:
         """The services that a search asks, all of which have to answer before anything is begun, released or given by
@@ -231,7 +231,7 @@ class MachineSearch:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
         hosts list them now; by instance.
         """
-        era, queried = self._store.set_back.first_number, defaultdict[str, dict[str, SourceQuery]](dict)
+        incarnation, queried = self._store.set_back.incarnation, defaultdict[str, dict[str, SourceQuery]](dict)
         for uuid, source in sorted(sources.items()):
             for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
@@ -253,7 +253,7 @@ class MachineSearch:
             for uuid in question.instance_uuids:
                 found[uuid].append((question.service, answer))
         at = self._clock.time()
-        seen = {uuid: answer_about(uuid, source, found[uuid], at, era) for uuid, source in sources.items()}
+        seen = {uuid: answer_about(uuid, source, found[uuid], at, incarnation) for uuid, source in sources.items()}
         for uuid, one in seen.items():
             if one.code:
                 log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
@@ -266,7 +266,7 @@ class MachineSearch:
         One that has not looked at each of its hosts that is not fenced has not answered, and nor has one that the
         record names and that is neither asked nor gone.
         """
-        era, asked = self._store.set_back.first_number, await self._asked()
+        incarnation, asked = self._store.set_back.incarnation, await self._asked()
         if not queries or asked is None:
             return {}
         known = asked | await self._gone()
@@ -287,7 +287,7 @@ class MachineSearch:
                 found[uuid] = InstanceSearched(
                     at=at,
                     query=query,
-                    era=era,
+                    incarnation=incarnation,
                     machines=searched.of(uuid, in_part=True) or (),
                     hosts=searched.hosts,
                     silent=frozenset(missing),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import Message
+from bus.contracts.base import ORDER_OUTDATED, Message
+from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import (
     Destroy,
     FindMachines,
@@ -24,6 +25,7 @@ from bus.contracts.cell import (
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated, InventoryTaken
+from bus.contracts.queues import CONDUCTOR
 from compute_sim.agent import Agent
 from compute_sim.contested import ContestedHosts
 from compute_sim.driver import DriverUnavailable
@@ -33,6 +35,8 @@ from compute_sim.ring import Ring
 
 DONE = Done()
 COMMANDS = (Spawn, Destroy, ChangeMachine, QueueMarker, FindMachines, ListMachines)
+# What conductors alone send, by an incarnation of the cell's database.
+ORDERS = frozenset(row.message for row in MESSAGES if row.publishers == (CONDUCTOR,))
 
 
 class ComputeHandlers:
@@ -53,6 +57,7 @@ class ComputeHandlers:
         find: Callable[[FindMachines], Awaitable[MachinesFound]],
         list_machines: Callable[[ListMachines], Awaitable[MachinesPage]],
         sync: Callable[[], Awaitable[None]],
+        is_outdated: Callable[[int], bool],
         ring: Ring | None = None,
         contested: ContestedHosts | None = None,
     ) -> None:
@@ -68,6 +73,7 @@ class ComputeHandlers:
         self._find = find
         self._list_machines = list_machines
         self._sync = sync
+        self._is_outdated = is_outdated
         self._ring = ring
         self._contested = contested
 
@@ -87,6 +93,8 @@ class ComputeHandlers:
                 outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
             elif message.service != self._service:
                 outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))
+            elif (refused := self._refusal(received)) is not None:
+                outcomes.append(refused)
             else:
                 if isinstance(message, QueueMarker):
                     markers.append(message)
@@ -102,6 +110,15 @@ class ComputeHandlers:
         for marker in markers:
             self._on_marker(marker, self._agent.owed())
         return outcomes
+
+    def _refusal(self, received: Received) -> Refuse | None:
+        """Why an order is not carried out; None: it is. The cell's database was set back since it was decided, or a
+        conductor lives on with an old copy of it.
+        """
+        number = received.meta.database_incarnation
+        if type(received.message) not in ORDERS or not self._is_outdated(number):
+            return None
+        return Refuse(ORDER_OUTDATED, f"by incarnation {number} of the cell's database, which has a later one")
 
     async def _answer(self, question: FindMachines | ListMachines) -> Outcome:
         try:
@@ -119,7 +136,8 @@ class ComputeHandlers:
         ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to announce by a scan that begins
         after it.
         """
-        for received in batch:
+        outcomes = [self._refusal(received) or DONE for received in batch]
+        for received in (one for one, outcome in zip(batch, outcomes, strict=True) if outcome is DONE):
             message = received.message
             if isinstance(message, Heartbeat):
                 self._on_heartbeat(message)
@@ -136,7 +154,7 @@ class ComputeHandlers:
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
         await self._sync()
-        return [DONE] * len(batch)
+        return outcomes
 
     def _take_conflict(self, message: Message, contested: ContestedHosts) -> None:
         """InventoryTaken, HostsContested, HostsReleased: hosts that another service has, too."""
@@ -149,7 +167,8 @@ class ComputeHandlers:
 
     async def ring_members(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """RingMembers: which services share the free nodes now."""
-        for received in batch:
-            if isinstance(received.message, RingMembers) and self._ring is not None:
+        outcomes = [self._refusal(received) or DONE for received in batch]
+        for received, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(received.message, RingMembers) and self._ring is not None and outcome is DONE:
                 self._ring.apply(received.message)
-        return [DONE] * len(batch)
+        return outcomes

@@ -207,6 +207,7 @@ class Parts:
             find=self.finder.find,
             list_machines=self._lister().list,
             sync=self.records.sync,
+            is_outdated=self.records.is_outdated,
             ring=self.ring,
             contested=self.contested,
         )

@@ -91,7 +91,15 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
+class IncarnationRow(Struct, frozen=True, array_like=True, tag="i"):
+    """The highest incarnation of the cell's database by which the service was commanded."""
+
+    database_incarnation: int
+
+
+Row = (
+    IncarnationRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
+)
 
 
 class Records:
@@ -110,6 +118,7 @@ class Records:
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
         self._in_book: dict[str, bool] = {}
         self._undeploying: dict[Key, tuple[int, str]] = {}  # one a node at most
+        self.database_incarnation = 0  # the highest by which it was commanded
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -258,6 +267,16 @@ class Records:
             self._apply(row)
             self.write([row])
 
+    def is_outdated(self, database_incarnation: int) -> bool:
+        """Whether what was decided by this incarnation of the cell's database is refused. A higher one than any before
+        is remembered.
+        """
+        if database_incarnation > self.database_incarnation:
+            row = IncarnationRow(database_incarnation)
+            self._apply(row)
+            self.write([row])
+        return database_incarnation < self.database_incarnation
+
     def failed_builds(self, host: str) -> int:
         """Consecutive failed builds of a host."""
         return self._failures.get(host, 0)
@@ -309,6 +328,8 @@ class Records:
 
     def _apply(self, row: Row) -> None:
         match row:
+            case IncarnationRow(database_incarnation):
+                self.database_incarnation = database_incarnation
             case EntryRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
@@ -352,6 +373,7 @@ class Records:
 
     def _snapshot(self) -> Iterator[Row]:
         yield NumbersRow(self.epoch, self.version, self.starts)
+        yield IncarnationRow(self.database_incarnation)
         for host, count in self._failures.items():
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():

@@ -130,6 +130,7 @@ class Reporter:
                     stopping=stopping,
                     interval_s=self._heartbeat_interval_s,
                     ring=None if self._ring is None else self._ring.name,
+                    database_incarnation=self._records.database_incarnation,
                 )
             )
 

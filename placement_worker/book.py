@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.base import Refusal
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import (
     ClaimOption,
@@ -91,6 +92,7 @@ class ResourceBook:
         self.head, self.trim, self.close = rows.head, rows.trim, rows.close
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
+        self._incarnations: dict[str, int] = {}  # of each cell's database, as this process has recorded it
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
@@ -100,25 +102,38 @@ class ResourceBook:
 
     # --- claims and reports
 
-    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
+    async def apply(
+        self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS, incarnations: Sequence[int] = ()
+    ) -> list[ClaimReply | Refusal]:
         """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
         Transient.
 
         bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
-        consumer that holds them is `consumer_changed`.
+        consumer that holds them is `consumer_changed`. incarnations: of the cell's database, by which each was decided;
+        one below the highest is refused.
         """
-        group = ClaimGroup(items)
+        group = ClaimGroup(items, incarnations)
         await self._know(group.classes)
         if bus == ABOVE_CELLS and self.names.class_ids.keys() >= group.classes and (plain := group.plain):
             taken = await self._take_new(group, plain)
             if taken is not None:
                 return taken
         try:
-            return await self._write(lambda transaction: claim(transaction, group, bus))
+            replies = await self._write(lambda transaction: self._claim(transaction, group, bus))
         except port.PassedMeanwhile:
-            return await self._write(lambda transaction: claim(transaction, group, bus, alone=True))
+            replies = await self._write(lambda transaction: self._claim(transaction, group, bus, alone=True))
+        self._incarnations[bus] = max(group.incarnation, self._incarnations.get(bus, 0))
+        return replies
 
-    async def _take_new(self, group: ClaimGroup, plain: Mapping[str, ClaimOption]) -> list[ClaimReply] | None:
+    async def _claim(
+        self, transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
+    ) -> list[ClaimReply | Refusal]:
+        """What this process has recorded of a cell is not recorded again: no statement is for the incarnation alone."""
+        if group.incarnation > self._incarnations.get(bus, 0):
+            await transaction.raise_incarnation(bus, group.incarnation)
+        return await claim(transaction, group, bus, alone=alone)
+
+    async def _take_new(self, group: ClaimGroup, plain: Mapping[str, ClaimOption]) -> list[ClaimReply | Refusal] | None:
         """Take plain claims in one round trip: three more are 3 % of a boot alone. None: the group is to be decided."""
         consumers = {uuid: replace(group.consumers[uuid], holding=one.allocations) for uuid, one in plain.items()}
         shapes = {provider: one.shapes.get(provider) for one in plain.values() for provider in one.allocations}
@@ -152,13 +167,16 @@ class ResourceBook:
             results += await self._write(partial(report, updates=part, bus=bus), partial(names_of_reports, part))
         return results
 
-    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
+    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str, incarnation: int = 0) -> bool:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
-        over.
+        over. False: the incarnation of the cell's database, by which that was decided, is below the highest.
         """
         async with self.rows.transaction() as transaction:
+            if await transaction.raise_incarnation(bus, incarnation) > incarnation:
+                return False
             await transaction.lock_sources(())
             await transaction.release_sources(source, roots, bus)
+        return True
 
     async def remove_retired_trees(self, limit: int) -> list[str]:
         """Remove retired trees that are no longer used, at most `limit`. Returns their roots.
@@ -328,7 +346,7 @@ def _bytes_of(provider: Provider) -> int:
 
 async def claim(
     transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
-) -> list[ClaimReply]:
+) -> list[ClaimReply | Refusal]:
     """Decide and write one group of claims from one bus.
 
     alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
@@ -337,12 +355,13 @@ async def claim(
     limited, keys = group.projects, group.keys
     if keys:
         await transaction.lock_groups(keys)
-    locked = await transaction.lock_claims(port.WantedClaims(group.consumers, group.providers, limited, alone))
+    cell = None if bus == ABOVE_CELLS else bus
+    locked = await transaction.lock_claims(port.WantedClaims(group.consumers, group.providers, limited, alone, cell))
     if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
         await transaction.enroll(group.enrolled)
     members = await transaction.members(group.members(locked.found)) if keys else {}
     decision = decide(
-        group.items,
+        group.of_incarnation(locked.incarnation),
         locked.found,
         locked.providers,
         transaction.names.class_ids,
@@ -357,7 +376,7 @@ async def claim(
     # A cell learns nothing of others' consumers.
     lost = decision.lost if bus == ABOVE_CELLS else {}
     holders = await transaction.newest_holders(lost) if lost else NOBODY
-    return numbered(decision.replies, sequence, bus, holders)
+    return group.with_outdated(numbered(decision.replies, sequence, bus, holders), locked.incarnation)
 
 
 async def report(

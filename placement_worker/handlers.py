@@ -17,13 +17,14 @@ from bus.clock import Clock, LogInterval, event_or_time
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
-from bus.contracts.base import Message, Refusal
+from bus.contracts.base import ORDER_OUTDATED, Message, Refusal
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.objects import CellsPage, CellsQuery, ObjectsRevision
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
+from placement_worker.domain.claim_group import OUTDATED
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
@@ -119,11 +120,12 @@ class PlacementHandlers:
         """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
         one group in one transaction, or several where they name very many providers.
         """
-        items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
-        applied: list[ClaimReply] = []
-        for part in parts(items, entries_of_claim, MAX_CLAIMED):
-            started = self._clock.monotonic()
-            applied += await self._store.apply(part, bus=batch[0].bus)
+        items = [(r.message, r.meta.database_incarnation) for r in batch if isinstance(r.message, ClaimItem)]
+        applied: list[ClaimReply | Refusal] = []
+        for part in parts(items, lambda item: entries_of_claim(item[0]), MAX_CLAIMED):
+            started, bus = self._clock.monotonic(), batch[0].bus
+            incarnations = () if bus == ABOVE_CELLS else [number for _, number in part]
+            applied += await self._store.apply([item for item, _ in part], bus=bus, incarnations=incarnations)
             self._claimed()
             _measure("claims", len(part), self._clock.monotonic() - started)
         replies = iter(applied)
@@ -207,8 +209,10 @@ class PlacementHandlers:
         return results
 
     async def _release(self, released: messages.InventoryReleased, received: Received) -> Outcome:
-        await self._store.release_roots(released.source, released.roots, bus=received.bus)
-        return Done()
+        number = received.meta.database_incarnation
+        if await self._store.release_roots(released.source, released.roots, bus=received.bus, incarnation=number):
+            return Done()
+        return Refuse(ORDER_OUTDATED, OUTDATED)
 
     async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:
         """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not
@@ -258,8 +262,10 @@ class PlacementHandlers:
     async def _holding(self, requested: queries.HoldingRequest) -> queries.HoldingPage:
         return queries.HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))
 
-    def _answer(self, received: Received, reply: ClaimReply) -> Outcome:
+    def _answer(self, received: Received, reply: ClaimReply | Refusal) -> Outcome:
         requested = received.message
+        if isinstance(reply, Refusal):
+            return Refuse(reply.code, reply.reason)
         if isinstance(reply, messages.ClaimResult) and isinstance(requested, messages.Claim):
             _count_claim(received, requested, reply)
         elif isinstance(reply, messages.ClaimAllResult) and isinstance(requested, messages.ClaimAll):

@@ -19,7 +19,7 @@ from bus import metrics
 from bus.contracts.queues import DEAD, DEAD_LETTERS, GIVEN_UP, REPLAY, RETURN, TAKES_GIVEN_UP
 from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.wire import ATTEMPT, BATCH, CAUSE, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown
+from bus.wire import ATTEMPT, BATCH, CAUSE, INCARNATION, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ UNKNOWN = "unknown"
 
 # The headers that go back with a letter, beside the time at which it was sent. A deadline has long passed, and retries
 # begin anew.
-_KEPT = (CAUSE, TRACEPARENT)
+_KEPT = (CAUSE, TRACEPARENT, INCARNATION)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tup
 
 def _revived(queue: str, delivery: Delivery) -> Outgoing:
     headers: dict[str, str | int | float] = {
-        name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str)
+        name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str | int)
     }
     # The consumer must see how old the message is, because the record of a later delete or release may have been
     # purged.

@@ -76,6 +76,12 @@ MAX_ATTEMPT = 2_000_000_000
 Attempt = Annotated[int, Bound(ge=0, le=MAX_ATTEMPT)]
 GivenAttempt = Annotated[int, Bound(ge=1, le=MAX_ATTEMPT)]
 
+# The number of the history of a cell's database, from 1 (0: it is not known). It rises when the database was set back.
+# Attempts are numbered by thousands of it (`reconcile`), so it is bounded as they are.
+MAX_INCARNATION = MAX_ATTEMPT // 1000
+Incarnation = Annotated[int, Bound(ge=0, le=MAX_INCARNATION)]
+ORDER_OUTDATED = "order.outdated"  # why an order or a request is refused that was decided by a lower one
+
 # The name of an image, of a snapshot too; "": none.
 ImageName = Annotated[str, Bound(max_length=255)]
 
@@ -113,6 +119,8 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     passed before the consumers that had it retried.
     traceparent: W3C trace context.
     attempt: how often the consumer has already had this message retried.
+    database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
+    is told to do something refuses a lower one than the highest that it knows of that cell.
     """
 
     id: str
@@ -124,6 +132,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     waited_s: float = 0.0
     traceparent: str | None = None
     attempt: int = 0
+    database_incarnation: int = 0
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):

@@ -30,15 +30,17 @@ else:  # a message's type is its tag, so any process of the role can read and pu
 
 
 class OutboxMessage(Struct, frozen=True, omit_defaults=True):
-    """A message, and the bus it is for ("api" or a cell's name). `cause` and `traceparent` as in Meta.
+    """A message, and the bus it is for ("api" or a cell's name). The others as in Meta.
 
-    The trace is kept with the message: whichever process publishes it, and whenever, does so in the trace.
+    They are kept with the message, whichever process publishes it, and whenever: so the row of a backup commands by the
+    incarnation that had decided it.
     """
 
     bus: str
     message: AnyMessage
     cause: str = ""
     traceparent: str = ""
+    database_incarnation: int = 0
 
 
 encode_row = msgspec.json.Encoder().encode

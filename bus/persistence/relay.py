@@ -302,6 +302,7 @@ class Relay:
             [item.traceparent for _, item in items],
             [ticket for ticket, _ in items],
             self._line,
+            [item.database_incarnation for _, item in items],
         )
         for ticket, _ in items:
             ticket.pending -= 1  # it is the publisher's now, which has counted it

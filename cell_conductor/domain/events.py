@@ -25,8 +25,8 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted (None: they were not queried), in this era of the database
-    (`SetBack.first_number`). is_part: not all of them have answered. is_query: nothing is to be begun; the scheduler
+    cell's services have of it, if it is doubted (None: they were not queried), in this incarnation of the database
+    (`SetBack.incarnation`). is_part: not all of them have answered. is_query: nothing is to be begun; the scheduler
     queries the state of the build, of which its newest event has the number `sequence`.
     """
 
@@ -41,7 +41,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
     found: tuple[FoundMachine, ...] | None = None
-    era: int = 0
+    incarnation: int = 0
     is_part: bool = False
     attempt: int = 1
     is_query: bool = False
@@ -52,13 +52,13 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
     found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). era: as of a build. begun, attempt: as in CellDelete.
+    it (None: they were not queried). incarnation: as of a build. begun, attempt: as in CellDelete.
     """
 
     cause: str = ""
     project_id: str = ""
     found: tuple[FoundMachine, ...] | None = None
-    era: int = 0
+    incarnation: int = 0
     begun: bool = False
     attempt: int = 0
 
@@ -152,12 +152,12 @@ class RevertRefused(Answer, frozen=True, kw_only=True):
 
 class MoveRequested(Event, frozen=True, kw_only=True):
     """A request about the instance. found: machines that the cell's services have of it, if its record may be outdated
-    (None: they were not queried). era: as of a build.
+    (None: they were not queried). incarnation: as of a build.
     """
 
     request: CellMove
     found: tuple[FoundMachine, ...] | None = None
-    era: int = 0
+    incarnation: int = 0
     cause: str = ""
     given_up: Refusal | None = None
     is_query: bool = False
@@ -296,10 +296,10 @@ class SourceQuery(Struct, frozen=True):
 
 
 class ServicesAnswered(Event, frozen=True, kw_only=True):
-    """Compute services were queried. query: what was asked. era: of the database then (`SetBack.first_number`)."""
+    """Compute services were queried. query: what was asked. incarnation: of the database then."""
 
     query: MachineQuery | SourceQuery
-    era: int = 0
+    incarnation: int = 0
 
 
 class InstanceSearched(ServicesAnswered, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
     state; seconds since the epoch, and a sentence (empty while it is up). listed: the hosts of one that is down, as it
-    has listed them last, with blanks between them ("": not known). era: of its database by then (`SetBack.is_of`).
+    has listed them last, with blanks between them ("": not known). incarnation: of its database by then.
     """
 
     service: str
@@ -63,14 +63,14 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: float = 0.0
     reason: str = ""
     listed: str = ""
-    era: int = 0
+    incarnation: int = 0
 
     def is_off(self, known: Lease | None, fenced: AbstractSet[str], set_back: SetBack) -> bool:
         """Whether all the hosts of a service are fenced, by its lease on record; known: what it is now. A database that
         was set back since may lack hosts that the service had later.
         """
         is_as_known = known is not None and (known.epoch, known.state) == (self.epoch, self.state)
-        hosts = set(self.listed.split()) if is_as_known and set_back.is_of(self.era) else set[str]()
+        hosts = set(self.listed.split()) if is_as_known and set_back.is_of(self.incarnation) else set[str]()
         return bool(hosts) and hosts <= fenced
 
     @property

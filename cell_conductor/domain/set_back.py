@@ -26,11 +26,12 @@ LOST_NUMBERS = 10_000
 
 class SetBack(Struct, frozen=True):
     """When the database was last found to be set back or replaced (0: never), and when its schema was made (0: that is
-    not known), in seconds since the epoch.
+    not known), in seconds since the epoch. incarnation: the number of its history, which each set-back raises.
     """
 
     at: float = 0.0
     made_at: float = 0.0
+    incarnation: int = 1
 
     @property
     def has_been(self) -> bool:
@@ -52,9 +53,9 @@ class SetBack(Struct, frozen=True):
         """
         return int(max(self.at, self.made_at) * 1000)
 
-    def is_of(self, era: int) -> bool:
-        """Whether no set-back has come since something was recorded under this `first_number`."""
-        return era == self.first_number
+    def is_of(self, incarnation: int) -> bool:
+        """Whether no set-back has come since something was recorded under this incarnation."""
+        return incarnation == self.incarnation
 
     def doubted_for_s(self, since: float, now: float) -> float:
         """For how long services could have answered for a record that is as it is since then. Another set-back begins
@@ -92,7 +93,7 @@ def is_unsearched(instance: Instance, event: Event, set_back: SetBack, unexplain
     """
     if not isinstance(event, BuildRequested | DeleteRequested | MoveRequested):
         return False
-    if event.found is not None and set_back.is_of(event.era):
+    if event.found is not None and set_back.is_of(event.incarnation):
         return False
     if isinstance(event, MoveRequested):
         return is_begun_by(event) and is_outdated(instance, set_back)

@@ -450,7 +450,7 @@ def is_answered_by(instance: Instance, answer: Answer | ServicesAnswered, contex
     """Whether it answers what is asked now. Another conductor may have asked before it was paused."""
     if isinstance(answer, ServicesAnswered):
         asked = doubt.machine_query_of(instance) or way_back.source_query_of(instance)
-        return asked is not None and answer.query == asked and context.set_back.is_of(answer.era)
+        return asked is not None and answer.query == asked and context.set_back.is_of(answer.incarnation)
     question, names = question_of(instance), (answer.consumer or instance.uuid, answer.attempt)
     return isinstance(question, Claim | Release | Revert) and names == (question.consumer, question.attempt or 0)
 

@@ -15,7 +15,7 @@ import structlog
 from msgspec import DecodeError, Struct
 
 from bus.contracts.base import reason_of
-from bus.faults import Transient
+from bus.faults import DatabaseForbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor import metrics
 from cell_conductor.domain.leases import Keeper, Lease
@@ -87,8 +87,8 @@ class KeyedRows(Protocol):
     async def expect_known(self) -> None:
         """Raises Unrecognised."""
 
-    async def era(self) -> int:
-        """Of the database on record (`SetBack.first_number`). Raises Unrecognised where it has been emptied."""
+    async def incarnation(self) -> int:
+        """Of the database on record. Raises Unrecognised where it has been emptied."""
 
     async def is_needed(self, fence_of: str) -> bool:
         """Whether an evacuation from this host has commanded a destination."""
@@ -104,9 +104,9 @@ class KnownDatabase(Struct):
     set_back: SetBack = SetBack()
 
     @property
-    def state(self) -> tuple[str, float]:
-        """What a write is guarded by: its identity, and when it was set back."""
-        return self.deployment, self.set_back.at
+    def state(self) -> tuple[str, int]:
+        """What a write is guarded by: its identity, and the incarnation of it."""
+        return self.deployment, self.set_back.incarnation
 
 
 class Unrecognised(Transient):
@@ -116,6 +116,30 @@ class Unrecognised(Transient):
 
     def __init__(self) -> None:
         super().__init__("the database was set back, which has to be recognised first")
+
+
+def above(seen: KnownDatabase, heard: int | None) -> int:
+    """The highest incarnation that this process knows of, which that of a database that was set back has to exceed.
+    heard: of others; None: it has not listened for long enough, which raises Unrecognised.
+    """
+    if heard is None:
+        raise Unrecognised
+    return max(seen.set_back.incarnation, heard)
+
+
+class DatabaseOutdated(DatabaseForbidden):
+    """Compute services or other conductors go by a later incarnation of the cell's database than the one on record.
+
+    This is an old copy of it, and whoever commands by the later one must not be commanded against. The process ends.
+    """
+
+    code = "database.outdated"
+
+
+def check_incarnation(found: int, heard: int) -> None:
+    """Raise unless the incarnation on record is as late as any that was heard of. Raises DatabaseOutdated."""
+    if found < heard:
+        raise DatabaseOutdated(f"it is incarnation {found} of the cell's database, and incarnation {heard} commands")
 
 
 class RowsContended(Transient):

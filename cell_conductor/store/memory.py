@@ -31,7 +31,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, in_doubt
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value, above, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
@@ -41,13 +41,22 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (*MemoryDatabase.ROWS, "instances", "origin", "set_back_at", "lease_keeper", *(one.name for one in KEYED))
+    ROWS = (
+        *MemoryDatabase.ROWS,
+        "instances",
+        "origin",
+        "set_back_at",
+        "incarnation",
+        "lease_keeper",
+        *(one.name for one in KEYED),
+    )
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
         self.set_back_at = 0.0
+        self.incarnation = 1
         self.made_at = self.clock.time()
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
@@ -101,10 +110,10 @@ class MemoryKeyedRows:
         if not _is_known(self._table, self._seen):
             raise Unrecognised
 
-    async def era(self) -> int:
+    async def incarnation(self) -> int:
         """One statement."""
         await self._transaction.statement()
-        return SetBack(self._table.set_back_at, self._table.made_at).first_number
+        return self._table.incarnation
 
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
@@ -175,22 +184,31 @@ class MemoryTransaction:
         self.rows: Sequence[int] = ()
         self.durable = True
 
-    async def recognise(self) -> DatabaseChange | None:
-        """Compare the table with its last known state; if it was set back, its builds are doubted."""
+    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
+        """Compare the table with its last known state; if it was set back, its builds are doubted. Raises
+        Unrecognised.
+        """
         await self._transaction.statement()
-        table = self._table
-        check_identity(table.deployment, self._seen.deployment)
-        self._seen.set_back = replace(self._seen.set_back, at=table.set_back_at)
+        table, seen = self._table, self._seen
+        check_identity(table.deployment, seen.deployment)
         if table.origin == table.place:
+            check_incarnation(table.incarnation, heard or 0)
+            seen.set_back = replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation)
             return None
-        self._seen.set_back = replace(self._seen.set_back, at=table.clock.time())
-        self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back.at))
+        incarnation = max(table.incarnation, above(seen, heard)) + 1
+        await self._transaction.lock(["identity"])
+        if table.origin == table.place:  # another conductor was first
+            raise Unrecognised
+        now = replace(seen.set_back, at=table.clock.time(), incarnation=incarnation)
+        self._transaction.will(partial(setattr, table, "set_back_at", now.at))
+        self._transaction.will(partial(setattr, table, "incarnation", now.incarnation))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [in_doubt(table.instances[uuid], self._seen.set_back) for uuid in under_way]
+        doubted = [in_doubt(table.instances[uuid], now) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
         self._write(doubted)
-        return DatabaseChange(table.deployment, len(doubted))
+        self._transaction.will(partial(setattr, seen, "set_back", now))
+        return DatabaseChange(table.deployment, incarnation, len(doubted))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -300,7 +318,7 @@ class MemoryInstanceRows:
 
 
 def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
-    return table.origin == table.place and (table.deployment, table.set_back_at) == seen.state
+    return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -330,7 +348,7 @@ class MemoryInstances(SeenStore):
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment = self._table.deployment
-        self._seen.set_back = SetBack(self._table.set_back_at, self._table.made_at)
+        self._seen.set_back = SetBack(self._table.set_back_at, self._table.made_at, self._table.incarnation)
         self.ready = True
 
     async def close(self) -> None:

@@ -23,11 +23,12 @@ from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
 class DatabaseChange(Struct, frozen=True):
     """The database was set back: restored from a backup, or promoted.
 
-    deployment: its identity, which a backup contains. doubted: how many builds and moves were under way in it; only the
-    hosts know their state.
+    deployment: its identity, which a backup contains. incarnation: the one that has begun. doubted: how many builds and
+    moves were under way in it; only the hosts know their state.
     """
 
     deployment: str
+    incarnation: int
     doubted: int
 
 
@@ -59,11 +60,13 @@ class Transaction(Protocol):
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
 
-    async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, its builds and moves are doubted.
+    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
+        """Compare the database with its last known state; if it was set back, its builds and moves are doubted, and its
+        incarnation is above every one that is known.
 
-        Raises DatabaseReplaced when it has another identity. An optimistic transaction compares at its end, and only if
-        it inserts; it raises Conflict there.
+        heard: the highest incarnation that others have stated; None: that is not known yet. Raises DatabaseReplaced
+        when it has another identity, DatabaseOutdated when it is as it was and others go by a later incarnation, and
+        Unrecognised. An optimistic transaction compares at its end, and only if it inserts; it raises Conflict there.
         """
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
@@ -199,7 +202,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._absent = frozenset(absent)
         self.durable = True
 
-    async def recognise(self) -> DatabaseChange | None:
+    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
         """Compared at the end, together with what is written."""
         return None
 

@@ -44,7 +44,7 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .keyed import KnownDatabase
+from .keyed import KnownDatabase, Unrecognised, above, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -61,15 +61,23 @@ LOCK_DUE = f"SELECT {_ROW} FROM instances WHERE deadline <= $1 ORDER BY deadline
 PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
 PUT_OFF_S = 60.0
 
-IDENTITY = "SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
-RECOGNISE = "SELECT deployment::text, origin <> origin_of('instances'), set_back_at FROM identity"
+IDENTITY = """
+SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0), database_incarnation FROM identity
+"""
+RECOGNISE = """
+SELECT deployment::text, origin <> origin_of('instances'), set_back_at, database_incarnation FROM identity
+"""
 NOTHING_DUE = """
-SELECT deployment::text = $2 AND origin = origin_of('instances') AND set_back_at = $3
+SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
-NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
+NOTE_SET_BACK = f"""
+{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()),
+    database_incarnation = greatest(database_incarnation, $1) + 1
+WHERE origin <> origin_of('instances') RETURNING set_back_at, database_incarnation
+"""
 # As `domain.set_back.in_doubt`.
 DOUBT = f"""
 UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_build_object('doubted', true,
@@ -219,20 +227,27 @@ class PostgresTransaction:
         self._seen = seen
         self.rows: Sequence[int] = ()
         self.durable = True
+        self.recognised: SetBack | None = None
 
-    async def recognise(self) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, its builds are doubted."""
+    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
+        """Compare the database with its last known state; if it was set back, its builds are doubted. Raises
+        Unrecognised.
+        """
         seen = self._seen
-        found, is_elsewhere, set_back_at = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0)
+        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0, 0)
+        found, is_elsewhere, set_back_at, incarnation = row
         check_identity(found, seen.deployment)
-        seen.set_back = replace(seen.set_back, at=set_back_at)
         if not is_elsewhere:
+            check_incarnation(incarnation, heard or 0)
+            seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
             return None
-        set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
-        seen.set_back = replace(seen.set_back, at=set_back_at)
+        noted = await self._connection.fetchrow(NOTE_SET_BACK, above(seen, heard))
+        if noted is None:  # another conductor was first
+            raise Unrecognised
+        self.recognised = replace(seen.set_back, at=noted[0], incarnation=noted[1])
         doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
-        status: str = await self._connection.execute(DOUBT, doubted, seen.set_back.first_number, set_back_at)
-        return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
+        status: str = await self._connection.execute(DOUBT, doubted, self.recognised.first_number, noted[0])
+        return DatabaseChange(seen.deployment, noted[1], int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -318,7 +333,10 @@ class PostgresInstances(SeenStore):
     async def transaction(self) -> AsyncIterator[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""
         async with self._database.raw() as connection:
-            yield PostgresTransaction(connection, self._cache, self._seen)
+            transaction = PostgresTransaction(connection, self._cache, self._seen)
+            yield transaction
+        if transaction.recognised is not None:
+            self._seen.set_back = transaction.recognised
 
     @asynccontextmanager
     async def optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:

@@ -13,7 +13,6 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
 from cell_conductor.domain.leases import Keeper, Lease
-from cell_conductor.domain.set_back import SetBack
 
 from . import tables
 from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
@@ -34,7 +33,7 @@ WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
     AND state NOT IN ({in_sql(AT_REST)})
 ORDER BY uuid LIMIT $3
 """
-SET_BACK = "SELECT set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
+INCARNATION = "SELECT database_incarnation FROM identity"
 KEEPER = "SELECT process, term, until, extract(epoch FROM clock_timestamp())::float8 FROM lease_keeper"
 KEEP = """
 UPDATE lease_keeper SET process = {}, term = {}, until = {}
@@ -102,11 +101,12 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         if not await self._connection.fetchval(tables.KNOWN.format("$1", "$2"), *seen.state):
             raise Unrecognised
 
-    async def era(self) -> int:
+    async def incarnation(self) -> int:
         """One statement. Raises Unrecognised."""
-        if (set_back := await self._connection.fetchrow(SET_BACK)) is None:
+        incarnation: int | None = await self._connection.fetchval(INCARNATION)
+        if incarnation is None:
             raise Unrecognised
-        return SetBack(*set_back).first_number
+        return incarnation
 
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""

@@ -46,8 +46,8 @@ class DecidedMachine(Struct, frozen=True):
 
 
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's, "" until there is one. era: of its database when it was decided
-    (`SetBack.first_number`). is_new: recorded by this call.
+    """One machine on record. verdict: an operator's, "" until there is one. incarnation: of its database when it was
+    decided. is_new: recorded by this call.
     """
 
     machine: Unexplained
@@ -57,7 +57,7 @@ class UnexplainedRecord(Struct, frozen=True, kw_only=True):
     verdict: str = ""
     decided_by: str = ""
     decided_at: float = 0.0
-    era: int = 0
+    incarnation: int = 0
     is_new: bool = False
 
     @property
@@ -108,7 +108,7 @@ KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LEASES
 
 
 def seen_again(
-    before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float, era: int
+    before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float, incarnation: int
 ) -> UnexplainedRecord:
     """The record of a machine that is listed. A verdict holds for one attempt only, and until the database is set back:
     another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows that
@@ -116,7 +116,11 @@ def seen_again(
     """
     if before is None:
         return UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now)
-    is_same = (before.machine.attempt, before.machine.kind, before.era) == (machine.attempt, machine.kind, era)
+    is_same = (before.machine.attempt, before.machine.kind, before.incarnation) == (
+        machine.attempt,
+        machine.kind,
+        incarnation,
+    )
     verdict = before.verdict if is_same or before.verdict == KEEP else ""
     return replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
 
@@ -130,10 +134,10 @@ class Safety(KeyedStore):
     ) -> list[UnexplainedRecord]:
         """Put these on record, or record that they are still there. Raises Unrecognised."""
         await rows.expect_known()
-        era = await rows.era()
+        incarnation = await rows.incarnation()
         listed = {(one.host_uuid, one.uuid): one for one in machines}
         known = await rows.find(UNEXPLAINED, listed, Lock.UPDATE)
-        made = [seen_again(known.get(place), machine, service, now, era) for place, machine in listed.items()]
+        made = [seen_again(known.get(place), machine, service, now, incarnation) for place, machine in listed.items()]
         await rows.put(UNEXPLAINED, made, over=known)
         return [replace(one, is_new=one.place not in known) for one in made]
 
@@ -168,10 +172,13 @@ class Safety(KeyedStore):
                 for one in named.get(machine.uuid, ())
             )
 
-        era, places = await rows.era(), [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)]
+        incarnation, places = (
+            await rows.incarnation(),
+            [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)],
+        )
         known = await rows.find(UNEXPLAINED, places, Lock.UPDATE)
         decided = [
-            replace(one, verdict=verdict, decided_by=by, decided_at=now, era=era)
+            replace(one, verdict=verdict, decided_by=by, decided_at=now, incarnation=incarnation)
             for one in known.values()
             if is_meant(one)
         ]

@@ -59,8 +59,14 @@ instances = Table(
 # The identity of this cell's database marks every machine that the cell orders: an empty or another database never
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. set_back_at: when that was last seen; a build that was
-# requested before may have been handed in before.
-identity = identity_table(METADATA, needed("origin", Text, default=""), needed("set_back_at", Double, default=ZERO))
+# requested before may have been handed in before. database_incarnation: the number of this history, which every order
+# and request of the cell carries.
+identity = identity_table(
+    METADATA,
+    needed("origin", Text, default=""),
+    needed("set_back_at", Double, default=ZERO),
+    needed("database_incarnation", Integer, default=text("1")),
+)
 
 # When this schema was made; an instance may have come from another cell before, into a schema that was here earlier.
 made = Table(
@@ -115,7 +121,9 @@ ON CONFLICT DO NOTHING RETURNING 1
 """
 
 # Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised.
-KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
+KNOWN = """
+SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND database_incarnation = {}
+"""
 
 INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"

@@ -30,6 +30,7 @@ CREATE TABLE identity (
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     origin TEXT DEFAULT '' NOT NULL,
     set_back_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
+    database_incarnation INTEGER DEFAULT 1 NOT NULL,
     PRIMARY KEY (one)
 );
 

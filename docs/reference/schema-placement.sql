@@ -128,6 +128,12 @@ CREATE TABLE feed_position (
     PRIMARY KEY (one)
 );
 
+CREATE TABLE cells (
+    name TEXT NOT NULL,
+    database_incarnation INTEGER NOT NULL,
+    PRIMARY KEY (name)
+);
+
 CREATE TABLE identity (
     deployment UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts import placement as messages
+from bus.contracts.base import ORDER_OUTDATED, Refusal
 from bus.contracts.placement import MAX_LOCATED_HOSTS, GroupPolicy
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
@@ -19,6 +20,7 @@ from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey,
 Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
 
 NOBODY: Holders = {}
+OUTDATED = "the cell's database has a later incarnation than the one by which this was decided"
 MAX_PLAIN, MAX_PLAIN_PROVIDERS = 8, 32  # of a group that one statement may take; a larger one shares its round trips
 MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
@@ -42,11 +44,13 @@ class ClaimGroup:
 
     consumers: the row that each named consumer gets if it is new and its first write succeeds. providers, classes: all
     that the items name. limits: {(project, class): the lowest limit that the claims state}. enrolled: members of server
-    groups that others have claimed.
+    groups that others have claimed. incarnation: the highest of the cell's database by which one was decided.
     """
 
-    def __init__(self, items: Sequence[ClaimItem]) -> None:
+    def __init__(self, items: Sequence[ClaimItem], incarnations: Sequence[int] = ()) -> None:
         self.items = items
+        self.incarnation = max(incarnations, default=0)
+        self._incarnations = incarnations or [0] * len(items)
         self.consumers: dict[str, ConsumerState] = {}
         self.providers: set[str] = set()
         self.classes: set[str] = set()
@@ -92,6 +96,18 @@ class ClaimGroup:
             named += allocations
         is_counted = not any(map(is_migration, self.consumers.values()))
         return taken if is_counted and len(set(named)) == len(named) <= MAX_PLAIN_PROVIDERS else {}
+
+    def of_incarnation(self, highest: int) -> list[ClaimItem]:
+        """The items that were decided by the highest incarnation of their cell's database, or by none."""
+        return [item for item, number in zip(self.items, self._incarnations, strict=True) if number >= highest]
+
+    def with_outdated(self, replies: Sequence[ClaimReply], highest: int) -> list[ClaimReply | Refusal]:
+        """The replies to those, and refusals of the others, in order."""
+        decided = iter(replies)
+        return [
+            next(decided) if number >= highest else Refusal(code=ORDER_OUTDATED, reason=OUTDATED)
+            for number in self._incarnations
+        ]
 
     def members(self, known: Container[str] | None = None) -> WantedMembers:
         """Return the members that decide about the items. known: the named consumers that are on record, if they were

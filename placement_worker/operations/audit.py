@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 
+from bus.contracts.base import Refusal
 from bus.contracts.placement import INSTANCES, ConsumerAllocations, Swap, SwapResult
 from bus.persistence.tables import UUID, fetch
 from placement_worker.book import ResourceBook, claim
@@ -230,7 +231,7 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     return Moved(outcome="moved", root=root, before=before)
 
 
-async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> ClaimReply:
+async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> ClaimReply | Refusal:
     """Apply a swap as if the named nodes were not reserved.
 
     They are reserved again at the commit, so neither a claim nor a replica ever sees them free. Nodes have one unit of

@@ -29,7 +29,12 @@ from placement_worker.store.tables import allocations, consumers, project_usage
 # They call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[], $8::uuid[],
-    $9::text[], $10)
+    $9::text[], $10, $11)
+"""
+RAISE_INCARNATION = """
+INSERT INTO cells AS c (name, database_incarnation) VALUES ($1, $2)
+ON CONFLICT (name) DO UPDATE SET database_incarnation = greatest(c.database_incarnation, excluded.database_incarnation)
+RETURNING database_incarnation
 """
 WRITE = """
 SELECT write_claims($1::uuid[],
@@ -50,13 +55,13 @@ _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None, bool]
 _UsageRow = tuple[str, int, int]
-Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
+Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow], int]
 decode = msgspec.json.Decoder(Rows).decode
 
 
 def classes_used(rows: Rows) -> set[int]:
     """The classes that the rows name."""
-    _, held, providers, usage = rows
+    _, held, providers, usage, _ = rows
     used = {row[2] for row in held}
     used.update(room[0] for row in providers for room in row[6] or ())
     used.update(row[1] for row in usage if row[1] != INSTANCES_ID)
@@ -65,7 +70,7 @@ def classes_used(rows: Rows) -> set[int]:
 
 def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
     """The rows with the names of their classes."""
-    consumers, held, providers, usage = rows
+    consumers, held, providers, usage, incarnation = rows
     holdings = holdings_of((consumer, uuid, class_names[number], amount) for consumer, uuid, number, amount in held)
     found = {row[0]: ConsumerState(*row[1:6], holdings.get(row[0], NOTHING), row[6]) for row in consumers}
     return Locked(
@@ -83,6 +88,7 @@ def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Ma
         },
         cells={row[1]: row[5] for row in providers if row[5] is not None},
         usage=by_project(usage, class_names),
+        incarnation=incarnation,
     )
 
 

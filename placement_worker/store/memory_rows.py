@@ -136,8 +136,17 @@ class MemoryBookTransaction:
         self._changed: dict[str, ConsumerState | None] = {}
         self._written: dict[str, Provider] = {}
         self._enrolled: dict[GroupKey, list[str]] = {}
+        self._incarnation = 0
 
     # --- claims
+
+    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
+        """Record the incarnation of a cell's database if it is the highest."""
+        await self._rows.statement()
+        await self._rows.lock([("cell", cell)])
+        self._incarnation = max(incarnation, self._table.incarnations.get(cell, 0))
+        self._rows.will(partial(self._table.incarnations.update, {cell: self._incarnation}))
+        return self._incarnation
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""
@@ -166,6 +175,7 @@ class MemoryBookTransaction:
             providers=providers,
             cells={uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None},
             usage={project: table.held_by(project) for project in wanted.limited},
+            incarnation=max(self._incarnation, table.incarnations.get(wanted.cell or "", 0)),
         )
 
     async def _lock_providers(self, wanted: Iterable[str]) -> dict[str, Provider]:

@@ -70,6 +70,7 @@ class MemoryBookTable(MemoryDatabase):
         self.history = "history-1"
         self.position = 0
         self.taken_until = -math.inf  # the end of the publishing process's lease
+        self.incarnations: dict[str, int] = {}  # of each cell's database, the highest
         self._next_name = len(self.classes) + len(self.traits)
         self._shapes = 0
 

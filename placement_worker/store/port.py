@@ -139,20 +139,22 @@ class WantedClaims(Struct, frozen=True):
     """The rows that a group of claims locks. expected: the row that each consumer most likely gets if it is new.
 
     providers: the wanted ones by uuid; None: lock none. limited: projects whose claims have limits. alone: lock them
-    exclusively, so that no other transaction adds to their usage.
+    exclusively, so that no other transaction adds to their usage. cell: that requests them (None: it is none).
     """
 
     expected: Mapping[str, ConsumerState]
     providers: Collection[str] | None
     limited: Sequence[str] = ()
     alone: bool = False
+    cell: str | None = None
 
 
 class Locked(Struct, frozen=True):
     """The rows that a group has locked, read after the locks were granted.
 
     inserted: new consumers, as they are expected to be written. found: consumers that existed. cells: the cell of each
-    provider's root, where it has one. usage: what projects with limits hold, by class.
+    provider's root, where it has one. usage: what projects with limits hold, by class. incarnation: of the cell's
+    database that requests them, as by `raise_incarnation`.
     """
 
     inserted: Mapping[str, ConsumerState]
@@ -160,6 +162,7 @@ class Locked(Struct, frozen=True):
     providers: Mapping[str, ClaimedProvider] = {}
     cells: Mapping[str, str] = {}
     usage: Mapping[str, Mapping[str, int]] = {}
+    incarnation: int = 0
 
 
 class ClaimWrites(Struct, frozen=True):
@@ -187,9 +190,9 @@ class TreeWrites(Struct, frozen=True):
 class BookTransaction(NameRows, Protocol):
     """The operations on rows within one transaction, which commits when its context ends without an exception.
 
-    Every writer takes locks in one order, so that no two can deadlock: the writers of trees, server groups, consumers
-    by uuid, providers by number, projects with limits, the usage of projects by project and class, and the feed's
-    counter last. Each operation may raise Transient.
+    Every writer takes locks in one order, so that no two can deadlock: cells, writers of trees, server groups,
+    consumers by uuid, providers by number, projects with limits, the usage of projects by project and class, and the
+    feed's counter last. Each operation may raise Transient.
     """
 
     @property
@@ -197,6 +200,9 @@ class BookTransaction(NameRows, Protocol):
         """The names that this process knows."""
 
     # --- claims
+
+    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
+        """Record the incarnation of a cell's database if it is the highest. Returns the highest."""
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups, so that claims of one group are decided one after the other."""

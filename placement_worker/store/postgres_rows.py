@@ -75,6 +75,11 @@ class PostgresBookTransaction:
 
     # --- claims
 
+    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
+        """Record the incarnation of a cell's database if it is the highest."""
+        highest: int = await self.connection.fetchval(claims.RAISE_INCARNATION, cell, incarnation)
+        return highest
+
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""
         hashed = await self.connection.fetch(members.HASHED, ["/".join(key) for key in keys])
@@ -85,7 +90,7 @@ class PostgresBookTransaction:
         expected = wanted.expected
         columns = claims.columns(sorted(expected.items()))
         providers = None if wanted.providers is None else list(wanted.providers)
-        locks = (*columns, providers, wanted.limited, wanted.alone)
+        locks = (*columns, providers, wanted.limited, wanted.alone, wanted.cell)
         rows = claims.decode(await self.connection.fetchval(claims.LOCK, *locks))
         await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
         class_names = await self.names.names_of(self, claims.classes_used(rows))

@@ -210,4 +210,15 @@ feed_position = sa.Table(
     info={FIRST_ROW: {"number": 0}},
 )
 
+
+# Cells
+
+# database_incarnation: the highest of the cell's database by which it has requested anything.
+cells = sa.Table(
+    "cells",
+    METADATA,
+    sa.Column("name", sa.Text, primary_key=True),
+    needed("database_incarnation", sa.Integer),
+)
+
 identity_table(METADATA)

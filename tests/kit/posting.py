@@ -54,6 +54,7 @@ class PostedBus:
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
         line: Callable[[Message], Hashable],
+        incarnations: Sequence[int] = (),
     ) -> None:
         for waiter in waiters:
             waiter.pending += 1

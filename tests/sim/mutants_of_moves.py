@@ -29,6 +29,7 @@ from cell_conductor.domain.desires import DESIRES, Wish
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
+from compute_sim.records import Records
 from placement_worker.domain import claims
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -358,6 +359,11 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     return _rule(State.CHANGING, e.ChangeEnded, changed)
 
 
+def old_incarnation_accepted() -> AbstractContextManager[Any]:
+    """A compute service carries out what was decided by an earlier incarnation of the cell's database."""
+    return patch.object(Records, "is_outdated", lambda self, database_incarnation: False)
+
+
 # {defect: a seed that finds it}
 FOUND_BY = {
     "source_never_commanded_to_stop": 7,
@@ -409,4 +415,5 @@ FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     stopped_machine_started_by_its_move,
     undone_in_place_keeps_the_new_size,
     reverted_without_its_source,
+    old_incarnation_accepted,
 )

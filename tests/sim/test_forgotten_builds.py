@@ -156,7 +156,7 @@ def moves_unsearched() -> Iterator[None]:
     """Moves are begun after a restore as if nothing had been forgotten."""
 
     async def before(search: MachineSearch, requests: Sequence[InstanceEvent]) -> dict[str, Searched]:
-        return {one.uuid: Searched(era=search._store.set_back.first_number) for one in requests}
+        return {one.uuid: Searched(incarnation=search._store.set_back.incarnation) for one in requests}
 
     with patch.object(MachineSearch, "before", before):
         yield
@@ -178,9 +178,10 @@ def test_an_offload_without_a_search_is_found() -> None:
     """The next request would find the machine."""
 
     async def find_nothing(search: MachineSearch, queries: Mapping[str, MachineQuery]) -> dict[str, InstanceSearched]:
-        at, era = search._clock.time(), search._store.set_back.first_number
+        at, incarnation = search._clock.time(), search._store.set_back.incarnation
         return {
-            uuid: InstanceSearched(at=at, query=query, era=era, hosts=Everywhere()) for uuid, query in queries.items()
+            uuid: InstanceSearched(at=at, query=query, incarnation=incarnation, hosts=Everywhere())
+            for uuid, query in queries.items()
         }
 
     with moves_unsearched(), patch.object(MachineSearch, "find_doubted", find_nothing):

@@ -6,6 +6,7 @@ Those of moves: each by the seed on record, or another of the first with moves i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -35,6 +36,7 @@ from tests.sim.plans import held, plan_of_case
 from tests.sim.test_fences import DRAINS, SEED, hosts_are_fenced, hosts_burn_while_fenced
 from tests.sim.test_forgotten_builds import CELL_RESTORED, a_cell_forgets, requesters_give_up
 from tests.sim.test_other_tenants import hosts_come_back, machines_are_lost_at_once, nodes_come_again
+from tests.unit.compute import test_outdated_orders as outdated_orders
 from tests.unit.conductor import test_moves as moves
 
 
@@ -168,6 +170,14 @@ def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
 
 MAX_SEEDS = 30
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_MOVES}
+
+
+async def an_old_conductor_commands_nothing() -> None:
+    """With a command, after another conductor has queried by a later incarnation."""
+    order = outdated_orders.DESTROY
+    await outdated_orders.test_an_order_is_taken_unless_it_is_by_a_lower_incarnation(order, 2, 1, is_taken=False)
+
+
 OF_THE_TABLE = {mutant.__name__: mutant for mutant in FOUND_BY_THE_TABLE}
 TESTS: dict[str, Callable[[], None]] = {
     "migration_of_a_deleted_instance_forgotten": partial(
@@ -188,6 +198,7 @@ TESTS: dict[str, Callable[[], None]] = {
     ),
     "reverted_without_its_source": moves.test_a_revert_queries_for_its_source_first_and_gives_nothing_up,
     "stopped_machine_started_by_its_move": moves.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
+    "old_incarnation_accepted": lambda: asyncio.run(an_old_conductor_commands_nothing()),
 }
 
 
@@ -217,6 +228,6 @@ def test_a_defect_that_no_seed_finds_is_found_by_a_test_of_the_table(name: str) 
         TESTS[name]()
 
 
-def test_each_of_twenty_six_defects_is_found() -> None:
-    assert len(FOUND_BY) + len(TESTS) == len(MUTANTS) + len(OF_THE_TABLE) == 26
+def test_each_of_twenty_seven_defects_is_found() -> None:
+    assert len(FOUND_BY) + len(TESTS) == len(MUTANTS) + len(OF_THE_TABLE) == 27
     assert (set(FOUND_BY), set(TESTS)) == (set(MUTANTS), set(OF_THE_TABLE))

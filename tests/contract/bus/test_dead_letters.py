@@ -227,6 +227,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     bus = await house.bus()
     willing = False
     handler = await house.answer(bus, REQUESTS, lambda _: Done() if willing else Refuse("not.now"), concurrency=1)
+    bus.states_incarnation(lambda: 3)
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)
@@ -237,7 +238,8 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     handler.got.clear()
     one = letters[3]
     assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
-    assert [(received.meta.cause, received.meta.attempt) for received in await handler.wait(1)] == [(one.cause, 0)]
+    again = [(one.meta.cause, one.meta.attempt, one.meta.database_incarnation) for one in await handler.wait(1)]
+    assert again == [(one.cause, 0, 3)]
     await settled(bus, dead=4)
     assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
     assert len({received.meta.cause for received in await handler.wait(5)}) == 5

@@ -71,6 +71,7 @@ HOSTILE: dict[str, dict[str, bytes]] = {
             "berth-attempt",
             "berth-patience-ms",
             "berth-key",
+            "berth-database-incarnation",
             "traceparent",
         )
         for what, value in (

@@ -21,6 +21,7 @@ from bus.contracts.operations import ForgetHost, HostForgotten
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
+from bus.publishing import Waiter
 from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, accepted, boot, collect, settled
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -349,3 +350,21 @@ def delete(headers: Mapping[str, int | str]) -> Outgoing:
     return Outgoing(
         exchange=COMMANDS, routing_key="build.delete.17.p", body=body, headers=headers, reply_to="client.reply.gone"
     )
+
+
+async def test_each_message_states_the_incarnation_by_which_it_was_decided(house: House) -> None:
+    """Also one that an earlier process has left in the outbox, and one that is asked again or replayed."""
+    asker, server = await house.bus(), await house.bus()
+    handler = await house.answer(server, REQUESTS, accepted)
+    await asker.publish(boot(0))
+    incarnations = iter((7, 8))
+    asker.states_incarnation(lambda: next(incarnations, 9))
+    await asker.publish(boot(1))
+    await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
+    await asker.publish_all([(boot(number), "") for number in range(3, 6)])
+    waiter = Waiter()
+    asker.post_all([(boot(6), ""), (boot(7), "")], ["", ""], [waiter, waiter], lambda _: None, [3, 0])
+    await waiter.wait()
+    await until(lambda: len(handler.got) == 8)
+    stated = {int(one.message.instance_uuid[-1]): one.meta.database_incarnation for one in handler.got}  # type: ignore[attr-defined]
+    assert stated == {0: 0, 1: 7, 2: 8, 3: 9, 4: 9, 5: 9, 6: 3, 7: 0}

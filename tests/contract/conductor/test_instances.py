@@ -22,6 +22,7 @@ from cell_conductor.domain.desires import PURGED, PURGED_FAILED, Work, in_text, 
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
+from cell_conductor.store.keyed import DatabaseOutdated, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -141,6 +142,42 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     numbers = {uuid: found.sequence for uuid, found in doubted.items()}
     above, same = one.set_back.first_number, instance(B).sequence
     assert numbers == {A: above, B: same, C: above}, "schedulers have had the next ones already"
+
+
+@pytest.mark.parametrize(("heard", "begun"), [(0, 2), (1, 2), (2, 3), (7, 8)])
+async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make, heard: int, begun: int) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    assert one.set_back.incarnation == 1
+    await restored(one)
+    with pytest.raises(Unrecognised):  # it is not known yet which ones there were
+        async with one.transaction() as transaction:
+            await transaction.recognise(None)
+    async with one.transaction() as transaction:
+        change = await transaction.recognise(heard)
+        assert one.set_back.incarnation == 1, "it is none before it is on record"
+    assert change is not None and change.incarnation == one.set_back.incarnation == begun
+    assert await other.has_due(0.0)
+    async with other.transaction() as transaction:
+        assert await transaction.recognise(heard) is None
+    third = make()
+    await third.open()
+    assert (other.set_back.incarnation, third.set_back.incarnation) == (begun, begun)
+    await restored(one)
+    async with third.transaction() as transaction:
+        again = await transaction.recognise()
+    assert again is not None and again.incarnation == begun + 1, "as this process knows"
+
+
+@pytest.mark.parametrize("heard", [2, 3])
+async def test_an_old_copy_of_the_database_is_left_where_a_later_one_commands(store: InstanceStore, heard: int) -> None:
+    with pytest.raises(DatabaseOutdated):
+        async with store.transaction() as transaction:
+            await transaction.recognise(heard)
+    async with store.transaction() as transaction:
+        assert await transaction.recognise(1) is None
+    assert store.set_back.incarnation == 1
 
 
 @pytest.mark.parametrize("phase", sorted(states_where(lambda row: row.work is Work.MOVE), key=in_text), ids=in_text)

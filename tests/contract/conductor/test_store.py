@@ -34,7 +34,7 @@ SILENT = Lease(
     since=6.0,
     reason="no heartbeat",
     listed="h1 h2",
-    era=2**42,
+    incarnation=2**42,
 )
 LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=4.0, reason="it was stopped")
 LONG_S, OVER_S = 60.0, -1.0

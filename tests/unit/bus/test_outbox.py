@@ -110,6 +110,7 @@ class SlowLast(PostedBus):
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
         line: Callable[[Message], Hashable],
+        incarnations: Sequence[int] = (),
     ) -> None:
         for waiter in waiters:
             waiter.pending += 1

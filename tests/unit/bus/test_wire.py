@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus import wire
-from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, Meta
+from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
 from bus.contracts.cell import ComputeHosts, FoundMachine, Heartbeat, Running, ServiceOutdated
@@ -43,6 +43,7 @@ METAS = st.builds(
     waited_s=st.integers(0, 2**40).map(lambda number: number / 1000),
     traceparent=st.none() | st.text(min_size=1, max_size=40),
     attempt=st.integers(0, 1000),
+    database_incarnation=st.integers(0, MAX_INCARNATION),
 )
 
 

@@ -497,7 +497,7 @@ class Rig:
             nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated, on_marker=nothing, reserve=nothing, on_rescan=self.changes.on_rescan,
-            find=nothing, list_machines=nothing, sync=self.records.sync,
+            find=nothing, list_machines=nothing, sync=self.records.sync, is_outdated=self.records.is_outdated,
         )  # fmt: skip
         self.changes.announcements.take()
         self.changes.inventory.take()

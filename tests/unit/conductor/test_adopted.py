@@ -69,7 +69,7 @@ def found(*machines: FoundMachine, by: str = "") -> e.MachineFound | e.InstanceS
     """An operator gives a machine to it, or all services have answered."""
     if by:
         return e.MachineFound(at=220.0, machine=(machines or (ON_HOST_3,))[0])
-    return e.InstanceSearched(at=220.0, query=ANY, machines=machines or (ON_HOST_3,))
+    return e.InstanceSearched(at=220.0, query=ANY, incarnation=1, machines=machines or (ON_HOST_3,))
 
 
 def failing(**other: Any) -> Instance:
@@ -271,7 +271,7 @@ def test_a_step_of_an_adoption_changes_this_of_its_record(
     before: Instance, event: e.Event, changes: dict[str, Any]
 ) -> None:
     if isinstance(event, e.InstanceSearched):
-        event = replace(event, era=MADE.set_back.first_number)
+        event = replace(event, incarnation=MADE.set_back.incarnation)
     got = step(before, event, MADE).instance
     assert replace(got, history=(), reason="") == replace(after(before, changes), history=(), reason="")
 

@@ -472,8 +472,8 @@ def test_what_follows_from_a_machine_that_a_service_has_found_is_what_placement_
     """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
     machine = FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="h", service="s1", attempt=attempt)
     context = replace(PATIENCE, set_back=SetBack(at=1000.0))
-    era = context.set_back.first_number
-    event = e.DeleteRequested(at=1100.0, project_id="p", begun=True, found=(machine,), era=era)
+    incarnation = context.set_back.incarnation
+    event = e.DeleteRequested(at=1100.0, project_id="p", begun=True, found=(machine,), incarnation=incarnation)
     gone = e.Destroyed(at=1101.0, attempt=attempt, host_uuid=host(1), service="s1")
     deleted = step(step(Instance(uuid=UUID), event, context).instance, gone, context).instance
     assert deleted.phase == (State.RELEASING, State.DELETED)

@@ -84,7 +84,9 @@ def on(n: int, attempt: int | None = None, **other: Any) -> FoundMachine:
 
 def searched(*machines: FoundMachine, hosts: frozenset[str] = HOSTS) -> e.InstanceSearched:
     """All services have answered, as they were asked by whatever record this is."""
-    return e.InstanceSearched(at=220.0, query=ANY, era=IN_DOUBT.set_back.first_number, machines=machines, hosts=hosts)
+    return e.InstanceSearched(
+        at=220.0, query=ANY, incarnation=IN_DOUBT.set_back.incarnation, machines=machines, hosts=hosts
+    )
 
 
 WITHOUT_2 = HOSTS - {host(2)}
@@ -602,7 +604,7 @@ def test_a_destination_that_is_complete_after_all_has_arrived(answer_: e.Event) 
 @pytest.mark.parametrize(
     "events",
     [
-        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), replace(seen(), era=1_000_000), GONE),
+        (searched(SOURCE, HERE), request(K.REVERT, request_id=OTHER), seen(), GONE),
         (searched(SOURCE, PART), GONE),
     ],
     ids=["reverted", "ended"],

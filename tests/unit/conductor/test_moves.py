@@ -527,4 +527,4 @@ def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(
     answers: list[tuple[str, MachinesFound | Fault]], code: str, service: str
 ) -> None:
     answered = answer_about(UUID, QUERIED, answers, 211.0, 7)
-    assert (answered.query, answered.era, answered.code, answered.service) == (QUERIED, 7, code, service)
+    assert (answered.query, answered.incarnation, answered.code, answered.service) == (QUERIED, 7, code, service)

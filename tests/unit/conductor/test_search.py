@@ -282,7 +282,7 @@ async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_kno
         conductor.forgotten = {"s2"}
     else:
         conductor.fenced = {host(2)}
-        await put(conductor.store, down("s2", 2, era=conductor.store.set_back.first_number))
+        await put(conductor.store, down("s2", 2, incarnation=conductor.store.set_back.incarnation))
     assert isinstance(await conductor.request(STOP), Done)
 
 
@@ -290,18 +290,18 @@ async def test_a_service_that_is_down_need_not_answer_where_its_machines_are_kno
     "lease",
     [
         pytest.param(down("s2", 2), id="recorded before the set-back: it may have had another host later"),
-        pytest.param(down("s2", era=1), id="no hosts on record"),
-        pytest.param(down("s2", 2, 3, era=1), id="one host is not fenced"),
-        pytest.param(down("s2", 2, era=1, epoch=0), id="of the process before"),
-        pytest.param(down("s2", 2, era=1, state=LeaseState.UP), id="up by then"),
+        pytest.param(down("s2", incarnation=1), id="no hosts on record"),
+        pytest.param(down("s2", 2, 3, incarnation=1), id="one host is not fenced"),
+        pytest.param(down("s2", 2, incarnation=1, epoch=0), id="of the process before"),
+        pytest.param(down("s2", 2, incarnation=1, state=LeaseState.UP), id="up by then"),
     ],
 )
 async def test_a_service_that_is_down_is_waited_for_where_a_host_of_it_may_not_be_fenced(lease: Lease) -> None:
     services = Services(s1=(OWN,), s2=())
     conductor = await set_back_with(services, at_rest(), "s1")
     conductor.down, conductor.fenced = {"s2"}, {host(2)}
-    era = conductor.store.set_back.first_number if lease.era else 0
-    await put(conductor.store, replace(lease, era=era))
+    incarnation = conductor.store.set_back.incarnation if lease.incarnation else 0
+    await put(conductor.store, replace(lease, incarnation=incarnation))
     assert isinstance(await conductor.request(STOP), Retry)
 
 
@@ -314,7 +314,7 @@ async def test_a_lease_from_before_a_set_back_does_not_count_before_the_sweep_th
     conductor.table.set_back_at -= 60.0
     await conductor.store.open()
     conductor.down, conductor.fenced = {"s2"}, {host(2)}
-    await put(conductor.store, down("s2", 2, era=conductor.store.set_back.first_number))
+    await put(conductor.store, down("s2", 2, incarnation=conductor.store.set_back.incarnation))
     conductor.table.place += 1
     with pytest.raises(Transient, match="recognised"):
         await conductor.request(STOP)
@@ -539,7 +539,7 @@ async def test_a_fence_does_not_answer_for_a_build_in_doubt(age_s: float, *, is_
     conductor.fenced = {host(1)}
     if is_off:
         conductor.down = {"s1"}
-        await put(conductor.store, down("s1", 1, era=conductor.store.set_back.first_number))
+        await put(conductor.store, down("s1", 1, incarnation=conductor.store.set_back.incarnation))
     before = replace(claims_again(SystemClock().time() - age_s), state=State.BUILDING, then=None)
     await insert(conductor.store, before)
     assert await conductor.engine.sweep() == 1

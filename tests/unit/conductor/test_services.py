@@ -35,6 +35,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
 from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
+from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
     SILENT,
@@ -580,6 +581,9 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     table.place += 1  # an operator restores a backup
+    with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
+        await keeper._fail_over(engine)
+    keeper._listens_until = 0.0
 
     async def recorded() -> Instance:
         async with store.transaction() as transaction:

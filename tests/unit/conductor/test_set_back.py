@@ -129,14 +129,15 @@ QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
         (UNKNOWN, QUERY, NEVER, True),
         (TOMB, QUERY, NEVER, True),
         (KNOWN, QUERY, BACK, False),
-        (UNKNOWN, replace(QUERY, found=()), NEVER, False),
-        (UNKNOWN, replace(DELETE, found=(), era=BACK.first_number), BACK, False),
+        (UNKNOWN, replace(QUERY, found=(), incarnation=1), NEVER, False),
+        (UNKNOWN, replace(DELETE, found=(), incarnation=BACK.incarnation), BACK, False),
         (UNKNOWN, replace(DELETE, found=()), BACK, True),
+        (UNKNOWN, replace(DELETE, found=(), incarnation=1), replace(BACK, incarnation=2), True),
         (KNOWN, DELETE, BACK, False),
         (UNKNOWN, BEFORE, BACK, True),
         (KNOWN, BEFORE, BACK, True),
         (UNKNOWN, AFTER, BACK, False),
-        (UNKNOWN, replace(BEFORE, found=(), era=BACK.first_number), BACK, False),
+        (UNKNOWN, replace(BEFORE, found=(), incarnation=BACK.incarnation), BACK, False),
         (UNKNOWN, replace(BEFORE, found=()), BACK, True),
         (UNKNOWN, spawned(), BACK, False),
     ],
@@ -149,7 +150,7 @@ def test_requests_that_the_services_were_not_queried_about(
 
 def test_a_machine_that_no_record_explains_has_a_build_searched_for_and_nothing_else() -> None:
     assert is_unsearched(KNOWN, AFTER, NEVER, {UUID})
-    assert not is_unsearched(KNOWN, replace(AFTER, found=()), NEVER, {UUID})
+    assert not is_unsearched(KNOWN, replace(AFTER, found=(), incarnation=1), NEVER, {UUID})
     assert not any(is_unsearched(KNOWN, event, NEVER, {UUID}) for event in (DELETE, QUERY, spawned()))
 
 
@@ -181,7 +182,7 @@ def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
     assert is_outdated(record, set_back) is outdated
     for request in (MOVES, AFTER):
         assert is_unsearched(record, request, set_back) is outdated
-        assert not is_unsearched(record, replace(request, found=(), era=set_back.first_number), set_back)
+        assert not is_unsearched(record, replace(request, found=(), incarnation=set_back.incarnation), set_back)
     for event in (e.MoveQueried, e.InstanceArrives):
         assert not is_unsearched(record, event(at=1.0, request=MOVES.request), set_back)
 

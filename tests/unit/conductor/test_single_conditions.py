@@ -410,7 +410,7 @@ DOWN = Lease(service="a", epoch=5, state=LeaseState.SILENT, since=3.0)
     ("recorded", "stated", "adopted"),
     [
         (DOWN, None, False),
-        (replace(DOWN, interval_s=3.0, listed="h", era=7), None, False),
+        (replace(DOWN, interval_s=3.0, listed="h", incarnation=7), None, False),
         (replace(DOWN, since=4.0), None, True),
         (replace(DOWN, since=2.0), None, True),
         (replace(DOWN, epoch=6), None, True),

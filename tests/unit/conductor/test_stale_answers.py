@@ -41,7 +41,7 @@ def test_an_answer_to_another_query_resolves_nothing() -> None:
     answered = replace(OTHERS_SILENT, query=machine_query_of(left))
     assert step(arrived, answered, IN_DOUBT).instance is arrived
     assert not is_in_doubt(step(arrived, replace(answered, query=machine_query_of(arrived)), IN_DOUBT).instance)
-    assert step(arrived, replace(OTHERS_SILENT, era=1), IN_DOUBT).instance is arrived
+    assert step(arrived, replace(OTHERS_SILENT, incarnation=9), IN_DOUBT).instance is arrived
 
 
 class Later(SystemClock):
@@ -195,7 +195,7 @@ def _seen(query: SourceQuery) -> e.SourceAnswered:
         instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
     )
     answer = MachinesFound(machines=(machine,), hosts=(query.host_uuid,))
-    return answer_about(UUID, query, [(query.service, answer)], 230.0, era=0)
+    return answer_about(UUID, query, [(query.service, answer)], 230.0, incarnation=0)
 
 
 def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None:

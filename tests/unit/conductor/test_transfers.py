@@ -281,7 +281,9 @@ def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
 def found(*machines: FoundMachine) -> e.InstanceSearched:
     """All services have answered, about all hosts."""
     hosts = frozenset(host(n) for n in range(1, 10))
-    return e.InstanceSearched(at=1_600.0, query=ANY, era=AFTER.set_back.first_number, machines=machines, hosts=hosts)
+    return e.InstanceSearched(
+        at=1_600.0, query=ANY, incarnation=AFTER.set_back.incarnation, machines=machines, hosts=hosts
+    )
 
 
 def orders(made: Scenario) -> list[Destroy]:

@@ -45,7 +45,7 @@ BY_CONFIRM: dict[str, Any] = {"by": OTHER, "by_kind": K.CONFIRM, "answered": Tru
 LATE = e.TimedOut(at=220.0)
 AT_LIMIT = e.TimedOut(at=IN_DOUBT.set_back.at + IN_DOUBT.doubt_limit_s)
 RELEASED = e.Released(at=220.0)
-UNSEEN = e.SourceAnswered(at=211.0, query=ANY, code="move.source_lost")
+UNSEEN = e.SourceAnswered(at=211.0, query=ANY, incarnation=1, code="move.source_lost")
 FENCED = e.HostFenced(at=220.0, host_uuid=host(2))
 
 
@@ -88,7 +88,7 @@ SOURCES: list[Case] = [
         "migrate: undoing",
     ),
     case(moving(S.RESIZED, move=BY_REVERT), seen(SourceQuery(host(1), "s1", 4, 1)), "resized"),
-    case(moving(S.RESIZED, move=BY_REVERT), replace(seen(), era=1), "resized"),
+    case(moving(S.RESIZED, move=BY_REVERT), replace(seen(), incarnation=9), "resized"),
     case(moving(S.RESIZED), seen(), "resized"),
     case(moving(S.RESIZED), seen(), "resized"),
     case(moving(S.RESIZED, move=BY_REVERT), UNSEEN, "resized", "revert: refused move.source_lost"),

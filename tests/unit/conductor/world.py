@@ -96,6 +96,10 @@ class Alone:
         """No service is."""
         return {}
 
+    def heard_incarnation(self) -> int:
+        """Nobody goes by a later one."""
+        return 0
+
     async def ensure_known(self) -> None:
         """There are no fences."""
 

@@ -194,7 +194,7 @@ SET enable_mergejoin = off;
 -- later; xmax = 0 marks a row that this statement inserted.
 -- Returns [[consumer that was there before, ...], [what it holds, ...], [provider with its inventories, ...]].
 CREATE FUNCTION lock_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
-    attempts integer[], runs text[], wanted uuid[], limited text[], alone boolean) RETURNS text AS $$
+    attempts integer[], runs text[], wanted uuid[], limited text[], alone boolean, cell text) RETURNS text AS $$
 DECLARE
     known json;
     holders uuid[];
@@ -242,7 +242,7 @@ BEGIN
         WHERE u.project_id = ANY(limited) AND u.amount <> 0;
     END IF;
     RETURN json_build_array(coalesce(known, '[]'), coalesce(held, '[]'), coalesce(providers, '[]'),
-        coalesce(usage, '[]'));
+        coalesce(usage, '[]'), coalesce((SELECT c.database_incarnation FROM cells c WHERE c.name = cell), 0));
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;

@@ -1,0 +1,115 @@
+"""Placement refuses what a cell requests by a lower incarnation of its database than it has requested by before."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import operator
+from collections.abc import Sequence
+
+import pytest
+
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.base import ORDER_OUTDATED, Message, Meta, Refusal
+from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryReleased, Release, ReleaseResult
+from placement_worker.book import ResourceBook
+from placement_worker.handlers import PlacementHandlers
+from tests.contract.books import HOSTS, VMS, Books, claimed, revert
+
+OPTION = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}}, host=HOSTS[0])
+
+
+def claim(vm: int, attempt: int = 1) -> Claim:
+    return Claim(consumer=VMS[vm], options=(OPTION,), project_id="p", attempt=attempt)
+
+
+async def requested(store: ResourceBook, *stated: tuple[Message, int], bus: str = "c1") -> list[str]:
+    """The outcome of each, requested in one batch."""
+    items = [item for item, _ in stated]
+    replies = await store.apply(items, bus=bus, incarnations=[number for _, number in stated])  # type: ignore[arg-type]
+    return [one.code if isinstance(one, Refusal) else str(one.outcome) for one in replies]  # type: ignore[union-attr]
+
+
+async def held(store: ResourceBook, vm: int) -> int:
+    return sum(bool(one.holding) for one in await store.reads.holding([VMS[vm]]))
+
+
+async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(store: ResourceBook) -> None:
+    await claimed(store, claim(0), claim(1), claim(2))
+    assert await requested(store, (Release(consumer=VMS[0]), 2)) == ["released"]
+    assert await requested(store, (Release(consumer=VMS[1]), 1)) == [ORDER_OUTDATED]
+    assert await requested(store, (claim(3), 1)) == [ORDER_OUTDATED]
+    assert await requested(store, (revert(OPTION, 2), 1)) == [ORDER_OUTDATED]
+    assert (await held(store, 1), await held(store, 3)) == (1, 0), "nothing of it took effect"
+    assert await requested(store, (Release(consumer=VMS[1]), 2)) == ["released"]
+    assert await requested(store, (Release(consumer=VMS[2]), 3)) == ["released"]
+    assert await requested(store, (claim(3), 2)) == [ORDER_OUTDATED]
+
+
+async def test_each_cell_has_its_own_and_the_schedulers_none(store: ResourceBook) -> None:
+    assert await requested(store, (claim(0), 5)) == ["claimed"]
+    assert await requested(store, (claim(1), 1), bus="c2") == ["claimed"]
+    (reply,) = await store.apply([claim(2)])
+    assert isinstance(reply, ClaimResult) and reply.option == 0
+
+
+async def test_of_one_batch_the_lower_ones_are_left_out(store: ResourceBook) -> None:
+    await claimed(store, claim(0), claim(1), claim(2))
+    outcomes = await requested(
+        store,
+        (Release(consumer=VMS[0]), 1),
+        (Release(consumer=VMS[1]), 2),
+        (claim(3), 1),
+        (Release(consumer=VMS[2]), 2),
+    )
+    assert outcomes == [ORDER_OUTDATED, "released", ORDER_OUTDATED, "released"]
+    assert [await held(store, vm) for vm in range(4)] == [1, 0, 0, 0]
+
+
+async def test_what_one_process_was_told_counts_in_all_of_them(make: Books, store: ResourceBook) -> None:
+    other = make()
+    await other.open()
+    await claimed(store, claim(0))
+    assert await requested(other, (claim(1), 1)) == ["claimed"]
+    assert await requested(store, (claim(2), 2)) == ["claimed"]
+    assert await requested(other, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
+    again = make()
+    await again.open()
+    assert await requested(again, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
+
+
+async def test_many_that_raise_it_at_once_are_all_taken(make: Books, store: ResourceBook) -> None:
+    others = [make() for _ in range(3)]
+    for other in others:
+        await other.open()
+    stores = [store, *others]
+    for number in range(1, 6):
+        outcomes = await asyncio.gather(
+            *(requested(one, (Release(consumer=VMS[vm]), number)) for vm, one in enumerate(stores))
+        )
+        assert ORDER_OUTDATED not in functools.reduce(operator.iadd, outcomes, [])
+
+
+def received(message: Message, incarnation: int, bus: str) -> Received:
+    return Received(message, Meta(id="m", database_incarnation=incarnation), bus, "placement.requests")
+
+
+@pytest.mark.parametrize(("bus", "is_taken"), [("c1", False), (API, True)])
+async def test_the_handlers_refuse_with_the_code(store: ResourceBook, bus: str, *, is_taken: bool) -> None:
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+
+    async def outcome(message: Message, incarnation: int, *, of_inventory: bool = False) -> Outcome:
+        batch: Sequence[Received] = [received(message, incarnation, bus)]
+        (found,) = await (handlers.inventory(batch) if of_inventory else handlers.requests(batch))
+        return found
+
+    first = await outcome(Release(consumer=VMS[0]), 4)
+    assert isinstance(first, Done) and isinstance(first.reply, ReleaseResult)
+    assert isinstance(await outcome(Release(consumer=VMS[0]), 3), Done) is is_taken
+    if not is_taken:
+        assert await outcome(Release(consumer=VMS[0]), 3) == await outcome(claim(1), 3)
+        refused = await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 3, of_inventory=True)
+        assert isinstance(refused, Refuse) and refused.code == ORDER_OUTDATED
+        assert await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 4, of_inventory=True) == Done()

@@ -1,0 +1,124 @@
+"""The incarnation of the cell's database: what a conductor does that hears of a later one than its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import ORDER_OUTDATED, Message, Meta
+from bus.contracts.cell import FindMachines, ServicesDigest
+from bus.contracts.placement import Claim, Release
+from bus.faults import RequestRefused
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.table import question_of
+from cell_conductor.lease_keeper import LeaseKeeper
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
+from cell_conductor.store.keyed import DatabaseOutdated
+from tests.unit.conductor.records import record
+from tests.unit.conductor.scenario import UUID
+from tests.unit.conductor.world import (
+    ALONE,
+    BUILD,
+    Alone,
+    Queried,
+    Quiet,
+    Relay,
+    beat,
+    engine_of,
+    opened_store,
+    requests_of,
+    search_of,
+)
+
+
+async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard() -> None:
+    now = 100.0
+    waiting = asyncio.Event()
+    clock: Any = SimpleNamespace(time=lambda: now, monotonic=lambda: now, sleep=lambda _: waiting.wait())
+    bus: Any = Queried()
+    keeper = LeaseKeeper(await opened_store(), bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
+    running = asyncio.create_task(keeper.run(ALONE))
+    await asyncio.sleep(0)
+    heard: list[tuple[Message, int]] = [
+        (beat("s1", 1, 1, database_incarnation=4), 0),
+        (beat("s2", 1, 1), 0),
+        (ServicesDigest(cell="c1", term=1, number=1), 6),
+        (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9),
+    ]
+    for message, number in heard:
+        await keeper.handle([Received(message, Meta(id="m", database_incarnation=number), "c1", "conductor.leases")])
+    assert keeper.heard_incarnation() is None
+    now += 15.0
+    assert keeper.heard_incarnation() == 6
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_conductor_with_an_old_copy_of_the_database_ends_when_it_hears_of_a_later_one() -> None:
+    store, leases = await opened_store(), Alone()
+    bus: Any = Quiet()
+    relay: Any = Relay()
+    engine = engine_of(
+        store=store, bus=bus, relay=relay, clock=SystemClock(), config=ConductorConfig(), cell="c1", leases=leases
+    )
+    assert await engine.sweep() == 0
+    leases.heard_incarnation = lambda: 2  # type: ignore[method-assign]
+    with pytest.raises(DatabaseOutdated):
+        await engine.sweep()
+
+
+class Refusing:
+    """A bus on which everything is refused as decided by a lower incarnation."""
+
+    name = "c1"
+
+    def __init__(self) -> None:
+        self.requested: list[Message] = []
+
+    async def request_all(self, messages: Sequence[Message], *_: Any, **__: Any) -> list[RequestRefused]:
+        self.requested += messages
+        return [RequestRefused("there is a later one", code=ORDER_OUTDATED) for _ in messages]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "kind"),
+    [(record(State.CLAIMING, State.BUILDING), Claim), (record(State.RELEASING, State.FAILED), Release)],
+)
+async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_once(
+    waiting: Any, kind: type[Message]
+) -> None:
+    bus: Any = Refusing()
+    question = question_of(waiting)
+    assert isinstance(question, kind)
+    assert await PlacementRequests(bus, SystemClock(), 1.0).ask([PendingQuestion(waiting, question)]) == []
+    assert bus.requested == [question]
+
+
+async def test_a_service_that_refuses_a_query_as_outdated_has_not_answered() -> None:
+    bus: Any = Refusing()
+    search = search_of(await opened_store(), bus, clock=SystemClock(), config=ConductorConfig(), up=lambda: {"s1"})
+    searched = await search.find({UUID}, {"s1"}, thorough=True)
+    assert searched.missing == ("s1",) and searched.of(UUID) is None
+    assert [type(one) for one in bus.requested] == [FindMachines]
+
+
+async def test_what_is_commanded_states_the_incarnation_by_which_it_was_decided() -> None:
+    store, relay = await opened_store(), Relay()
+    bus: Any = Quiet()
+    of_relay: Any = relay
+    clock = SystemClock()
+    engine = engine_of(store=store, bus=bus, relay=of_relay, clock=clock, config=ConductorConfig(), cell="c1")
+    requests = requests_of(engine, clock)
+    store._table.place += 1
+    await engine.sweep()
+    message = replace(BUILD, requested_at=clock.time() + 1e6)
+    await requests.requests([Received(message, Meta(id="m"), "c1", "conductor.requests")])
+    assert {one.database_incarnation for one in relay.sent} == {2}  # type: ignore[attr-defined]
