@@ -450,15 +450,16 @@ def _running(world: World) -> Iterator[RunningFact]:
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
     # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
-    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard.
+    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard. Of a
+    # service that died for good nobody answers for either's machines, and its builds go on elsewhere (seed 212712).
     elsewhere = {
         guest.instance_uuid
         for service, fleet in world.fleets.items()
         for _, guest in fleet.guests()
         if guest.complete and service not in world.dead
     }
-    for duplicate in world.duplicates.values():
-        for host, guest in duplicate.guests():
+    for service, duplicate in world.duplicates.items():
+        for host, guest in duplicate.guests() if service not in world.dead else ():
             # A source that the second service stopped and handed over is destroyed by neither once that has gone.
             counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
             if counts and not world.machines.is_untold(host, guest.instance_uuid, guest.attempt):
