@@ -579,8 +579,9 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
             return f"the replica has no {provider.name}"
         mine = {name: int(used) for name, (_, used, _) in replica.inventory_of(row).items() if used}
         theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
-        if replica.generation[row] != provider.generation or mine != theirs:
-            return f"{provider.name}: the replica has {mine}, the book {theirs}"
+        here, there = (int(replica.generation[row]), mine), (provider.generation, theirs)
+        if here != there:
+            return f"{provider.name}: (generation, used) is {here} in the replica, {there} in the book"
     return ""
 
 

@@ -21,6 +21,7 @@ from cell_conductor.store.keyed import KeyedTable, Lock
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyedRows
 from cell_conductor.store.safety import DESTROY, FENCES, KEEP, KEYED, UNEXPLAINED, DecidedMachine, UnexplainedRecord
+from tests.kit.databases import WAITING
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
@@ -30,7 +31,6 @@ LIFTING = Fence(host_uuid=HOST, host="h1", version=3, state=FenceState.LIFTING)
 LIFTED = replace(LIFTING, state=FenceState.LIFTED, at=9.0)
 LOSS = Loss(host_uuid=HOST, instance_uuid=A, attempt=1, service="s", at=7.0)
 OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
-WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 
 
 @pytest.fixture
