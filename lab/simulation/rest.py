@@ -339,12 +339,12 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # Inventory in use when it was taken out is stranded: a shell, for as long as its tree is used.
+        # A shell stays for as long as its tree is used, or has what others gave it.
         shell = world.book.providers.get(uuid) if how == "drained" else None
         if shell is None:
             continue
-        is_used = any(any(one.used.values()) for one in world.book.providers.values() if one.root == uuid)
-        if is_reported(shell) or not is_used:
+        tree_here = [one for one in world.book.providers.values() if one.root == uuid]
+        if is_reported(shell) or not any(any(one.used.values()) or one.is_given for one in tree_here):
             yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():
