@@ -183,8 +183,7 @@ class Pages:
             troubles.append(Trouble("No scheduler answers", f"{hosts.code}: {hosts}"))
             hosts = ()
         cells, of_hosts = troubles_of_hosts(hosts)
-        troubles += of_hosts
-        troubles += _troubles_of(workers)
+        troubles += [*of_hosts, *_troubles_of(workers)]
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
         )
