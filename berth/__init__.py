@@ -1,1 +1,1 @@
-"""berth's face: the command line, the all-in-one runner, embedded services, load generator and reports."""
+"""The command line, the web server, the client library, and the operators' tools."""

@@ -1,1 +1,1 @@
-"""A compute service: manages hosts through a driver. Simulated hypervisors, bare metal, a reference for agents."""
+"""The compute service: manages the hosts of a driver. Its drivers: simulated hypervisors, and bare metal by Ironic."""

@@ -4,8 +4,8 @@ Each append is one write to the operating system, so appended rows are there aft
 take is synced to the disk; the machines of a simulated fleet end with it. A line that was cut short is dropped.
 
 A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
-damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line without
-a checksum is one of a release that wrote none.
+damaged file is kept aside whole, logged, and written anew from all lines that can be read. A line
+without a checksum was written by hand.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Quarantine:
         page = (order.epoch, order.sequence)
         newer = {one.host_uuid: one.machines for one in order.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
         try:
-            for part in _parts(newer):  # a conductor of the first release sends more than one part
+            for part in _parts(newer):  # a message may have more than one part
                 await self._reserve(page, part)
                 await asyncio.sleep(0)
         except DriverUnavailable as fault:  # the next report leads to another order

@@ -178,13 +178,14 @@ class ResourceBook:
             await transaction.release_sources(source, roots, bus)
         return True
 
-    async def remove_retired_trees(self, limit: int) -> list[str]:
-        """Remove retired trees that are no longer used, at most `limit`. Returns their roots.
+    async def remove_retired_trees(self, limit: int, *, keep_given_s: float) -> list[str]:
+        """Remove retired trees that are no longer used, at most `limit`; what others gave to one is kept so long.
+        Returns their roots.
 
         Their sources may have ended for good. A source that still reports removes its retired trees with the next
         report.
         """
-        return await self._write(lambda transaction: remove_retired_trees(transaction, limit))
+        return await self._write(lambda transaction: remove_retired_trees(transaction, limit, keep_given_s))
 
     # --- writes of the REST API
 
@@ -391,13 +392,13 @@ async def report(
     return group.answers(await _apply_reports(transaction, group))
 
 
-async def remove_retired_trees(transaction: port.BookTransaction, limit: int) -> list[str]:
+async def remove_retired_trees(transaction: port.BookTransaction, limit: int, keep_given_s: float) -> list[str]:
     """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
 
     A source that has ended for good will not report again, so no report would remove them.
     """
     await transaction.lock_sources(())
-    sources = await transaction.retired_sources(limit)
+    sources = await transaction.retired_sources(limit, keep_given_s)
     if not sources:
         return []
     _, locked = await transaction.lock_trees(trees.WantedTrees(whole={root for root, _ in sources}))
@@ -408,14 +409,14 @@ async def remove_retired_trees(transaction: port.BookTransaction, limit: int) ->
     empty = [
         InventoryUpdate(source=source, version=known.version, root_uuid=root)
         for (root, source), known in sources.items()
-        if is_retired(by_root.get(root, ()))
+        if is_retired(by_root.get(root, ()), long_ago=True)
     ]
-    await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
+    await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS), final=True)
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
-async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) -> int:
-    """Plan the fresh updates and write the result."""
+async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup, *, final: bool = False) -> int:
+    """Plan the fresh updates and write the result. final: see `plan`."""
     fresh = group.fresh()
     if group.repeated:
         await transaction.repeat_reports(group.repeated)
@@ -436,7 +437,7 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) 
     updates = [group.updates[number] for number in fresh]
     holdings = {uuid: consumer.holding for uuid, consumer in locked.found.items() if consumer.holding}
     earlier = [group.earlier(number) for number in fresh]
-    outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
+    outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape, final=final)
     group.settle(fresh, outcome.results)
     now = before
     if outcome.moved or locked.inserted:

@@ -45,8 +45,9 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fence_retention_s: Seconds = 86_400.0
     """Seconds that a released consumer's attempts stay fenced. Longer than any claim can be under way."""
     source_retention_s: Seconds = 7 * 86_400.0
-    """Seconds that the last version of a source is kept after its host was removed or taken over. Longer than any
-    report can be under way.
+    """Seconds that the last version of a source is kept after its host was removed or taken over, and what others
+    gave the host: aggregates, and traits by the REST API. Longer than any report can be under way, and than a
+    compute service or an Ironic hides hosts by mistake.
     """
     trim_batch: Some = 5000
     """The most rows of each kind that one statement purges."""

@@ -98,7 +98,8 @@ class FeedPublisher:
                 await self._stall(error)
 
     async def _remove_retired_trees(self) -> bool:
-        removed = await self._store.remove_retired_trees(self._config.trim_batch)
+        kept_s = self._config.source_retention_s
+        removed = await self._store.remove_retired_trees(self._config.trim_batch, keep_given_s=kept_s)
         if removed:
             log.info("inventory.retired_trees_removed", roots=removed[:MAX_NAMED_ROOTS], count=len(removed))
             self.wake()

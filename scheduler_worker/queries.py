@@ -269,7 +269,7 @@ def _fields_of_book(selector: Selector, rows: Rows) -> Sequence[_OfBook]:
     """The book's fields of these hosts, in order, read a column at a time."""
     book = selector.book
     amounts = {
-        name: (book.usage(name, rows).tolist(), book.totals(name, rows).tolist())
+        name: (book.usage(name, rows).tolist(), book.capacities_in_use(name, rows).tolist())
         for name in sorted(book.resource_classes())
     }
     members = [(one, book.in_aggregate(one.uuid, rows).tolist()) for one in selector.membership.aggregates]

@@ -6,6 +6,7 @@ All changes go through `/api/v1`, which the pages' forms call; here is only what
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from berth.web.objects import SECTIONS, ObjectApi, zones_of
 from berth.web.operations import DrainBody, Drains, MetalReader, WebMoves
 from berth.web.problems import Problem
 from berth.web.quarantine import MAX_DECIDED, SafetyReader
-from berth.web.rendering import rendered
+from berth.web.rendering import Asked, rendered
 from bus.contracts.base import Label
 from bus.contracts.drains import DrainQuery, DrainTarget
 from bus.contracts.moves import MoveKind, MoveQuery
@@ -169,15 +170,21 @@ class OperatorPages:
     async def system(self, request: Request) -> Response:
         """Cells, compute services, workers and dead letters."""
         need(caller_of(request), WebRole.READER)
-        services = await self._fleet.services(ServicesQuery(limit=PAGE))
-        workers = await self._fleet.known_workers()
+        asked = Asked()
+        services, workers, cells, letters = await asyncio.gather(  # together: what does not answer holds it up once
+            asked.of(self._fleet.services(ServicesQuery(limit=PAGE)), without=()),
+            asked.of(self._fleet.known_workers(), without=()),
+            asked.of(self._fleet.cells(), without=()),
+            self._letters.counts(),
+        )
         return self._page(
             request,
             "system.html",
-            cells=await self._fleet.cells(),
+            asked=asked,
+            cells=cells,
             services=sorted(services, key=lambda one: one.up),
             workers=sorted(workers, key=lambda one: (not one.silent, not one.heartbeat.not_ready))[:PAGE],
-            letters=await self._letters.counts(),
+            letters=letters,
         )
 
     async def quarantine(self, request: Request) -> Response:

@@ -35,9 +35,9 @@ from berth.web.live import INSTANCE_LOST, Live, Second
 from berth.web.operations import WebMoves
 from berth.web.problems import Problem
 from berth.web.quarantine import SafetyReader
-from berth.web.rendering import rendered
+from berth.web.rendering import Asked, rendered
 from bus.clock import Clock
-from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
+from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.catalogue import OPERATORS
 from bus.contracts.moves import MoveKind, MoveQuery, MoveRequest
 from bus.contracts.stages import durations
@@ -67,7 +67,7 @@ class Now(Struct, frozen=True):
     """The first page's figures. Rates are a second's; latencies seconds from accepted to active.
 
     lost_per_s: claims that others were faster with; retries_per_s: hosts tried after the first; of builds that ended.
-    workers: {role: (up and ready, all)}.
+    workers: {role: (up and ready, all)}. answered: whether a scheduler has told hosts and workers.
     """
 
     in_flight: int
@@ -85,6 +85,7 @@ class Now(Struct, frozen=True):
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
     troubles: tuple[Trouble, ...]
+    answered: bool = True
     seconds: tuple[Second, ...] = ()
 
 
@@ -177,12 +178,12 @@ class Pages:
             self._hosts_or_fault(), self._workers(), self._troubles_of_safety()
         )
         troubles += self._troubles_of_losses()
+        answered = not isinstance(hosts, (Fault, BusError))
         if isinstance(hosts, (Fault, BusError)):
             troubles.append(Trouble("No scheduler answers", f"{hosts.code}: {hosts}"))
             hosts = ()
         cells, of_hosts = troubles_of_hosts(hosts)
-        troubles += of_hosts
-        troubles += _troubles_of(workers)
+        troubles += [*of_hosts, *_troubles_of(workers)]
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
         )
@@ -208,6 +209,7 @@ class Pages:
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
             troubles=tuple(troubles),
+            answered=answered,
             seconds=tuple(history),
         )
 
@@ -257,11 +259,12 @@ class Pages:
     async def fleet(self, request: Request) -> Response:
         """Every host as a cell of a heat map, and the same as a table."""
         need(caller_of(request), WebRole.READER)
-        hosts = await self._fleet.hosts()
+        hosts = await (asked := Asked()).of(self._fleet.hosts(), without=())
         shown = _wanted(hosts, request.query_params)
         return self._page(
             request,
             "fleet.html",
+            asked=asked,
             hosts=shown[: 2 * PAGE],
             count=len(shown),
             cells=sorted({host.cell or "?" for host in hosts}),
@@ -311,10 +314,11 @@ class Pages:
                 BuildQuery,
             )
         )
-        page = await self._api.builds(query)
+        page = await (asked := Asked()).of(self._api.builds(query), without=BuildPage())
         return self._page(
             request,
             "builds.html",
+            asked=asked,
             builds=page.builds,
             older=next_page(request, page, PAGE),
             searched_to=page.searched_to,
@@ -340,8 +344,8 @@ class Pages:
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
 
-    def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
-        return rendered(request, template, status, has_session=self._has_session, **fields)
+    def _page(self, request: Request, template: str, **fields: Any) -> Response:
+        return rendered(request, template, has_session=self._has_session, **fields)
 
 
 def state_of(host: HostRecord) -> str:

@@ -266,6 +266,11 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
     gang: Uuid | None = None
     gang_min: int = 0
 
+    @property
+    def standing(self) -> str:
+        """For a list: how the instance is now, which its build does not tell once something was done to it."""
+        return (self.condition if self.state is BuildState.ACTIVE else "") or self.state.value
+
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The weights of a host at its choice, by weigher, its multiplier in it; their sum is the score."""

@@ -202,14 +202,12 @@ BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, 
 # scheduler sends a gang with fewer options each rather than with more providers than `MAX_GANG_PROVIDERS`.
 MAX_CLAIM_VALUES = 49_152
 MAX_INVENTORY_VALUES = 32_768
-# Conductors send the machines to reserve in pages (`MAX_RESERVED_AT_ONCE`, 5 ms). A conductor of the first release
-# sends all machines of a page of a report: 5,000 with the resources of one provider each have 41,000 values (11 ms),
-# and 5,000 with those of three 81,000 (27 ms), which are refused.
+# Conductors send the machines to reserve in pages (`MAX_RESERVED_AT_ONCE`, 5 ms). 5,000 machines with the resources of
+# one provider each have 41,000 values (11 ms), and 5,000 with those of three 81,000 (27 ms), which are refused.
 MAX_CONTROL_VALUES = 57_344
 
 # A page of hosts that were looked at, and two machines with the resources of three providers of each instance in
-# question, have 31,000 values. A compute service of the first release sends its hosts in one list: 40,000 take 13 to 19
-# ms, and an answer with more is refused.
+# question, have 31,000 values; 40,000 take 13 to 19 ms, and an answer with more is refused.
 MAX_FOUND_VALUES = 40_960
 
 

@@ -46,7 +46,7 @@ def key_of(uuid: str, host_uuid: str) -> str:
 class Finding(Struct, frozen=True):
     """One event that ends or destroys a machine because of a report and not of a client's request.
 
-    ordered: the record has commanded that itself (`proof.is_ordered`): the report only repeats it, and is not counted.
+    ordered: the record has commanded that itself (`report.is_ordered`): the report only repeats it, and is not counted.
     """
 
     uuid: str

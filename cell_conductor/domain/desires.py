@@ -1,7 +1,7 @@
 """The desire of each state: what every machine of the instance is to be, and what is asked of placement.
 
 One row a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists
-states. What a record proves to be over (`proof`), what a report has to show (`report`), what is commanded (`orders`),
+states. What a record proves to be over and a report has to show (`report`), what is commanded (`orders`),
 what placement is asked (`table.question_of`), what a client sees, and the lists of states in SQL are read from here.
 """
 

@@ -167,7 +167,7 @@ class InstanceStore(Flushed, Protocol):
         """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
     async def at_service(self, service: str, limit: int) -> list[str]:
-        """The instances that have a machine at this compute service (`proof.is_at`), in order of
+        """The instances that have a machine at this compute service (`report.is_at`), in order of
         uuids.
         """
 

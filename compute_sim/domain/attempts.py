@@ -33,8 +33,8 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
 
     fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
     code and reason: why it failed; of one that runs, the driver's remark. final: no other host would do better.
-    deployment: whose machine it is (None: unknown, recorded by a release that had none). order: of the last change of
-    this machine that was taken. project: whose instance it is ("": unknown, recorded by a release that kept none).
+    deployment: whose machine it is (None: unknown). order: of the last change of
+    this machine that was taken. project: whose instance it is ("": unknown).
     changing: that change, until its answer has reached the broker.
     """
 

@@ -156,8 +156,10 @@ def disagreements(
             yield f"ironic_agrees: {uuid} in {node['provision_state']}: {words}"
     for uuid in positions:
         provider = providers.get(uuid)
-        # Removed while it was in use it is a shell until a later word finds it unused.
-        if uuid not in ironic.pool.nodes and provider and (is_reported(provider) or not any(provider.used.values())):
+        if uuid in ironic.pool.nodes or provider is None:
+            continue
+        # Removed while it was in use, or with what others gave it, it is a shell.
+        if is_reported(provider) or not (any(provider.used.values()) or provider.is_given):
             yield f"ironic_agrees: the book has {uuid}, Ironic has not"
 
 

@@ -339,12 +339,12 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # Inventory in use when it was taken out is stranded: a shell, for as long as its tree is used.
+        # A shell stays for as long as its tree is used, or has what others gave it.
         shell = world.book.providers.get(uuid) if how == "drained" else None
         if shell is None:
             continue
-        is_used = any(any(one.used.values()) for one in world.book.providers.values() if one.root == uuid)
-        if is_reported(shell) or not is_used:
+        tree_here = [one for one in world.book.providers.values() if one.root == uuid]
+        if is_reported(shell) or not any(any(one.used.values()) or one.is_given for one in tree_here):
             yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():
@@ -450,15 +450,16 @@ def _running(world: World) -> Iterator[RunningFact]:
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
     # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
-    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard.
+    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard. Of a
+    # service that died for good nobody answers for either's machines, and its builds go on elsewhere (seed 212712).
     elsewhere = {
         guest.instance_uuid
         for service, fleet in world.fleets.items()
         for _, guest in fleet.guests()
         if guest.complete and service not in world.dead
     }
-    for duplicate in world.duplicates.values():
-        for host, guest in duplicate.guests():
+    for service, duplicate in world.duplicates.items():
+        for host, guest in duplicate.guests() if service not in world.dead else ():
             # A source that the second service stopped and handed over is destroyed by neither once that has gone.
             counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
             if counts and not world.machines.is_untold(host, guest.instance_uuid, guest.attempt):
@@ -578,8 +579,9 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
             return f"the replica has no {provider.name}"
         mine = {name: int(used) for name, (_, used, _) in replica.inventory_of(row).items() if used}
         theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
-        if replica.generation[row] != provider.generation or mine != theirs:
-            return f"{provider.name}: the replica has {mine}, the book {theirs}"
+        here, there = (int(replica.generation[row]), mine), (provider.generation, theirs)
+        if here != there:
+            return f"{provider.name}: (generation, used) is {here} in the replica, {there} in the book"
     return ""
 
 

@@ -134,7 +134,8 @@ class ReportGroup:
         recorded.
 
         Otherwise two hosts with one uuid would overwrite each other's inventory. A report that names the owner
-        (`takes_over`) takes the root over once the cell's conductor has released it.
+        (`takes_over`) takes the root over once the cell's conductor has released it; one that its owner has taken out
+        any may have.
         """
         for number, update in enumerate(self.updates):
             if number in self.results or not update.source.startswith(COMPUTE_SOURCE):
@@ -143,8 +144,9 @@ class ReportGroup:
             owners = self._owners(root)
             if source in owners or not owners:
                 continue
-            if update.takes_over in owners and self._sources[root, update.takes_over].digest in FREE:
-                self._taken_over[number] = update.takes_over
+            digest = self._sources[root, owners[0]].digest
+            if digest == TAKEN_OUT or (digest == RELEASED and update.takes_over in owners):
+                self._taken_over[number] = owners[0]
             else:
                 self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=owners[0])
 
@@ -255,12 +257,14 @@ class ReportGroup:
         return replace(result, sequence=sequence * (result.outcome == "applied"), unknown_traits=unknown)
 
 
-def is_retired(tree: Iterable[Provider]) -> bool:
-    """Whether all inventory of a tree is stranded and unused, so that the tree can be removed.
+def is_retired(tree: Iterable[Provider], *, long_ago: bool) -> bool:
+    """Whether all inventory of a tree that was taken out is stranded and unused, so that the tree can be removed.
 
-    A tree without inventory is not retired: a client may be about to add some.
+    One without inventory, to which a client may be about to add some, and one with what others gave it, only when it
+    was taken out long ago.
     """
     providers = list(tree)
     inventories = [inventory for provider in providers for inventory in provider.inventories.values()]
     unused = not any(any(provider.used.values()) for provider in providers)
-    return bool(inventories) and unused and all(inventory.stranded for inventory in inventories)
+    waits = not inventories or any(provider.is_given for provider in providers)
+    return bool(providers) and unused and all(one.stranded for one in inventories) and (long_ago or not waits)

@@ -1,9 +1,8 @@
 """Decides the effect of inventory updates on the book. An update is a whole tree, as its source sees it.
 
 An update from the bus is applied or refused as a whole, and must not block the later updates of its source. So a
-provider or class that a report no longer names and a consumer still uses is no error: it becomes *stranded* (capacity
-0, no new allocations), and the first report that finds it unused deletes it
-(docs/decisions/0002-stranded-inventory.md).
+provider or class that a report no longer names and a consumer still uses, or a provider to which others gave something,
+is no error: it becomes *stranded* (capacity 0, no new allocations; docs/decisions/0002-stranded-inventory.md).
 """
 
 from __future__ import annotations
@@ -133,6 +132,7 @@ def plan(
     bus: str = ABOVE_CELLS,
     *,
     shape: int,
+    final: bool = False,
 ) -> ReportPlan:
     """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all, and those together
     whose providers have exchanged their names.
@@ -140,9 +140,9 @@ def plan(
     earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). book: every
     provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations
     of every consumer of a provider that others take from. shape: the new shape of every provider that changes; it is
-    higher than any shape in the book.
+    higher than any shape in the book. final: what others gave to a provider that is taken out goes with it.
     """
-    draft = _Draft(book, holdings, bus, shape)
+    draft = _Draft(book, holdings, bus, shape, final=final)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
     waiting = {
         number: updates[number]
@@ -185,10 +185,13 @@ def _removed(provider: Provider) -> Change:
 class _Draft:
     """The book after the updates so far. A refused update changes nothing."""
 
-    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str, shape: int) -> None:
+    def __init__(
+        self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str, shape: int, *, final: bool
+    ) -> None:
         self.providers = dict(book)
         self._bus = bus
         self._shape = shape
+        self._final = final
         self._generations: dict[str, int] = {}  # of providers that an update removed; a later one may report them
         self.moved: dict[str, Holding] = {}
         self._holdings = holdings
@@ -329,8 +332,8 @@ class _Draft:
         return len(above)
 
     def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
-        """Return (the providers to delete, the providers to strand because a consumer uses them or a child
-        needs them).
+        """Return (the providers to delete, the providers to strand: a consumer uses them, a child needs them, or
+        others gave them something, which a host that is hidden for a moment has to find again).
         """
         gone: set[str] = set()
         stranded: list[str] = []
@@ -341,7 +344,7 @@ class _Draft:
             needed = {self.providers[uuid].parent for uuid in tree if uuid not in going and uuid not in reported}
         for uuid in leaving:
             provider = self.providers[uuid]
-            if uuid in needed or any(used[uuid].values()):
+            if uuid in needed or any(used[uuid].values()) or (provider.is_given and not self._final):
                 stranded.append(uuid)
                 needed.add(provider.parent)
             else:
@@ -428,10 +431,14 @@ def _reported(
 
 
 def _strand(provider: Provider) -> Provider:
-    """Strand a provider: it takes no new allocations, and its unused classes are removed at once."""
+    """Strand a provider: it takes no new allocations, and its unused classes are removed at once. What is kept for
+    others' gifts alone gives its name back: the host may be made anew under another uuid.
+    """
     inventories = {
         name: _closed(inventory) for name, inventory in provider.inventories.items() if provider.used.get(name)
     }
+    if not inventories and provider.is_given:
+        return replace(provider, inventories={}, name=provider.uuid, traits=provider.lasting)
     return replace(provider, inventories=inventories)
 
 

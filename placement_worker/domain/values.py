@@ -144,6 +144,11 @@ class Provider(Struct, frozen=True):
     lasting: tuple[str, ...] = ()
 
     @property
+    def is_given(self) -> bool:
+        """Whether it has what its source did not give it, and could not give it back."""
+        return bool(self.aggregates or self.lasting)
+
+    @property
     def shares(self) -> bool:
         """Whether it shares its inventory with other trees."""
         return SHARING in self.traits

@@ -18,6 +18,7 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.columns import (
     CAPACITY,
+    TOTAL,
     Amounts,
     Assumptions,
     ClassColumns,
@@ -203,6 +204,15 @@ class Book(Trees):
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
         return self._sum_over_trees(self._capacity(column), roots)
+
+    def capacities_in_use(self, resource_class: str, roots: Rows) -> Amounts:
+        """As `totals`, and of what is reserved as much as is used: bare metal is reserved while it is used."""
+        column = self._columns.get(resource_class)
+        if column is None:
+            return np.zeros(len(roots), dtype=np.int64)
+        capacity, whole = self._capacity(column), column.kinds.columns()[TOTAL][column.kind[: self.top]]
+        used = np.minimum(capacity - column.free[: self.top], whole)
+        return self._sum_over_trees(np.maximum(capacity, used), roots)
 
     def usage(self, resource_class: str, roots: Rows) -> Amounts:
         """Per root, the usage of its tree, including the claims in flight."""

@@ -268,15 +268,14 @@ class MemoryBookTransaction:
         sources = {key: source for key, source in self._table.sources.items() if key[0] in roots}
         return sources, {root: self._table.cell(root) for root, _ in sources}
 
-    async def retired_sources(self, limit: int) -> Sources:
-        """The sources that have removed a tree which was in use and is not any more."""
+    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
+        """The sources that have removed a tree which is not in use any more."""
         table = self._table
         await self._rows.statement()
-        keys = [
-            key
-            for key in sorted(table.sources)
-            if table.is_taken_out(key) and is_retired(p for p in table.providers.values() if p.root == key[0])
-        ]
+        before = table.clock.time() - keep_given_s
+        out = [key for key in sorted(table.sources) if table.is_taken_out(key)]
+        tree_of = {key: [one for one in table.providers.values() if one.root == key[0]] for key in out}
+        keys = [key for key in out if is_retired(tree_of[key], long_ago=table.reported_at[key] < before)]
         return {key: table.sources[key] for key in keys[:limit]}
 
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:

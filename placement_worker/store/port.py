@@ -244,9 +244,9 @@ class BookTransaction(NameRows, Protocol):
         the cell of each of these roots that was ever reported).
         """
 
-    async def retired_sources(self, limit: int) -> Sources:
-        """The sources that have removed a tree which was in use and is not any more, if no source has reported it
-        since.
+    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
+        """The sources that have removed a tree which is not in use any more, if no source has reported it since
+        (`is_retired`). keep_given_s: how long ago is long ago.
         """
 
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:

@@ -168,9 +168,9 @@ class PostgresBookTransaction:
         self._settled.update(key for key, last in found.items() if last.settled)
         return found, {row[0]: row[2] for row in rows}
 
-    async def retired_sources(self, limit: int) -> Sources:
-        """The sources that have removed a tree which was in use and is not any more."""
-        rows = await fetch(self.connection, trees.retired(limit))
+    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
+        """The sources that have removed a tree which is not in use any more."""
+        rows = await fetch(self.connection, trees.retired(limit, keep_given_s))
         return {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
 
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:

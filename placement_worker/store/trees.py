@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
 from placement_worker.domain.values import Provider
 from placement_worker.store.port import TreeWrites
 from placement_worker.store.rows import ProviderRows
-from placement_worker.store.tables import inventories, providers, sources
+from placement_worker.store.tables import inventories, provider_aggregates, provider_traits, providers, sources
 
 ONE_WRITER_OF_TREES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.trees", 0)))
 
@@ -54,15 +55,21 @@ def release(source: str, roots: Sequence[str], cell: str) -> sa.Update:
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::text[]::uuid[]) AND settled"
 
 
-def retired(limit: int) -> sa.Select[Any]:
-    """Sources whose tree was removed while it was in use, is no longer in use, and has no other source since."""
+def retired(limit: int, keep_given_s: float) -> sa.Select[Any]:
+    """Sources whose tree was removed, is no longer in use, and has no other source since (`is_retired`)."""
     every = providers.alias("every")
-    is_empty = (
-        sa.select(sa.func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
-        .select_from(every.join(inventories, inventories.c.provider_id == every.c.id))
-        .where(every.c.root_id == providers.c.id)
-        .scalar_subquery()
+
+    def of_tree(table: sa.Table, column: sa.ColumnElement[Any]) -> sa.Select[Any]:
+        joined = every.join(table, table.c.provider_id == every.c.id)
+        return sa.select(column).select_from(joined).where(every.c.root_id == providers.c.id).correlate(providers)
+
+    is_empty = of_tree(inventories, sa.func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
+    given = sa.or_(
+        of_tree(provider_aggregates, sa.literal(1)).exists(),
+        of_tree(provider_traits, sa.literal(1)).where(provider_traits.c.lasting).exists(),
     )
+    long_ago = sources.c.updated_at < sa.func.now() - timedelta(seconds=keep_given_s)
+    waits = sa.or_(~of_tree(inventories, sa.literal(1)).exists(), given)
     columns = ("root", "source", "version", "digest", "settled", "providers")
     return (
         sa.select(*(sources.c[name] for name in columns))
@@ -72,7 +79,8 @@ def retired(limit: int) -> sa.Select[Any]:
             sources.c.settled.is_(False),
             sources.c.digest == TAKEN_OUT,
             sources.c.root == sa.any_(sources.c.providers),
-            is_empty,
+            sa.func.coalesce(is_empty.scalar_subquery(), True),
+            sa.or_(~waits, long_ago),
         )
         .order_by(sources.c.root, sources.c.source)
         .limit(limit)

@@ -22,6 +22,9 @@ from bus.persistence.database import Database
 from bus.persistence.revision import REVISION_TABLES, tables_of
 from tests.kit.servers import administer, named, plain
 
+# How many sessions wait for a lock, in this database: other tests' databases are on the same server.
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
 # The schemas that are there, and the package that owns each.
 SCHEMAS = {
     "placement": "placement_worker",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,6 +29,7 @@ from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from lab.ironic.laboratory import Lab, Nodes, lab
+from tests.kit import waiting
 
 WAIT_S = 300.0
 POLL_S = 0.2
@@ -106,9 +106,7 @@ class RealMetal:
 
 async def until(there: Callable[[], Awaitable[bool]], poll_s: float = POLL_S) -> None:
     """Wait for a condition that has to be asked for."""
-    async with asyncio.timeout(WAIT_S):
-        while not await there():  # noqa: ASYNC110  (what is asked is another process)
-            await asyncio.sleep(poll_s)
+    await waiting.until(there, WAIT_S, poll_s)
 
 
 @contextlib.asynccontextmanager

@@ -144,17 +144,21 @@ def is_left(*providers: Provider) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stranded", "used", "breaks"),
+    ("stranded", "used", "given", "breaks"),
     [
-        pytest.param(False, 0, True, id="still reported"),
-        pytest.param(True, 1, False, id="in use"),
-        pytest.param(True, 0, True, id="a retired tree without a consumer"),
+        pytest.param(False, 0, (), True, id="still reported"),
+        pytest.param(True, 1, (), False, id="in use"),
+        pytest.param(True, 0, (), True, id="a retired tree without a consumer"),
+        pytest.param(True, 0, (HERE,), False, id="in an aggregate"),
+        pytest.param(False, 0, (HERE,), True, id="in an aggregate, and still reported"),
     ],
 )
-async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, stranded: bool, used: int, breaks: bool) -> None:
+async def test_what_was_taken_out_stays_only_while_it_is_in_use_or_has_what_others_gave_it(
+    *, stranded: bool, used: int, given: tuple[str, ...], breaks: bool
+) -> None:
     inventories = {"VCPU": replace(stored_inventory(Inventory(total=4)), stranded=stranded)}
     used_here = {"VCPU": used} if used else {}
-    assert is_left(provider(LEFT, inventories=inventories, used=used_here)) is breaks
+    assert is_left(provider(LEFT, inventories=inventories, used=used_here, aggregates=given)) is breaks
 
 
 @pytest.mark.parametrize(("used", "breaks"), [(1, False), (0, True)])

@@ -298,6 +298,21 @@ async def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machi
     assert stage.running() == machines
 
 
+@pytest.mark.parametrize(("is_dead", "machines"), [(True, 1), (False, 2)])
+@on_virtual_time
+async def test_a_second_services_machines_of_a_dead_service_are_not_judged(*, is_dead: bool, machines: int) -> None:
+    """Seed 212712: the first service had died for good, and the second one died before its build was heard of."""
+    stage = Stage(next(plan for seed in range(1, 50) if len((plan := replace(plan_of(seed), metal=None)).services) > 1))
+    world, (_, name) = stage.world, stage.world.plan.services[1]
+    world.start_duplicate(name)
+    second = next(iter(world.fleets[name].hosts)).plan.uuid
+    Fleet.put(world.duplicates[name], second, guest(second))
+    Fleet.put(stage.fleet, stage.host, guest(stage.host, 2))
+    if is_dead:
+        world.dead.add(name)
+    assert stage.running() == machines
+
+
 @pytest.mark.parametrize(("burnt", "machines"), [(True, 0), (False, 2)])
 @on_virtual_time
 async def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machines_back(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -157,3 +158,58 @@ def test_a_worker_waits_for_permissions_of_its_bus(system: Roles, taken: str, co
     asyncio.run(system.processes.ready())
     boot(system)
     assert "Traceback" not in system.logs()
+
+
+CHANGED = "changed"
+
+
+@contextmanager
+def changed_in_database(url: str, role: str) -> Iterator[None]:
+    """A new password, which is asked for: the tests' own server trusts who connects from this machine."""
+
+    async def change(*statements: str) -> str:
+        connection = await asyncpg.connect(url)
+        for statement in statements:
+            await connection.execute(statement)
+        file: str = await connection.fetchval("SHOW hba_file")
+        await connection.close()
+        return file
+
+    rules = Path(asyncio.run(change(f"ALTER ROLE \"{role}\" PASSWORD '{CHANGED}'")))
+    before = rules.read_text()
+    asked = "".join(f'{kind} all "{role}" {place} scram-sha-256\n' for kind, place in (("local", ""), ("host", "all")))
+    rules.write_text(asked + before)
+    try:
+        asyncio.run(change("SELECT pg_reload_conf()"))
+        yield
+    finally:
+        rules.write_text(before)
+        asyncio.run(change("SELECT pg_reload_conf()"))
+
+
+@pytest.mark.parametrize(("of", "code"), [("bus", "bus.forbidden"), ("database", "database.forbidden")])
+def test_a_worker_works_on_while_its_password_is_changed_until_it_is_restarted(
+    system: Roles, of: str, code: str
+) -> None:
+    """The order of docs/operate/passwords.md: change it, then restart the worker with the new one."""
+    asyncio.run(system.grant())
+    system.start()
+    boot(system)
+    user = "berth-scheduler"
+    with changed_in_database(system.database, user) if of == "database" else nullcontext():
+        if of == "bus":
+            system.servers.broker.control("change_password", user, CHANGED)
+        boot(system)
+        old = system.processes.restart("scheduler")
+        wait_until(lambda: not old.process.running)
+        assert code in old.log.read_text()
+        of_database = [name for name in old.settings if "DATABASE" in name]
+        settings = {
+            name: value.replace(f"{user}:{PASSWORD}@", f"{user}:{CHANGED}@")
+            if (name in of_database) is (of == "database")
+            else value
+            for name, value in old.settings.items()
+        }
+        system.processes.start("scheduler", "scheduler", settings=settings)
+        asyncio.run(system.processes.ready())
+        boot(system)

@@ -88,6 +88,8 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         assert done.status == 0, done.out + done.err
         assert shown(berth, instance)["condition"] == condition
         assert (f"now      {condition}" in berth("show", instance).out) == (condition != "active")
+        (listed,) = (line.split() for line in berth("list").out.splitlines() if line.startswith(instance))
+        assert condition in listed, "it was active in the list, whatever had been done to it"
     moves = berth("moves", "--instance", instance, "--json").data
     assert [one["kind"] for one in moves] == [
         *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "rebuild", "stop"),

@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from berth.settings import Settings
 from berth.site import Site
+from berth.trial.up import site
 from berth.trial.worker_processes import NO_TLS
 from berth.web import server
 from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
@@ -25,7 +27,18 @@ from bus.clock import SystemClock
 from bus.port import BusUnavailable
 from bus.service.settings import SettingsError
 from tests.contract.rig import LocalRig
-from tests.system.web_server import JSON, TIMEOUT_S, Web, boot, code_of, ended, follow, running_web, token_file
+from tests.system.web_server import (
+    JSON,
+    TIMEOUT_S,
+    Web,
+    boot,
+    code_of,
+    ended,
+    follow,
+    running_web,
+    token_file,
+)
+from tests.system.web_server import server as web_of
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
@@ -498,3 +511,43 @@ def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
             instance = boot(other)
             follow(other, instance)
         assert any(sum(second["active"] for second in now["seconds"]) for now in states)
+
+
+# --- without a scheduler
+
+
+@pytest.fixture(scope="module")
+def pages_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, httpx.Response]:
+    """The pages of a web server beside which no scheduler runs: {path: answer}."""
+
+    async def read() -> dict[str, httpx.Response]:
+        settings = replace(Settings(), state_dir=str(tmp_path_factory.mktemp("alone")))
+        async with site(settings, directory=None, seed=1) as here:
+            alone = web_of(here, "web1", Access(None, here.clock))
+            await alone.open()
+            try:
+                async with httpx.AsyncClient(base_url=alone.url, timeout=TIMEOUT_S, verify=NO_TLS) as client:
+                    paths = ("/", "/fleet", "/builds", "/system")
+                    return dict(zip(paths, await asyncio.gather(*map(client.get, paths)), strict=True))
+            finally:
+                await alone.close()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "shown"),
+    [
+        ("/", 200, ('data-now="hosts">not known<', 'colspan="3">Not known.')),
+        ("/fleet", 504, ("<h1>Fleet</h1>", "Name has", 'colspan="7">Not known.')),
+        ("/builds", 504, ("<h1>Builds</h1>", "Instance <input", 'colspan="8">Not known.')),
+        ("/system", 504, ("<h1>System</h1>", "Dead letters", 'colspan="7">Not known.', 'colspan="9">Not known.')),
+    ],
+)
+def test_a_page_shows_what_it_knows_without_a_scheduler(
+    pages_alone: dict[str, httpx.Response], path: str, status: int, shown: tuple[str, ...]
+) -> None:
+    """Fleet, Builds and System were a "504" alone, and Now said 0 of 0 hosts beside "No scheduler answers"."""
+    answer = pages_alone[path]
+    assert answer.status_code == status and "No scheduler answers" in answer.text
+    assert [one for one in shown if one not in answer.text] == []

@@ -62,7 +62,7 @@ function startNow() {
       put("waiting", now.waiting);
       put("dead_letters", now.dead_letters);
       put("p99", now.latency.p99 === undefined ? "none yet" : duration(now.latency.p99));
-      put("hosts", `${now.up} of ${now.hosts}`);
+      put("hosts", now.answered ? `${now.up} of ${now.hosts}` : "not known");
       plot.setData([now.seconds.map((s) => s.at), now.seconds.map((s) => s.active), now.seconds.map((s) => s.failed)]);
       byId("troubles").replaceChildren(...now.troubles.map((trouble) => {
         const made = document.createElement("p");

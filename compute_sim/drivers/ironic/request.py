@@ -97,7 +97,7 @@ def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> lis
 def free_patch() -> list[dict[str, Any]]:
     """The PATCH that gives a node back that was taken and not deployed.
 
-    Removing the mark first fails, and with it the whole PATCH, when the node is not ours any more.
+    It fails as a whole when the node has no mark any more; whose mark it is, its caller has read just before.
     """
     return [{"op": "remove", "path": path} for path in (MARK, "/instance_info", "/instance_uuid")]
 

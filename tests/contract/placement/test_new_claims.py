@@ -28,13 +28,13 @@ from placement_worker.domain.claim_group import MAX_PLAIN
 from placement_worker.operations import audit
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS, build, roomy_host
+from tests.kit.databases import WAITING
 
 pytestmark = pytest.mark.postgres
 
 PATIENCE_S = 60.0
 ROUNDS = 400
 CLASSES = ("VCPU", "MEMORY_MB", "CUSTOM_GOLD")
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 ROWS = (
     "SELECT uuid, project_id, user_id, consumer_type, generation, attempt, run, released_at IS NULL FROM consumers",
     "SELECT a.consumer, p.uuid, c.name, a.amount FROM allocations a JOIN providers p ON p.id = a.provider_id "

@@ -106,7 +106,7 @@ async def test_who_has_given_a_node_to_another_source_takes_it_out_no_more(store
         assert await outcomes(store, replace(east, version=version, providers=())) == [outcome]
         assert await outcomes(store, replace(west, version=version)) == [outcome]
     assert await capacity(store) == 4
-    assert await store.remove_retired_trees(10) == []
+    assert await store.remove_retired_trees(10, keep_given_s=3600.0) == []
     assert await outcomes(store, replace(west, version=9, providers=())) == ["applied"]
     assert await capacity(store) == (0 if is_held else None)
 

@@ -20,6 +20,7 @@ from bus.contracts.placement import (
     Release,
 )
 from placement_worker.book import ResourceBook
+from placement_worker.domain.trees import ChangeMembership, SetTraits
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import LocalReplica
 from tests.contract.books import HOSTS, KINDS, books
@@ -52,10 +53,10 @@ async def ticking(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]
 
 
 async def notify(
-    ticking: ResourceBook, root: str, source: str, version: int, *children: str, gone: bool = False
+    ticking: ResourceBook, root: str, source: str, version: int, *children: str, gone: bool = False, name: str = ""
 ) -> str:
     inventory = {"VCPU": Inventory(total=4)}
-    reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
+    reports = [ProviderReport(uuid=root, name=name or f"h-{root}", inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
     update = InventoryUpdate(source=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
     (result,) = await ticking.report([update])
@@ -149,16 +150,16 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(ti
     await notify(ticking, GONE, "s", 1, CHILD)
     await hold(ticking, user, CHILD)
     await notify(ticking, GONE, "s", 2, gone=True)
-    assert await ticking.remove_retired_trees(100) == []
+    assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == []
     assert await providers(ticking) == [KEPT, GONE, CHILD], "a consumer uses it"
     await ticking.apply([Release(consumer=user)])
     head = (await ticking.head()).sequence
-    assert await ticking.remove_retired_trees(100) == [GONE]
+    assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == [GONE]
     assert await providers(ticking) == [KEPT]
     changes = (await ticking.changes(head, 10)).changes
     assert sorted((change.provider, change.removed) for change in changes) == [(GONE, True), (CHILD, True)]
     assert await notify(ticking, GONE, "s", 1, CHILD) == "stale"
-    assert await ticking.remove_retired_trees(100) == []
+    assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == []
     assert await notify(ticking, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
@@ -169,8 +170,45 @@ async def test_a_host_that_another_source_reports_by_then_is_not_retired(ticking
     await notify(ticking, GONE, "s", 2, gone=True)
     await notify(ticking, GONE, "heir", 1)
     await ticking.apply([Release(consumer=user)])
-    assert await ticking.remove_retired_trees(100) == []
+    assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == []
     assert await hold(ticking, user.replace("c", "d"), GONE) == "claimed"
+
+
+TRAIT = "HW_CPU_X86_AVX2"
+HOST, AGGREGATE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
+
+
+async def given(ticking: ResourceBook, root: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """What others gave to a provider: its aggregates and traits."""
+    found = {one.uuid: one for one in (await ticking.snapshot(None, 10)).providers}
+    return (found[root].aggregates, found[root].traits) if root in found else None
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_what_others_gave_a_host_outlasts_a_reporter_that_hides_it(ticking: ResourceBook, *, held: bool) -> None:
+    """Found A11: an Ironic, and a driver, that listed a part of their hosts for seconds took out the providers of the
+    others, with the aggregates and traits that operators had given them.
+    """
+    user = "c0000000-0000-4000-8000-000000000000"
+    await notify(ticking, GONE, "compute-s", 1)
+    await ticking.write_trees([ChangeMembership(GONE, AGGREGATE, member=True)])
+    await ticking.write_trees([SetTraits(GONE, traits=(TRAIT,))])
+    if held:
+        await hold(ticking, user, GONE)
+    for version in (2, 3):
+        await notify(ticking, GONE, "compute-s", version, gone=True)
+        if held:
+            await ticking.apply([Release(consumer=user)])
+        assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == []
+        assert await given(ticking, GONE) == ((AGGREGATE,), (TRAIT,))
+        assert await hold(ticking, user.replace("c", "d"), GONE) == "full"
+    assert await notify(ticking, HOST, "compute-s", 1, name=f"h-{GONE}") == "applied", "made anew"
+    await notify(ticking, HOST, "compute-s", 2, gone=True)
+    assert await notify(ticking, GONE, "compute-other", 1) == "applied", "another service may have it"
+    assert await given(ticking, GONE) == ((AGGREGATE,), (TRAIT,))
+    await notify(ticking, GONE, "compute-other", 2, gone=True)
+    assert await ticking.remove_retired_trees(100, keep_given_s=0.0) == [GONE], "gone for long"
+    assert await given(ticking, GONE) is None
 
 
 async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(ticking: ResourceBook) -> None:
@@ -180,7 +218,7 @@ async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(ticking
         await hold(ticking, root.replace("0", "c"), root)
         await notify(ticking, root, "s", 2, gone=True)
     await ticking.apply([Release(consumer=root.replace("0", "c")) for root in (KEPT, GONE)])
-    assert [await ticking.remove_retired_trees(1) for _ in range(3)] == [[KEPT], [GONE], []]
+    assert [await ticking.remove_retired_trees(1, keep_given_s=LONG_S) for _ in range(3)] == [[KEPT], [GONE], []]
 
 
 # --- A snapshot that took longer than the feed reaches back is read again, and not answered from.

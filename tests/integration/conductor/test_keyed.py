@@ -21,6 +21,7 @@ from cell_conductor.store.keyed import KeyedTable, Lock
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyedRows
 from cell_conductor.store.safety import DESTROY, FENCES, KEEP, KEYED, UNEXPLAINED, DecidedMachine, UnexplainedRecord
+from tests.kit.databases import WAITING
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
@@ -29,7 +30,6 @@ A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 LIFTING = Fence(host_uuid=HOST, host="h1", version=3, state=FenceState.LIFTING)
 LIFTED = replace(LIFTING, state=FenceState.LIFTED, at=9.0)
 OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
-WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 
 
 @pytest.fixture

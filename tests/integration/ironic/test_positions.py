@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from uuid import UUID
 
@@ -21,7 +21,7 @@ from berth.in_process import InProcessWorkers
 from berth.trial.ironic_stand_in import IronicStandIn, MemoryAnnouncer
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildRequest, HostsPage, HostsQuery
 from bus.contracts.placement import Inventory, ProviderReport
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -37,7 +37,7 @@ from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from scheduler_worker.config import SchedulerConfig
-from tests.kit.waiting import until
+from tests.kit.waiting import PATIENCE_S, until
 from tests.unit.ironic.world import Nodes, World
 
 # --- One suite for both keepers of positions.
@@ -286,13 +286,29 @@ class Regions:
         await self.workers.start((conductor, built))
         await self.workers.start((metal, compute_sim.app.build(self.environment(metal), config, cell, metal)))
 
-    async def boot(self, instance: str, host: str) -> None:
-        """Request an instance on one node, as a client does."""
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Bus]:
+        """The bus of a client."""
         transport = MemoryTransport(self._brokers["api"], "client")
         api = Bus("api", transport, process="client", clock=SystemClock(), rng=random.Random(7))
         await api.open()
-        await api.publish(BuildRequest(instance_uuid=instance, flavor="bm.gold", project_id="p", host=host))
+        yield api
         await api.close()
+
+    async def boot(self, instance: str, host: str) -> None:
+        """Request an instance on one node, as a client does."""
+        async with self.client() as api:
+            await api.publish(BuildRequest(instance_uuid=instance, flavor="bm.gold", project_id="p", host=host))
+
+    async def until_served(self, nodes: set[str]) -> None:
+        """The scheduler has heard the compute services of these, without which it places on none, whatever is free."""
+        async with self.client() as api:
+
+            async def served() -> bool:
+                page = await api.request(HostsQuery(up=True), HostsPage, timeout_s=PATIENCE_S)
+                return {one.uuid for one in page.hosts if one.enabled} >= nodes
+
+            await until(served)
 
     async def stop(self) -> None:
         await self.workers.stop()
@@ -355,7 +371,9 @@ async def test_builds_on_two_ironics_in_one_system(postgres_url: str) -> None:
         for cell in CELLS:
             await here.follow(cell)
             await here.serve(cell)
-        await here.until_free({node for both in nodes.values() for node in both})
+        every = {node for both in nodes.values() for node in both}
+        await here.until_free(every)
+        await here.until_served(every)
         for cell in CELLS:
             await here.boot(instances[cell], nodes[cell][0])
         await until(lambda: all(here.state(cell, nodes[cell][0]) == ("active", instances[cell]) for cell in CELLS))

@@ -33,6 +33,7 @@ from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS, is_in_units
 from placement_worker.store.postgres_rows import PostgresBookRows, PostgresBookTransaction
 from tests.kit.claims import amounts_and_units
+from tests.kit.databases import WAITING
 
 from .conftest import Book, claim
 
@@ -42,8 +43,6 @@ pytestmark = pytest.mark.postgres
 # --- claims on a real PostgreSQL: races, deadlocks, crashes, repetition. Several stores stand for several processes
 
 PATIENCE_S = 60.0
-
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
 async def one(store: ResourceBook, item: ClaimItem) -> ClaimResult:

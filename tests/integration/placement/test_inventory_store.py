@@ -27,6 +27,7 @@ from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import SetTraits
 from placement_worker.domain.values import Provider
 from placement_worker.store.names import NameTable
+from tests.kit.databases import WAITING
 from tests.kit.waiting import until
 
 from .conftest import Book, claim
@@ -170,7 +171,6 @@ async def test_a_group_of_reports_that_change_everything_takes_six_round_trips(
 
 PATIENCE_S = 60.0
 MOVE = "UPDATE placement.providers SET generation = generation + 7"
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
 @asynccontextmanager

@@ -38,6 +38,7 @@ from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.store import members
 from placement_worker.store.port import WantedClaims
+from tests.kit.databases import WAITING
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
@@ -49,7 +50,6 @@ pytestmark = pytest.mark.postgres
 # --- a claim's reads of its server group: no more than decides, and nothing that has just been moved
 
 PATIENCE_S = 60.0
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 MANY = claim_group.MAX_GROUP_MEMBERS_READ + 20
 BATCH, SMALL, LARGE = 100, 50, 900  # claims of one transaction; members of a group; hosts
 MOST_BLOCKS = 30  # for each claim

@@ -38,6 +38,7 @@ from scheduler_worker.store.port import BuildUnit
 from scheduler_worker.store.postgres import PostgresBuilds, PostgresUnit
 from tests.integration.scheduler.world import CELLS, World
 from tests.kit import servers
+from tests.kit.databases import WAITING
 from tests.kit.sent import Sent
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -198,10 +199,7 @@ pytestmark = pytest.mark.postgres
 FIRST, LAST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
 # The plan of a large batch: rows as they come in the table, each looked for among the values.
 BY_TABLE = "SET LOCAL enable_nestloop = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_indexscan = off"
-WAITING = (
-    "SELECT count(*) FROM pg_stat_activity"
-    " WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%build_requests%'"
-)
+WAITING_FOR_A_BUILD = f"{WAITING} AND query LIKE '%build_requests%'"
 LOCK = "SELECT FROM build_requests WHERE instance_uuid = $1 FOR UPDATE"
 
 
@@ -254,7 +252,7 @@ async def test_decisions_lock_in_the_order_of_their_uuids(
             return await decide(unit)
 
     async def waits() -> bool:
-        return bool(await elsewhere(WAITING))
+        return bool(await elsewhere(WAITING_FOR_A_BUILD))
 
     async def elsewhere(statement: str) -> int:
         async with database.raw() as connection:
@@ -360,9 +358,7 @@ async def test_hosts_services_and_workers_are_answered_while_searches_wait_for_t
             asyncio.create_task(ask(BuildQuery(project_id=f"p{number}"), BuildPage, timeout_s=PATIENCE_S))
             for number in range(SEARCHES)
         ]
-        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-        while await connection.fetchval(waiting) == 0:  # noqa: ASYNC110  (a lock sends no event)
-            await asyncio.sleep(0.01)
+        await until(lambda: connection.fetchval(WAITING))
         services = await ask(ServicesQuery(), ServicesPage, timeout_s=PATIENCE_S)
         hosts = await ask(HostsQuery(), HostsPage, timeout_s=PATIENCE_S)
         await ask(WorkersQuery(), WorkersPage, timeout_s=PATIENCE_S)

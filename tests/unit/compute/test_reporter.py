@@ -277,23 +277,6 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
         assert await published(3, *left) == [(HOST, True)], "once"
 
 
-@pytest.mark.xfail(strict=True, reason="Found A11: the second place, beside ironic_sync's")
-async def test_a_host_that_its_driver_hides_for_a_moment_keeps_its_provider() -> None:
-    """A manager that lists a part of its hosts while a connection is made anew: the book removed the providers, with
-    the aggregates and traits that operators had given them.
-    """
-    world: Any = Shrinking(HOST, OTHER_HOST)
-    changes = HostChanges(world)
-    inventory = inventory_of(world, Records(), changes)
-    for left in (HOST, OTHER_HOST), (HOST,), (HOST, OTHER_HOST):
-        world.left = left
-        world.sent.clear()
-        changes.on_reconnected()
-        async with working(inventory.report):
-            await world.sent.wait()
-    assert all(one.providers for one in world.updated())
-
-
 class Dying(Shrinking):
     """Its process dies when the book has the updates, and before it knows that."""
 

@@ -97,6 +97,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         (TAKES, {YOURS: last()}, YOURS),
         (TAKES, {THEIRS: GIVEN_UP}, THEIRS),
         (told(source=MINE), {YOURS: GIVEN_UP}, YOURS),
+        (told(source=MINE), {YOURS: OUT}, None),
     ],
     ids=[
         "nobody's",
@@ -110,6 +111,7 @@ TAKES = told(source=MINE, takes_over=YOURS)
         "not given up",
         "of another than is named",
         "not named",
+        "taken out, and not named",
     ],
 )
 def test_a_root_has_one_owner(report: InventoryUpdate, sources: Any, owner: str | None) -> None:
@@ -279,21 +281,30 @@ def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: ReportSou
     assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
 
 
+OTHER = "0f000000-0000-4000-8000-000000000001"
 GONE = {"VCPU": inventory(4, stranded=True)}
 
 
+GIVEN = (replace(provider("a"), aggregates=(OTHER,)), replace(provider("a"), traits=("T",), lasting=("T",)))
+
+
 @pytest.mark.parametrize(
-    ("tree", "retired"),
+    ("tree", "retired"),  # at once, and long after
     [
-        ([provider("a", inventories=GONE)], True),
-        ([provider("a"), provider("b", inventories=GONE, used={"VCPU": 0})], True),
-        ([provider("a", inventories=GONE), provider("b", inventories=GONE, used={"VCPU": 1})], False),
-        ([provider("a", inventories=GONE), provider("b", inventories={"VCPU": inventory(4)})], False),
-        ([provider("a")], False),
+        ([provider("a", inventories=GONE)], (True, True)),
+        ([provider("a"), provider("b", inventories=GONE, used={"VCPU": 0})], (True, True)),
+        ([provider("a", inventories=GONE), provider("b", inventories=GONE, used={"VCPU": 1})], (False, False)),
+        ([provider("a", inventories=GONE), provider("b", inventories={"VCPU": inventory(4)})], (False, False)),
+        ([provider("a")], (False, True)),
+        ([GIVEN[0], provider("b", inventories=GONE)], (False, True)),
+        ([GIVEN[1], provider("b", inventories=GONE)], (False, True)),
+        ([], (False, False)),
     ],
 )
-def test_a_tree_is_retired_when_all_that_it_has_is_stranded_and_free(tree: list[Provider], retired: bool) -> None:
-    assert is_retired(tree) is retired
+def test_a_tree_is_retired_when_all_that_it_has_is_stranded_and_free(
+    tree: list[Provider], retired: tuple[bool, bool]
+) -> None:
+    assert (is_retired(tree, long_ago=False), is_retired(tree, long_ago=True)) == retired
 
 
 # --- one report

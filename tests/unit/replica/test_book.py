@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
 from bus.contracts.placement import ProviderState
@@ -471,6 +472,27 @@ def test_the_pairs_of_a_copy_are_computed_once_however_the_book_moves_on() -> No
         rebuilt += found is not first
         first = found
     assert rebuilt == 0, f"computed again after {rebuilt} of 10 reports to the live book"
+
+
+@pytest.mark.parametrize(
+    ("total", "capacity", "used", "shown"),
+    [
+        pytest.param(1, 0, 1, 1, id="a node of bare metal that is deployed"),
+        pytest.param(1, 0, 0, 0, id="one that is held back"),
+        pytest.param(8, 4, 6, 6, id="a part is reserved"),
+        pytest.param(8, 16, 2, 16, id="overcommitted"),
+        pytest.param(4, 4, 6, 4, id="shrunk under its usage"),
+    ],
+)
+def test_what_is_used_of_a_reserved_inventory_is_a_part_of_what_there_is(
+    total: int, capacity: int, used: int, shown: int
+) -> None:
+    """Bare metal was shown as 1 of 0."""
+    node = (float(capacity), 1, 2**31 - 1, 1, total, 0, 1.0)
+    book = loaded(replace(provider(0, inventories={"X": 1}, used={"X": used}), inventories={"X": node}))
+    rows = np.array([book.row_of(uuid(0))])
+    assert (book.usage("X", rows)[0], book.capacities_in_use("X", rows)[0]) == (used, shown)
+    assert book.capacities_in_use("Y", rows).tolist() == [0]
 
 
 async def test_forgotten_inventories_leave_the_columns_of_the_others() -> None:

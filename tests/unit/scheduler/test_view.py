@@ -291,9 +291,11 @@ def test_services_with_waiting_builds_are_bounded(monkeypatch: pytest.MonkeyPatc
 # --- workers
 
 
-def beat(worker: str, role: str = "scheduler", phase: str = "ready") -> WorkerHeartbeat:
+def beat(
+    worker: str, role: str = "scheduler", phase: str = "ready", host: str = "h", started_at: float = 1.0
+) -> WorkerHeartbeat:
     return WorkerHeartbeat(
-        role=role, worker=worker, host="h", pid=1, version="1", started_at=1.0, phase=phase, every_s=5.0
+        role=role, worker=worker, host=host, pid=1, version="1", started_at=started_at, phase=phase, every_s=5.0
     )
 
 
@@ -309,6 +311,30 @@ def test_workers_are_bounded_and_the_silent_ones_make_room(monkeypatch: pytest.M
     assert [one.heartbeat.worker for one in page.workers] == ["c"] and page.since_s == 1.1 + RETENTION_S
     table.apply(beat("c", phase=STOPPED), "api", 9e9)
     assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("killed", "next_one", "shown"),
+    [
+        pytest.param(["a"], {}, ["d"], id="its successor"),
+        pytest.param(["a", "b"], {}, ["b", "d"], id="of two that were killed one came back"),
+        pytest.param(["a"], {"host": "other"}, ["a", "d"], id="on another machine"),
+        pytest.param(["a"], {"role": "cell"}, ["d", "a"], id="of another role"),
+        pytest.param(["a"], {"started_at": 1.0}, ["a", "d"], id="it ran before"),
+    ],
+)
+def test_a_worker_that_was_killed_gives_place_to_its_successor(
+    killed: list[str], next_one: dict[str, Any], shown: list[str]
+) -> None:
+    """It stayed red for an hour beside the one that its supervisor had started."""
+    table = WorkerTable()
+    for number, worker in enumerate(killed):
+        table.apply(beat(worker), "api", 100.0 + number)
+    for at in (110.0, 120.0, 130.0):
+        table.apply(beat("d", **{"started_at": 2.0, **next_one}), "api", at)
+    for _ in range(2):
+        page = table.page(WorkersQuery(), 130.0)
+        assert [one.heartbeat.worker for one in page.workers] == shown
 
 
 @pytest.mark.parametrize(("age", "silent"), [(15.0, False), (15.1, True)])
