@@ -16,14 +16,16 @@ from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildPage, seen_by
 from bus.contracts.moves import MovePage
+from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
 from bus.port import BusError, BusForbidden
 
 M = TypeVar("M", bound=Message)
 
-# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id.
-ANSWER_TIMEOUT_S = 30.0
+# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id. Twice all of its
+# retries: one whose time were over before the last would begin with the first again, and never be refused.
+ANSWER_TIMEOUT_S = 2 * sum(BY_QUEUE["scheduler.door"].retry_s)
 
 
 class RequestForwarder:

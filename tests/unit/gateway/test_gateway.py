@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from bus.bus import API
+from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import (
@@ -336,3 +337,38 @@ async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.Monkey
         await until(lambda: late.replies)
         await until(lambda: not client.broker.queue("gateway.requests").consumers)
         await until(lambda: not any(one.prefetch for one in door.brokers[API].queue("gateway.events.demo").consumers))
+
+
+class Link:
+    """A project's part that has nothing to do."""
+
+    def __init__(self) -> None:
+        self.drained = asyncio.Event()
+
+    async def run(self) -> None:
+        await self.drained.wait()
+
+    async def drain(self, _: float) -> None:
+        self.drained.set()
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+async def test_no_project_begins_anew_while_the_gateway_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.0)
+    made: list[Link] = []
+
+    def link(_: str) -> Any:
+        made.append(Link())
+        return made[-1]
+
+    projects = app.Projects(link, ("demo",), SystemClock())
+    running = asyncio.create_task(projects.run(None))
+    await until(lambda: made)
+    await projects.drain(1.0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(made) == 1
