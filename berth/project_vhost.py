@@ -19,7 +19,17 @@ from berth.settings import MEMORY, Settings
 from berth.site import clients_url
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.queues import COMMANDS, EVENTS, GATEWAY, PROJECT_TTL_S, QUEUES, REPLY, Where, project_bus
+from bus.contracts.queues import (
+    COMMANDS,
+    EVENTS,
+    GATEWAY,
+    MAX_PROJECT_MESSAGES,
+    PROJECT_TTL_S,
+    QUEUES,
+    REPLY,
+    Where,
+    project_bus,
+)
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import QueueNames, shared_exchanges
 
@@ -29,7 +39,7 @@ MAX_CONNECTIONS = MAX_USER_CONNECTIONS + 16  # a gateway has two of each virtual
 MAX_QUEUES = 32
 # Of each queue of the project's own. The gateway's have bounds by their declarations, of which a policy would take the
 # place: with drop-head requests would go that the broker has confirmed.
-MAX_QUEUE_MESSAGES = 20_000
+MAX_QUEUE_MESSAGES = MAX_PROJECT_MESSAGES
 MAX_QUEUE_BYTES = 4 * 2**20
 POLICY = "berth-bounds"
 BOUNDED = f"^{SERVER_NAMED}$"
