@@ -196,9 +196,14 @@ async def test_a_report_of_missed_events_that_cannot_be_made_waits_without_a_loo
     async with door.client() as client, door.gateway("demo"):
         await door.api.open()
         missed = door.brokers[API].queue("gateway.missed.demo")
-        deliveries: list[int] = []
+        deliveries: list[object] = []
         deliver = missed.deliver_to
-        monkeypatch.setattr(missed, "deliver_to", lambda consumer: (deliveries.append(1), deliver(consumer)))
+
+        def counted(consumer: Any) -> None:
+            deliveries.append(consumer)
+            deliver(consumer)
+
+        monkeypatch.setattr(missed, "deliver_to", counted)
         door.brokers[project_bus("demo")].stop()
         for number in range(300):  # more than the gateway takes ahead
             event = BuildEvent(
