@@ -66,7 +66,7 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
     door, raw = Door(), []
     async with door.scheduler(), door.client() as client, door.gateway("demo"):
         publish = door.brokers[API].route
-        door.brokers[API].route = lambda message, *deaths: (raw.append(message), publish(message, *deaths))  # type: ignore[method-assign,func-returns-value]
+        door.brokers[API].route = lambda message, *deaths: (raw.append(message), publish(message, *deaths))  # type: ignore[method-assign,func-returns-value,assignment]
         await client.publish(body := request(), **properties)
         await until(lambda: door.got)
     (got,) = door.got
