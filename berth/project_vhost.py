@@ -19,7 +19,17 @@ from berth.settings import MEMORY, Settings
 from berth.site import clients_url
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.queues import COMMANDS, EVENTS, GATEWAY, PROJECT_TTL_S, QUEUES, REPLY, Where, project_bus
+from bus.contracts.queues import (
+    COMMANDS,
+    EVENTS,
+    GATEWAY,
+    MAX_PROJECT_MESSAGES,
+    PROJECT_TTL_S,
+    QUEUES,
+    REPLY,
+    Where,
+    project_bus,
+)
 from bus.rabbitmq.address import parse_bus_url
 from bus.topology import QueueNames, shared_exchanges
 
@@ -27,10 +37,12 @@ MAX_USER_CONNECTIONS = 16
 MAX_USER_CHANNELS = 64
 MAX_CONNECTIONS = MAX_USER_CONNECTIONS + 16  # a gateway has two of each virtual host, one more while it connects anew
 MAX_QUEUES = 32
-# Of each queue, the gateway's too: all queues of a project together have 128 MiB at most.
-MAX_QUEUE_MESSAGES = 20_000
+# Of each queue of the project's own. The gateway's have bounds by their declarations, of which a policy would take the
+# place: with drop-head requests would go that the broker has confirmed.
+MAX_QUEUE_MESSAGES = MAX_PROJECT_MESSAGES
 MAX_QUEUE_BYTES = 4 * 2**20
 POLICY = "berth-bounds"
+BOUNDED = f"^{SERVER_NAMED}$"
 
 
 class VirtualHost(Struct, frozen=True, kw_only=True):
@@ -94,7 +106,7 @@ def making(host: VirtualHost) -> Iterator[str]:
     yield f"rabbitmqctl add_vhost {where} </dev/null"
     yield f"rabbitmqctl set_vhost_limits -p {where} {_json(host.limits)} </dev/null"
     yield f"rabbitmqctl set_user_limits {shlex.quote(host.user)} {_json(host.user_limits)} </dev/null"
-    yield f"rabbitmqctl set_policy -p {where} --apply-to queues {POLICY} '.*' {_json(host.policy)} </dev/null"
+    yield f"rabbitmqctl set_policy -p {where} --apply-to queues {POLICY} '{BOUNDED}' {_json(host.policy)} </dev/null"
     yield from commands(host.grants)
 
 
@@ -122,7 +134,7 @@ def host_definitions(hosts: list[VirtualHost]) -> dict[str, list[dict[str, Any]]
             {
                 "vhost": one.name,
                 "name": POLICY,
-                "pattern": ".*",
+                "pattern": BOUNDED,
                 "apply-to": "queues",
                 "priority": 0,
                 "definition": one.policy,

@@ -53,12 +53,14 @@ class Projects:
         self._names = names
         self._clock = clock
         self._links: dict[str, tuple[ProjectLink, asyncio.Task[None]]] = {}
+        self._draining = False
 
     async def run(self, read: Callable[[], Sequence[str]] | None) -> None:
         """Follow the settings until cancelled."""
         try:
             while True:
-                await self._follow()
+                if not self._draining:  # what has drained does not begin anew
+                    await self._follow()
                 await self._clock.sleep(READ_PROJECTS_S)
                 if read is not None:
                     try:
@@ -70,6 +72,7 @@ class Projects:
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and finish what is under way within the grace time (seconds)."""
+        self._draining = True
         await asyncio.gather(*(link.drain(grace_s) for link, _ in self._links.values()))
 
     async def refresh(self) -> None:
@@ -77,10 +80,7 @@ class Projects:
         await asyncio.gather(*(link.refresh() for link, _ in self._links.values()))
 
     async def _follow(self) -> None:
-        for name in self._links.keys() - set(self._names):
-            await self._links[name][0].drain(DRAIN_S)
-            await self._end(name)
-            log.info("gateway.project_removed", project=name)
+        await asyncio.gather(*map(self._remove, self._links.keys() - set(self._names)))
         for name in self._names:
             if name in self._links and self._links[name][1].done():  # a defect of one project ends no other
                 await self._end(name)
@@ -88,6 +88,11 @@ class Projects:
                 link = self._link(name)
                 self._links[name] = link, asyncio.create_task(link.run(), name=f"project {name}")
                 log.info("gateway.project_added", project=name)
+
+    async def _remove(self, name: str) -> None:
+        await self._links[name][0].drain(DRAIN_S)
+        await self._end(name)
+        log.info("gateway.project_removed", project=name)
 
     async def _end(self, name: str) -> None:
         link, task = self._links.pop(name)

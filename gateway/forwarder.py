@@ -6,7 +6,7 @@ virtual host, and another gateway sends it again. Nothing of a message is passed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -16,13 +16,16 @@ from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildPage, seen_by
 from bus.contracts.moves import MovePage
+from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
+from bus.port import BusError, BusForbidden
 
 M = TypeVar("M", bound=Message)
 
-# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id.
-ANSWER_TIMEOUT_S = 30.0
+# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id. Twice all of its
+# retries: one whose time were over before the last would begin with the first again, and never be refused.
+ANSWER_TIMEOUT_S = 2 * sum(BY_QUEUE["scheduler.door"].retry_s)
 
 
 class RequestForwarder:
@@ -46,32 +49,47 @@ class RequestForwarder:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Send a batch and return the answers. What follows one that was not answered waits, too: it is sent behind it.
 
-        Raises BusError.
+        Raises BusForbidden.
         """
         messages = [of_project(one.message, self._project) for one in batch]
-        cost = cost_of(sum(one.weight for one in messages), sum(len(encode(one)) for one in messages))
+        sizes = [len(encode(one)) for one in messages]
         key = object()
         self._since[key] = self._api.clock.monotonic()
         try:
-            async with self._turns.turn(self._project, cost):
-                answers = await self._api.request_all(
-                    messages,
-                    Message,
-                    timeout_s=ANSWER_TIMEOUT_S,
-                    causes=[_subject_of(one) for one in messages],
-                    to=self._to,
-                )
+            async with self._turns.turn(self._project, cost_of(sum(one.weight for one in messages), sum(sizes))):
+                answers, fault = await self._answers(messages, sizes)
         finally:
             del self._since[key]
-        first_fault = next((one for one in answers if isinstance(one, Fault)), None)
-        outcomes: list[Outcome] = []
-        for answer in answers:
-            if isinstance(answer, Fault):
-                break
-            outcomes.append(Done(reply=as_seen(answer, self._project)))
-        if first_fault is not None:
-            outcomes += [Wait(first_fault.code, str(first_fault))] * (len(batch) - len(outcomes))
+        outcomes: list[Outcome] = [Done(reply=as_seen(answer, self._project)) for answer in answers]
+        if fault is not None:
+            outcomes += [Wait(fault.code, str(fault))] * (len(batch) - len(outcomes))
         return outcomes
+
+    async def _answers(
+        self, messages: Sequence[Message], sizes: Sequence[int]
+    ) -> tuple[list[Message], Fault | BusError | None]:
+        """Send messages, and return the answers up to the first fault, and that one. What is sent together is one
+        message of the broker, which takes or refuses it as a whole: nothing overtakes what a full door refuses.
+        """
+        answers: list[Message] = []
+        for part in _parts(messages, sizes, self._api.limits.batch_bytes):
+            try:
+                found = await self._api.request_all(
+                    part,
+                    Message,
+                    timeout_s=ANSWER_TIMEOUT_S,
+                    causes=[_subject_of(one) for one in part],
+                    to=self._to,
+                )
+            except BusForbidden:
+                raise
+            except BusError as error:
+                return answers, error
+            for answer in found:
+                if isinstance(answer, Fault):
+                    return answers, answer
+                answers.append(answer)
+        return answers, None
 
 
 class EventForwarder:
@@ -84,6 +102,20 @@ class EventForwarder:
         """Publish a batch; an event that the broker does not take waits."""
         errors = await self._clients.publish_each([(one.message, one.meta.cause) for one in batch])
         return [Done() if error is None else Wait(getattr(error, "code", "bus.error"), str(error)) for error in errors]
+
+
+def _parts(messages: Sequence[M], sizes: Sequence[int], most_bytes: int) -> Iterator[list[M]]:
+    """The messages in parts of so many bytes at most, or of one."""
+    part: list[M] = []
+    held = 0
+    for message, size in zip(messages, sizes, strict=True):
+        if part and held + size > most_bytes:
+            yield part
+            part, held = [], 0
+        part.append(message)
+        held += size
+    if part:
+        yield part
 
 
 def of_project(message: M, project: str) -> M:

@@ -17,14 +17,16 @@ from bus.fair_queue import Turns
 from bus.faults import Transient
 from bus.port import BusError, Delivery, Subscription, waiting_in
 from bus.refused_requests import unreadable_events
+from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.wire import Malformed
 from gateway import metrics
 from gateway.forwarder import EventForwarder, RequestForwarder
 
 log = structlog.get_logger(__name__)
 
-# A gateway takes so many broker messages of a project ahead. Their bytes are bounded by `MAX_LANE_BYTES`.
-PREFETCH = 32
+# A gateway takes so many broker messages of a project ahead, of a megabyte at most (`MAX_CLIENT_BYTES`). It may not
+# hold up its deliveries when they are long: another gateway would get them then, past those that this one has.
+PREFETCH = 16
 MAX_BATCH = 64
 REOPEN_S = 5.0  # the interval at which a virtual host is tried again that could not be entered
 
@@ -121,11 +123,13 @@ class ProjectLink:
         report.add_done_callback(self._reports.discard)
 
     async def _say_missed(self, delivery: Delivery) -> None:
-        missed = EventsMissed(project_id=self.project, at=self._api.clock.time())
+        # It stays here until its clients are told: one that is given back comes again at once.
         try:
-            await self._clients.publish(missed)
-        except BusError:
-            delivery.nack(requeue=True)
+            await Retrying(UNTIL_AVAILABLE, self._api.clock, self._api.rng).call(
+                lambda: self._clients.publish(EventsMissed(project_id=self.project, at=self._api.clock.time())),
+                lambda error: isinstance(error, BusError) and not delivery.is_lost,
+            )
+        except BusError:  # its connection is lost, so it comes again
             return
         metrics.EVENTS_MISSED.labels(self.project).inc()
         log.warning("gateway.events_missed", project=self.project)

@@ -102,7 +102,7 @@ class Consumer:
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
+        self._lanes = [ConsumerLane(row.name, pauses=not row.single_active) for row in self._row.queues]
         self._arrived = LanesInTurn()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -328,10 +328,10 @@ class Consumer:
                 del self._untried[next(iter(self._untried))]
 
     def _tries(self, delivery: Delivery) -> int:
-        """Return the number of earlier deliveries that may have been tries: all but those that this process lost before
-        a handler had them.
-        """
-        return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
+        """Return the number of earlier deliveries that may have been tries: not those that this process lost before a
+        handler had them, and none of a queue with one consumer at a time, which keeps its order."""
+        count = 0 if self._row.single_active else delivery.delivery_count
+        return max(0, count - self._untried.get(delivery.message_id or "", 0))
 
     def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
         """Read a delivery. Returns its messages, unless they are suspects."""

@@ -67,13 +67,15 @@ class ArrivedDelivery(NamedTuple):
 class ConsumerLane:
     """The deliveries of one queue. name: that of its row's queue. held: bytes of the bodies of all that are not
     settled. waiting: what has arrived and is not taken, the messages of an opened delivery first. had: requests that
-    were taken of it. in_hand: those of them that are being handled.
+    were taken of it. in_hand: those of them that are being handled. pauses: whether deliveries are held up when it has
+    too many bytes; not where another consumer would get them then, before these are settled.
     """
 
-    __slots__ = ("_paused", "had", "held", "in_hand", "name", "subscription", "waiting")
+    __slots__ = ("_paused", "_pauses", "had", "held", "in_hand", "name", "subscription", "waiting")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, pauses: bool = True) -> None:
         self.name = name
+        self._pauses = pauses
         self.subscription: Subscription | None = None
         self.waiting: deque[ArrivedDelivery | InFlightMessage] = deque()
         self.had = self.in_hand = self.held = 0
@@ -82,7 +84,8 @@ class ConsumerLane:
     def hold(self, delivery: Delivery) -> None:
         """Count a delivery that has arrived."""
         self.held += len(delivery.body)
-        if self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
+        too_many = self._pauses and self.held > MAX_LANE_BYTES and not self._paused
+        if too_many and self.subscription is not None:
             self._paused = True
             self.subscription.pause()
 

@@ -189,8 +189,10 @@ MAX_REQUESTS_PER_MESSAGE = 64
 MAX_DOOR_MESSAGES = 400
 MAX_DOOR_BYTES = 512 * 1024
 
-# What a project may have waiting before its gateway, and the events that wait for its virtual host.
-MAX_PROJECT_MESSAGES = 20_000
+# What a project may have waiting before its gateway, and the events that wait for its virtual host. The broker counts
+# bodies only, and the headers of a client's message may have as many bytes as a frame: so requests are few.
+MAX_PROJECT_MESSAGES = 4_096
+MAX_PROJECT_EVENTS = 20_000
 MAX_PROJECT_BYTES = 4 * 2**20
 PROJECT_TTL_S = 86_400.0
 
@@ -418,6 +420,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=API,
         events=("build.event.*.{project}", "instance.event.*.{project}"),
         drops_to="gateway.missed.{project}",
+        max_length=MAX_PROJECT_EVENTS,
         ttl_s=PROJECT_TTL_S,
     ),
     expiring(  # one of those that were dropped says that some were

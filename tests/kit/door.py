@@ -18,8 +18,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.catalogue import lane_of
-from bus.contracts.queues import COMMANDS, EVENTS, REPLY, project_bus
+from bus.contracts.queues import COMMANDS, EVENTS, REPLY, lane_of, project_bus
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing
 from bus.service.environment import Environment

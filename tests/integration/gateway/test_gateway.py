@@ -15,7 +15,7 @@ from typing import Any
 import aio_pika
 import aiormq
 import pytest
-from aiormq.exceptions import AMQPError
+from aiormq.exceptions import AMQPError, DeliveryError
 from pamqp.commands import Basic
 
 from berth.permissions import PermissionRole, definitions, exchanges, of_role
@@ -29,7 +29,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.queues import lane_of, project_bus
+from bus.contracts.queues import MAX_PROJECT_BYTES, lane_of, project_bus
 from bus.rabbitmq.transport import RabbitTransport
 from gateway.config import GatewayConfig
 from tests.kit.forks import ForkedProcess
@@ -127,12 +127,14 @@ class Client:
         self.channel = channel
         self.project = project
 
-    async def boot(self, number: int, **headers: Any) -> str:
-        """Publish a request, with a confirm; returns its instance. number: its name, by which the order is seen."""
+    async def boot(self, number: int, *, size: int = 0, **headers: Any) -> str:
+        """Publish a request, with a confirm; returns its instance. number: its name, by which the order is seen. size:
+        bytes that its body has besides.
+        """
         instance = str(uuid.uuid4())
         body = {"instance_uuid": instance, "project_id": "x", "flavor": "f", "name": str(number)}
         answer = await self.channel.basic_publish(
-            json.dumps(body).encode(),
+            json.dumps(body).encode() + b" " * size,
             exchange="berth",
             routing_key=f"build.request.{lane_of(self.project)}.{self.project}",
             properties=Basic.Properties(content_type="application/json", delivery_mode=2, headers=headers),
@@ -140,6 +142,14 @@ class Client:
         )
         assert isinstance(answer, Basic.Ack)
         return instance
+
+    async def ready(self) -> int:
+        """Requests that no gateway has."""
+        declared = await self.channel.queue_declare("gateway.requests", passive=True)
+        return declared.message_count or 0
+
+    async def has_ready(self, count: int) -> bool:
+        return await self.ready() == count
 
 
 @pytest.fixture
@@ -173,6 +183,53 @@ async def test_of_two_gateways_one_may_be_killed_at_any_time(door: GuardedDoor) 
     for project in PROJECTS:
         first = dict.fromkeys(one.instance_uuid for one in door.got if one.project_id == project)
         assert list(first) == sent[project]
+
+
+async def test_a_full_queue_of_requests_refuses_and_keeps_what_it_has_confirmed(door: GuardedDoor) -> None:
+    async with door.scheduler():
+        await door.start("gateway1")
+    door.processes.kill("gateway1")
+    sent, refused = list[str](), 0
+    async with door.client("p0") as client:
+        for number in range(40):
+            try:
+                sent.append(await client.boot(number, size=MAX_PROJECT_BYTES // 8))
+            except DeliveryError:
+                refused += 1
+        assert await client.ready() == len(sent)
+    assert refused
+
+
+async def test_what_came_often_without_an_answer_keeps_its_order(door: GuardedDoor) -> None:
+    """As when gateways are restarted while no scheduler answers."""
+    async with door.scheduler():
+        await door.start("gateway1")
+    async with door.client("p0") as client:
+        sent = [await client.boot(number) for number in range(12)]
+        for _ in range(3):
+            await until(lambda: client.has_ready(0))
+            door.processes.kill("gateway1")
+            await until(lambda: client.has_ready(len(sent)))
+            door.processes.restart("gateway1")
+    async with door.scheduler():
+        await until(lambda: {one.instance_uuid for one in door.got} == {*sent})
+    assert list(dict.fromkeys(one.instance_uuid for one in door.got)) == sent
+
+
+async def test_long_requests_are_all_taken_by_one_gateway(door: GuardedDoor) -> None:
+    """Another one would send what follows before what this one still has."""
+    async with door.scheduler():
+        await door.start("gateway1", "gateway2")
+    async with door.client("p0") as client:
+        sent = [await client.boot(number, size=400_000) for number in range(8)]
+        await until(lambda: client.has_ready(0))
+        for _ in range(100):  # a gateway that ends its consumption has done so by then
+            await client.ready()
+        sent += [await client.boot(number) for number in range(8)]
+        await until(lambda: client.has_ready(0))
+    async with door.scheduler():
+        await until(lambda: {one.instance_uuid for one in door.got} == {*sent})
+    assert list(dict.fromkeys(one.instance_uuid for one in door.got)) == sent
 
 
 async def test_a_second_key_brings_one_copy_to_nobody_else(door: GuardedDoor) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from bus.bus import API
+from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import (
@@ -25,6 +26,7 @@ from bus.contracts.build import (
 from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, project_bus
+from bus.port import Outgoing, PublishRefused
 from bus.topology import plan
 from gateway import app, forwarder
 from tests.kit.door import ANSWER_TO, Door, accepted, request
@@ -64,7 +66,7 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
     door, raw = Door(), []
     async with door.scheduler(), door.client() as client, door.gateway("demo"):
         publish = door.brokers[API].route
-        door.brokers[API].route = lambda message, *deaths: (raw.append(message), publish(message, *deaths))  # type: ignore[method-assign,func-returns-value]
+        door.brokers[API].route = lambda message, *deaths: (raw.append(message), publish(message, *deaths))  # type: ignore[method-assign,func-returns-value,assignment]
         await client.publish(body := request(), **properties)
         await until(lambda: door.got)
     (got,) = door.got
@@ -185,6 +187,40 @@ async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: 
         assert not any(key.startswith("events.missed") for key, _ in quiet.events)
 
 
+async def test_a_report_of_missed_events_that_cannot_be_made_waits_without_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=1)
+    monkeypatch.setitem(BY_QUEUE, few.name, few)
+    door = Door()
+    async with door.client() as client, door.gateway("demo"):
+        await door.api.open()
+        missed = door.brokers[API].queue("gateway.missed.demo")
+        deliveries: list[object] = []
+        deliver = missed.deliver_to
+
+        def counted(consumer: Any) -> None:
+            deliveries.append(consumer)
+            deliver(consumer)
+
+        monkeypatch.setattr(missed, "deliver_to", counted)
+        door.brokers[project_bus("demo")].stop()
+        for number in range(300):  # more than the gateway takes ahead
+            event = BuildEvent(
+                instance_uuid=str(uuid.uuid4()), project_id="demo", state=BuildState.ACTIVE, sequence=number
+            )
+            await door.api.publish(event)
+        await until(lambda: deliveries)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(deliveries) == 1
+        door.brokers[project_bus("demo")].start()
+        await client.transport.close()
+        async with door.client() as again:
+            await until(lambda: [key for key, _ in again.events if key == "events.missed.demo"])
+        await door.api.close()
+
+
 def test_a_queue_of_events_never_refuses_a_publisher() -> None:
     row = BY_QUEUE["gateway.events.{project}"]
     planned = plan(row, "gateway.events.demo", ())
@@ -223,6 +259,25 @@ async def test_a_full_door_sends_the_gateway_back_to_its_turns() -> None:
         async with door.scheduler():
             await until(lambda: door.got)
             assert received(door)[0].instance_uuid == body["instance_uuid"]
+
+
+async def test_what_a_full_door_refuses_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    door, bodies = Door(), [request(config_drive={"user_data": "A" * 60_000}) for _ in range(12)]
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        route, refusals = door.brokers[API].route, [1]
+
+        def refuse_first(message: Outgoing, *more: Any) -> None:
+            if message.routing_key == "door.request.demo" and refusals:
+                refusals.pop()
+                raise PublishRefused("the door is full")
+            route(message, *more)
+
+        monkeypatch.setattr(door.brokers[API], "route", refuse_first)
+        items = [{"meta": {"id": f"m{number}"}, "body": body} for number, body in enumerate(bodies)]
+        await client.publish(json.dumps(items).encode(), content_type=BATCH)
+        uuids = [one["instance_uuid"] for one in bodies]
+        await until(lambda: {one.instance_uuid for one in received(door)} == {*uuids})
+        assert list(dict.fromkeys(one.instance_uuid for one in received(door))) == uuids
 
 
 def pages(one: Received) -> Outcome:
@@ -287,3 +342,38 @@ async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.Monkey
         await until(lambda: late.replies)
         await until(lambda: not client.broker.queue("gateway.requests").consumers)
         await until(lambda: not any(one.prefetch for one in door.brokers[API].queue("gateway.events.demo").consumers))
+
+
+class Link:
+    """A project's part that has nothing to do."""
+
+    def __init__(self) -> None:
+        self.drained = asyncio.Event()
+
+    async def run(self) -> None:
+        await self.drained.wait()
+
+    async def drain(self, _: float) -> None:
+        self.drained.set()
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+async def test_no_project_begins_anew_while_the_gateway_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.0)
+    made: list[Link] = []
+
+    def link(_: str) -> Any:
+        made.append(Link())
+        return made[-1]
+
+    projects = app.Projects(link, ("demo",), SystemClock())
+    running = asyncio.create_task(projects.run(None))
+    await until(lambda: made)
+    await projects.drain(1.0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(made) == 1
