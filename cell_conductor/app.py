@@ -117,7 +117,6 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("fences", partial(fences.run, engine))
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
-    service.add_consumer(Consumer(bus, KNOWN, KnownReader(bus).handle, max_batch=1, concurrency=1))
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
@@ -193,6 +192,7 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
     # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
     # missed.
     service.add_consumer(Consumer(bus, LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(Consumer(bus, KNOWN, KnownReader(bus).handle, max_batch=1, concurrency=1))
 
 
 log = structlog.get_logger(__name__)
