@@ -89,6 +89,9 @@ NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocatio
 MAX_SELECTIONS = 9  # the limit of CellMove
 
 
+Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingMove]], Awaitable[Sequence[PendingMove]]]
+
+
 class Chosen(Struct, frozen=True, kw_only=True):
     """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
     funnel. fenced_hosts: see CellMove.
@@ -160,11 +163,22 @@ class MoveEngine:
         # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
         self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
-    async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
+    async def process(
+        self,
+        moves: Sequence[PendingMove],
+        known: Mapping[RequestKey, MoveContext] | None = None,
+        *,
+        admit: Admit | None = None,
+    ) -> dict[int, Outcome]:
+        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits.
+
+        known: the records by which these are requested (None: those that there are). admit: which of them may still
+        begin, asked in the transaction that writes them.
+        """
         self._selector.holds.settle()
-        async with self._store.operation() as unit:
-            known = await unit.known([one.key for one in moves])
+        if known is None:
+            async with self._store.operation() as unit:
+                known = await unit.known([one.key for one in moves])
         sound = [one for one in moves if self.check(one, known[one.key]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
@@ -176,7 +190,7 @@ class MoveEngine:
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
         outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
         to_write = [one for one in moves if one.position not in outcomes]
-        return outcomes | await self._write(to_write, known, chosen)
+        return outcomes | await self._write(to_write, known, chosen, admit)
 
     def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
@@ -397,7 +411,11 @@ class MoveEngine:
     # --- write
 
     async def _write(
-        self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext], chosen: Mapping[int, Chosen]
+        self,
+        moves: Sequence[PendingMove],
+        known: Mapping[RequestKey, MoveContext],
+        chosen: Mapping[int, Chosen],
+        admit: Admit | None,
     ) -> dict[int, Outcome]:
         """Check again under the instances' locks, and write what follows."""
         if not moves:
@@ -405,6 +423,8 @@ class MoveEngine:
         outcomes: dict[int, Outcome] = {}
         batch = WrittenMoves(Author(self._who, self._clock.time()))
         async with self._store.operation() as unit:
+            if admit is not None:
+                moves = await admit(unit, moves)
             now = await unit.known([one.key for one in moves], lock=True)
             for pending in moves:
                 found = batch.as_left(now[pending.key], pending.request)

@@ -72,7 +72,7 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     """The record of one request.
 
     created_at: seconds since the epoch. transfer: of one that leads into another cell; None: of every other one, and
-    once it has ended.
+    once it has ended. drain: of one that a scheduler has made to empty a host (None: a client's).
     """
 
     request_id: str
@@ -81,15 +81,17 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0
     transfer: Transfer | None = None
+    drain: str | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch."""
+    """A request that has no outcome yet. position: in its batch. drain: as in RecordedMove."""
 
     position: int
     request: MoveRequest
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
+    drain: str | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -156,6 +158,7 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
         sequence=FAILED_OR_REFUSED if ended else SCHEDULED,
         terminal=ended,
         created_at=author.at,
+        drain=pending.drain,
         **more,  # type: ignore[arg-type]
     )
 
