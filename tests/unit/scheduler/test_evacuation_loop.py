@@ -1,10 +1,8 @@
-"""A request of another instance under the id of an evacuation."""
+"""A request of another instance under the id of an evacuation, or of a drain's move."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,79 +11,46 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.operations import EvacuationPolicy
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.fences import MAX_TRIES, FencedHost
-from scheduler_worker.domain.recorded_moves import RecordedMove
-from scheduler_worker.keepers import EvacuationTask
+from scheduler_worker.domain.drains import BegunMoves, DrainedHost, HeldInstance, evacuating, next_moves, request_id
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.drains import HostEmptier
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
-from tests.unit.scheduler.hosts import Hosts
 
-MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
-HOST = "10000000-0000-4000-8000-000000000000"
+MINE, OTHER, HOST, FENCE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1f")
 
 
-async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass() -> None:
-    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
-    store.publish_through(Sent())  # type: ignore[arg-type]
+@pytest.mark.parametrize("squatted", [0, 1, 3])
+async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass(squatted: int) -> None:
+    """What a client publishes before the fence: refused (no such instance), and on record as terminal all the same."""
+    store: Any = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    store.publish_through(Sent())
     request = BuildRequest(
         instance_uuid=MINE, flavor="m1.small", project_id="p", on_host_failure=EvacuationPolicy.RESTART
     )
     build = RecordedBuild(
-        instance_uuid=MINE,
-        project_id="p",
-        state=BuildState.ACTIVE,
-        sequence=9,
-        terminal=True,
-        cell="c1",
-        host="h",
+        instance_uuid=MINE, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c1", host="h",
         host_uuid=HOST,
-    )
+    )  # fmt: skip
     async with store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=build)], 1.0)
-    fenced = FencedHost(HOST, "h", 7)
-    # What a client publishes before the fence: refused (no such instance), and on record as terminal all the same.
-    squatter = RecordedMove(
-        request_id=fenced.request_id(MINE, 0),
-        instance_uuid=OTHER,
-        project_id="p",
-        kind=MoveKind.STOP,
-        digest=b"x",
-        state=MoveState.REFUSED,
-        sequence=3,
-        terminal=True,
-        code="instance.unknown",
-        created_at=1.0,
-    )
+    ids = [request_id(FENCE, MINE)]
+    for _ in range(3):
+        ids.append(request_id(FENCE, MINE, ids[-1]))
+    squatters = [
+        RecordedMove(
+            request_id=one, instance_uuid=OTHER, project_id="p", kind=MoveKind.STOP, digest=b"x",
+            state=MoveState.REFUSED, sequence=3, terminal=True, code="instance.unknown", created_at=1.0,
+        )
+        for one in ids[:squatted]
+    ]  # fmt: skip
     async with store.operation() as unit:
-        await unit.insert_moves([squatter], 1.0)
-    task = EvacuationTask(
-        store, SimpleNamespace(), Hosts([]).selector, SimpleNamespace(), clock=SystemClock(), rng=random.Random(1)
-    )  # type: ignore[arg-type]
-    counted = 0
-    real = task._count_failure
-
-    def count(*args: object) -> None:
-        nonlocal counted
-        counted += 1
-        if counted > 10 * MAX_TRIES:
-            pytest.fail("the pass does not end: the same request is looked up again and again")
-        real(*args)  # type: ignore[arg-type]
-
-    task._count_failure = count  # type: ignore[method-assign]
-    (request,) = await asyncio.wait_for(task._open_requests([MINE], {HOST: fenced}), 20)
-    assert request.request_id == fenced.request_id(MINE, 1)
-
-
-async def test_an_instance_that_is_busy_uses_up_no_try_of_its_evacuation() -> None:
-    """Of one whose former source was silent 24 were refused, and then none was made any more."""
-    store, fenced = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), FencedHost(HOST, "h", 7)
-    task = EvacuationTask(
-        store, SimpleNamespace(), Hosts([]).selector, SimpleNamespace(), clock=SystemClock(), rng=random.Random(1)
-    )  # type: ignore[arg-type]
-    for number in range(40):
-        task._count_failure(fenced, MINE, fenced.request_id(MINE, number), "instance.busy")
-    assert task._tried[fenced, MINE] == (40, 0)
-    for number in range(MAX_TRIES):
-        task._count_failure(fenced, MINE, fenced.request_id(MINE, number), "no_valid_host")
-    assert task._tried[fenced, MINE] == (40 + MAX_TRIES, MAX_TRIES)
+        await unit.insert_moves(squatters, 1.0)
+        assert await unit.ended([MINE], 5) == {}, "those of another instance are none of this one's"
+    none: Any = None
+    emptier = HostEmptier(store, none, none, none, warmup=none, clock=SystemClock())
+    known = MoveContext(build=build, build_request=request)
+    held = HeldInstance(instance_uuid=MINE, project_id="p", source=DrainedHost(HOST, "h", drain=FENCE), known=known)
+    (move,) = await emptier._free_ids(next_moves(evacuating(1), [held], {}, BegunMoves(), 2.0).moves)
+    assert (move.request.request_id, move.request.instance_uuid) == (ids[squatted], MINE)
