@@ -33,7 +33,8 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
-from scheduler_worker.drains import DrainController, EvacuationController, HostEmptier
+from scheduler_worker.drains import DrainController
+from scheduler_worker.emptying import EvacuationController, HostEmptier
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age

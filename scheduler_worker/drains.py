@@ -1,16 +1,11 @@
-"""Empties hosts: drains that operators begin and command, and the instances of fenced hosts whose policy is `restart`.
-
-Any number of schedulers do so side by side. A pass reads what the hosts hold and which requests are on record, and puts
-the next ones on record under the drain's row lock. It keeps nothing that the next one needs, so a scheduler may end
-between any two steps, and another goes on.
-"""
+"""Drains: begun and commanded by operators, and carried out by any scheduler (`emptying.py`)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import structlog
@@ -33,170 +28,44 @@ from bus.contracts.drains import (
     DrainsQuery,
     DrainStart,
     DrainState,
+    DrainTarget,
     DrainTerms,
 )
 from bus.contracts.drains import DrainMoveState as State
+from bus.contracts.moves import MoveState
 from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from scheduler_worker.domain.drains import (
     DONE,
-    READ_ENDS,
     BegunMoves,
-    DrainedHost,
-    HeldInstance,
     Level,
-    NextMove,
     NextMoves,
     commanded,
     drain_of,
     drained,
     end_of,
-    evacuating,
-    fenced_hosts,
     free_slots,
-    is_restarted,
+    is_down,
     kind_for,
     level_of,
-    next_moves,
-    request_id,
 )
 from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
-from scheduler_worker.domain.recorded_moves import PendingMove, RequestKey
-from scheduler_worker.domain.requests import LAST
-from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
-from scheduler_worker.fleet import Warmup
+from scheduler_worker.emptying import LOOK_S, STAGGER_S, Emptied, HostEmptier
 from scheduler_worker.keepers import changed_within
-from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-STAGGER_S = 0.25  # schedulers begin at different moments
 PASS_S = 0.25  # between two passes while moves begin, or as many are under way as may be
-LOOK_S = 1.0  # while instances wait
 IDLE_S = 2.0  # while a drain is paused: it may reach its deadline
-REST_S = 60.0  # while no instance is to be evacuated: a policy may have been changed since
-TAKEN_IDS = 100  # ids that are passed over because other requests have them
 MAX_OPEN = 16  # drains that have not ended
 MAX_ENDED = 200  # ended drains that are kept; the oldest are deleted
 TOO_MANY = Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way: wait for one, or stop it")
-
-# The level as the locked row has it (None: no move begins any more), and the hosts that are still in it.
-LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
-
-
-class Emptied(Struct, kw_only=True):
-    """The hosts of one level. hosts: as they are now, by uuid. lock: the level, once its row is locked. includes: which
-    of what they hold is moved.
-    """
-
-    level: Level
-    drains: Collection[str]
-    hosts: Callable[[], Mapping[str, DrainedHost]]
-    lock: LockedLevel
-    includes: Callable[[HeldInstance], bool] = lambda _: True
-
-
-class HostEmptier:
-    """Requests the next moves of levels, for one scheduler."""
-
-    def __init__(
-        self,
-        store: SchedulerStore,
-        moves: MoveEngine,
-        holders: DrainHolders,
-        order: Callable[[HeldInstance], Any],
-        *,
-        warmup: Warmup,
-        clock: Clock,
-    ) -> None:
-        self._store = store
-        self._moves = moves
-        self._holders = holders
-        self._order = order
-        self._warmup = warmup
-        self._clock = clock
-
-    async def begun(self, drains: Collection[str]) -> BegunMoves:
-        """Their requests on record. Raises Transient."""
-        async with self._store.operation() as unit:
-            return await unit.begun(drains)
-
-    async def found(self, of: Emptied, level: Level, held: Iterable[HeldInstance], begun: BegunMoves) -> NextMoves:
-        """What is next of these instances; nothing is requested. Raises Transient."""
-        held = sorted(filter(of.includes, held), key=self._order)
-        async with self._store.operation() as unit:
-            ended = await unit.ended({one.instance_uuid for one in held}, READ_ENDS)
-        return next_moves(level, held, ended, begun, self._clock.time())
-
-    async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
-        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots.
-
-        everything: look at all that they hold. Raises Transient, or RequestRefused.
-        """
-        now, hosts = self._clock.time(), of.hosts()
-        held: list[HeldInstance] = []
-        found = NextMoves()
-        for page in [list(hosts.values())] if everything else self._holders.pages(hosts, now):
-            held += await self._holders.held_on(page, everything=everything)
-            found = await self.found(of, of.level, held, begun)
-            if len(found.moves) >= free_slots(of.level, begun, now):
-                break
-        if found.moves:
-            await self._request(of, found.moves)
-        return found
-
-    async def _request(self, of: Emptied, moves: Sequence[NextMove]) -> None:
-        """Put them on record, unless an instance has changed since it was looked at."""
-        now = self._clock.time()
-        delivery = replace(LAST, awaits_hosts=self._warmup.is_on())
-        free = await self._free_ids(moves)
-        keys = {(one.request.request_id, one.request.instance_uuid): one for one in free}
-        async with self._store.operation() as unit:
-            known = await unit.known(keys)
-        pending = [
-            PendingMove(position=at, request=one.request, taken_at=now, delivery=delivery, drain=one.held.source.drain)
-            for at, (key, one) in enumerate(keys.items())
-            if known[key].build == one.held.known.build
-        ]
-
-        async def admit(unit: OperationUnit, ready: Sequence[PendingMove]) -> Sequence[PendingMove]:
-            level = await of.lock(unit)
-            if level is None:
-                return ()
-            hosts, begun = of.hosts(), await unit.begun(of.drains)
-            builds = [known[one.key].build for one in ready]
-            there = [one for one, build in zip(ready, builds, strict=True) if build and build.host_uuid in hosts]
-            return there[: max(0, free_slots(level, begun, self._clock.time()))]
-
-        if pending:
-            await self._moves.process(pending, known, admit=admit)
-
-    async def _free_ids(self, moves: Sequence[NextMove]) -> list[NextMove]:
-        """The same moves; of one whose id a client has given to another request, under another id."""
-        moves = list(moves)
-        for _ in range(TAKEN_IDS):
-            keys: list[RequestKey] = [(one.request.request_id, one.request.instance_uuid) for one in moves]
-            async with self._store.operation() as unit:
-                known = await unit.known(keys)
-            taken = [
-                known[key].names_instance or (known[key].move is not None and known[key].move_of(key[1]) is None)
-                for key in keys
-            ]
-            if not any(taken):
-                break
-            moves = [_renamed(one) if is_taken else one for one, is_taken in zip(moves, taken, strict=True)]
-        return moves
-
-
-def _renamed(one: NextMove) -> NextMove:
-    ident = request_id(one.held.source.drain, one.held.instance_uuid, one.request.request_id)
-    return replace(one, request=replace(one.request, request_id=ident))
 
 
 class DrainController:
@@ -314,21 +183,28 @@ class DrainController:
             is_known = False
             log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
         async with self._store.operation() as unit:
-            moves = await unit.moved(drain, MAX_PLANNED)
-        under_way = {uuid for uuid, has_ended in moves if not has_ended}
+            moves = {one.instance_uuid: one for one in await unit.newest(drain, MAX_PLANNED)}
+            known = await unit.known([(one.request_id, uuid) for uuid, one in moves.items()])
+        under_way = {uuid for uuid, one in moves.items() if not one.terminal}
         waiting = [one for one in left.waiting if one.held.instance_uuid not in under_way]
-        failed = [one for one in waiting if one.is_stuck]
-        not_begun = [one.held.instance_uuid for one in waiting if not one.is_stuck]
         there = under_way.union(one.held.instance_uuid for one in waiting)
-        moved = [uuid for uuid, has_ended in moves if has_ended and uuid not in there]
+        moved = [uuid for uuid, one in moves.items() if one.state is MoveState.DONE and uuid not in there]
+        # What has left its cell and found no host holds nothing, and no pass finds it any more.
+        leaves = record.target is DrainTarget.CELL
+        down = [one for key, found in known.items() if leaves and (one := moves[key[1]]).terminal and is_down(found)]
+        failed = [
+            DrainFailure(instance_uuid=uuid, code=code, reason=reason)
+            for uuid, code, reason in (
+                *((one.held.instance_uuid, one.code, one.reason) for one in waiting if one.is_stuck),
+                *((one.instance_uuid, one.code, one.reason) for one in down if one.state is not MoveState.DONE),
+            )
+        ]
+        not_begun = [one.held.instance_uuid for one in waiting if not one.is_stuck]
         counts = dict(zip(State, map(len, (not_begun, under_way, moved, failed)), strict=True))
         return replace(
             _progress(drain, record, counts),
             moved=tuple(moved),
-            failed=tuple(
-                DrainFailure(instance_uuid=one.held.instance_uuid, code=one.code, reason=one.reason)
-                for one in failed[:MAX_PLANNED]
-            ),
+            failed=tuple(failed[:MAX_PLANNED]),
             under_way=tuple(sorted(under_way)),
             not_begun=tuple(not_begun[:MAX_PLANNED]),
             more=not is_known or max(len(moves), len(failed), len(not_begun)) >= MAX_PLANNED,
@@ -469,73 +345,3 @@ def _progress(drain: str, record: DrainRecord, counts: Mapping[State, int | None
     terms: dict[str, Any] = {name: getattr(record, name) for name in DrainTerms.__struct_fields__}
     counted = {state.value: count for state, count in sorted(counts.items()) if count}
     return DrainProgress(**terms, id=drain, host=record.name, planned=sum(counted.values()), counts=counted)
-
-
-class EvacuationController:
-    """The evacuations of one scheduler: all fences are one level, whose lock is the first of their rows."""
-
-    def __init__(
-        self,
-        registry: ObjectRegistry,
-        selector: Selector,
-        emptier: HostEmptier,
-        *,
-        clock: Clock,
-        rng: random.Random,
-    ) -> None:
-        self._registry = registry
-        self._selector = selector
-        self._emptier = emptier
-        self._clock = clock
-        self._rng = rng
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        due_s: float | None = None
-        while True:
-            left_s = None if due_s is None else due_s - self._clock.monotonic()
-            if await changed_within(self._registry.fences_changed, left_s):
-                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S)
-            if not (hosts := fenced_hosts(self._registry.fences)):
-                due_s = None
-            if due_s is None or self._clock.monotonic() < due_s:
-                continue
-            try:
-                pause_s = await self._pass(hosts)
-            except (Transient, RequestRefused, BusError) as fault:
-                pause_s = LOOK_S
-                log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
-            due_s = self._clock.monotonic() + pause_s
-
-    async def _pass(self, hosts: Mapping[str, DrainedHost]) -> float:
-        """Look at the fenced hosts once; returns the pause until the next look (s).
-
-        Raises Transient, or RequestRefused.
-        """
-        config = self._selector.config
-
-        async def lock(unit: OperationUnit) -> Level | None:
-            return None if await unit.lock_object(ObjectKind.FENCE, min(hosts)) is None else level
-
-        level = evacuating(config.evacuations_at_once)
-        of = Emptied(
-            level=level,
-            drains={host.drain for host in hosts.values()},
-            hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},
-            lock=lock,
-            includes=lambda one: not one.code and is_restarted(one.known, self._selector.config),
-        )
-        begun = await self._emptier.begun(of.drains)
-        if free_slots(level, begun, self._clock.time()) <= 0:
-            return LOOK_S
-        found = await self._emptier.step(of, begun)
-        if not (found.moves or found.waiting or begun.under_way):
-            found = await self._emptier.step(of, begun, everything=True)
-        if found.moves:
-            log.warning("evacuations.requested", count=len(found.moves), waiting=len(found.waiting))
-        given_up = [one for one in found.waiting if one.is_last]
-        if found.moves or begun.under_way or len(given_up) < len(found.waiting):
-            return LOOK_S
-        for one in given_up:
-            log.error("evacuation.failed", instance=one.held.instance_uuid, host=one.held.source.name, code=one.code)
-        return REST_S

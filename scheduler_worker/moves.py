@@ -51,7 +51,11 @@ from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
     CHANGED,
+    NO_SOURCE,
+    SOURCE_UNKNOWN,
+    Holding,
     accepted,
+    added_usage,
     changes_image,
     check_move,
     leaves_source,
@@ -83,9 +87,6 @@ log = structlog.get_logger(__name__)
 
 NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
-SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
-# Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
-NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
 MAX_SELECTIONS = 9  # the limit of CellMove
 
 
@@ -103,9 +104,6 @@ class Chosen(Struct, frozen=True, kw_only=True):
     passed: int = 0
     cell: str | None = None
     fenced_hosts: tuple[str, ...] = ()
-
-
-Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 
 
 class Located(Struct, frozen=True):
@@ -163,22 +161,14 @@ class MoveEngine:
         # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
         self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
-    async def process(
-        self,
-        moves: Sequence[PendingMove],
-        known: Mapping[RequestKey, MoveContext] | None = None,
-        *,
-        admit: Admit | None = None,
-    ) -> dict[int, Outcome]:
+    async def process(self, moves: Sequence[PendingMove], admit: Admit | None = None) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits.
 
-        known: the records by which these are requested (None: those that there are). admit: which of them may still
-        begin, asked in the transaction that writes them.
+        admit: which of them may still begin, asked in the transaction that writes them.
         """
         self._selector.holds.settle()
-        if known is None:
-            async with self._store.operation() as unit:
-                known = await unit.known([one.key for one in moves])
+        async with self._store.operation() as unit:
+            known = await unit.known([one.key for one in moves])
         sound = [one for one in moves if self.check(one, known[one.key]) is None]
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
@@ -358,7 +348,7 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, _added(choice.selected.options[0].allocations, held))
+            self._hold(request.request_id, added_usage(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
 
@@ -558,12 +548,3 @@ def _detail(move: RecordedMove, chosen: Chosen) -> str:
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell
     return f"to cell {cell}: {names} of {chosen.passed} candidates"
-
-
-def _added(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
-    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
-    added = {
-        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
-        for uuid, share in allocations.items()
-    }
-    return {uuid: share for uuid, share in added.items() if share}

@@ -190,7 +190,6 @@ MESSAGES: tuple[MessageRow, ...] = (
         moves.MoveRequest,
         "instance.move.{lane}.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        by=(CLIENT, OPERATOR, SCHEDULER),
         reply=moves.MoveAccepted,
     ),
     of_requests(

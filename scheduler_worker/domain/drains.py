@@ -307,6 +307,12 @@ def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -
     return replace(decision, drain=drain)
 
 
+def is_down(known: MoveContext) -> bool:
+    """Whether no host has the instance, though it has not been deleted."""
+    is_active = known.build is not None and known.build.state is BuildState.ACTIVE
+    return is_active and known.now.condition is Condition.OFFLOADED
+
+
 def drain_of(stored: StoredObject) -> DrainRecord:
     """The drain that an object holds. Raises ValueError when its body is not valid."""
     return msgspec.convert(stored.body, DrainRecord)

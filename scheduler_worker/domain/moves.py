@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -40,7 +41,12 @@ UNKNOWN = "instance.unknown"
 BUSY = "instance.busy"
 NOT_ACTIVE = "instance.not_active"
 NOT_OFFLOADED = "instance.not_offloaded"
+SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
+# Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
+NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
+
+Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 
 # The user_id of the requests of drains; of a whole cell its instances may leave it.
 DRAIN_USER, CELL_DRAIN_USER = "drain", "drain of a cell"
@@ -217,3 +223,12 @@ def limits_of(request: MoveRequest, quota: Mapping[str, int]) -> dict[str, int]:
 def accepted(request: MoveRequest) -> Done:
     """The outcome of a request that is on record."""
     return Done(reply=MoveAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
+
+
+def added_usage(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
+    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
+    added = {
+        uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
+        for uuid, share in allocations.items()
+    }
+    return {uuid: share for uuid, share in added.items() if share}

@@ -257,22 +257,22 @@ class MemoryUnit:
                 found.setdefault(one.instance_uuid, []).append(EndedRequest(**fields, updated_at=at))
         return {uuid: of[:limit] for uuid, of in found.items()}
 
-    async def moved(self, drain: str, limit: int) -> list[tuple[str, bool]]:
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
         """A scan."""
         await self._transaction.statement()
-        return sorted((uuid, ended) for _, uuid, ended in self._moved([drain]))[:limit]
+        made = [one for one, _ in self._table.moves.values() if one.drain == drain]
+        found = {one.instance_uuid: one for one in sorted(made, key=lambda one: (one.created_at, one.request_id))}
+        return [found[uuid] for uuid in sorted(found)[:limit]]
 
     async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
         """A scan."""
         await self._transaction.statement()
-        return Counter((drain, ended) for drain, _, ended in self._moved(drains))
-
-    def _moved(self, drains: Collection[str]) -> set[tuple[str, str, bool]]:
-        return {
-            (one.drain, one.instance_uuid, one.terminal)
+        found = {
+            (one.drain, one.terminal, one.instance_uuid)
             for one, _ in self._table.moves.values()
             if one.drain is not None and one.drain in drains and (one.state is MoveState.DONE or not one.terminal)
         }
+        return Counter((drain, ended) for drain, ended, _ in found)
 
     async def _lock(self, uuids: Collection[str]) -> None:
         await self._transaction.lock([key_of(uuid) for uuid in sorted(uuids)])

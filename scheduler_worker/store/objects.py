@@ -36,6 +36,7 @@ from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.store import tables
 from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.tables import build_requests, clean, moves, object_log
@@ -172,9 +173,14 @@ SELECT m.* FROM unnest($1::uuid[]) u(uuid) CROSS JOIN LATERAL (
     SELECT {", ".join(EndedRequest.__struct_fields__)} FROM moves
     WHERE instance_uuid = u.uuid AND terminal ORDER BY created_at DESC, request_id DESC LIMIT $2) m
 """
-_MOVED = "FROM moves WHERE drain = ANY($1::uuid[]) AND (state = 'done' OR NOT terminal)"
-MOVED = f"SELECT DISTINCT instance_uuid, terminal {_MOVED} ORDER BY instance_uuid, terminal LIMIT $2"
-MOVED_COUNTS = f"SELECT drain, terminal, count(DISTINCT instance_uuid) {_MOVED} GROUP BY drain, terminal"
+NEWEST = f"""
+SELECT DISTINCT ON (instance_uuid) {tables.MOVE} FROM moves WHERE drain = $1
+ORDER BY instance_uuid, created_at DESC, request_id DESC LIMIT $2
+"""
+MOVED_COUNTS = """
+SELECT drain, terminal, count(DISTINCT instance_uuid) FROM moves
+WHERE drain = ANY($1::uuid[]) AND (state = 'done' OR NOT terminal) GROUP BY drain, terminal
+"""
 
 
 class ObjectRows:
@@ -217,9 +223,9 @@ class ObjectRows:
             found.setdefault(row["instance_uuid"], []).append(msgspec.convert(dict(row), EndedRequest))
         return found
 
-    async def moved(self, drain: str, limit: int) -> list[tuple[str, bool]]:
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
         """Along the index of drains."""
-        return [tuple(row) for row in await self._connection.fetch(MOVED, [drain], limit)]
+        return [tables.read(row, RecordedMove) for row in await self._connection.fetch(NEWEST, drain, limit)]
 
     async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
         """Along the index of drains."""

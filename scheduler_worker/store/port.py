@@ -111,11 +111,11 @@ class OperationUnit(BuildUnit, Protocol):
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """The requests about these instances that have ended, the newest first; so many of each."""
 
-    async def moved(self, drain: str, limit: int) -> list[tuple[str, bool]]:
-        """(instance, whether that has ended) of the instances that a drain has moved, or does now; so many, by uuid."""
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+        """The newest request of a drain about each instance; so many, by the instances' uuids."""
 
     async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
-        """How many `moved` has without a limit, by drain and whether that has ended."""
+        """How many instances drains have moved, or do now, by drain and whether that has ended."""
 
 
 class LockingUnit(OperationUnit, EmittingUnit, Protocol):

@@ -18,7 +18,7 @@ from berth.client.moves import MoveClient
 from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
-from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart
+from bus.contracts.drains import DrainProgress, DrainQuery, DrainStart, DrainState
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveRequest
 from bus.contracts.operations import AdminState, SetAdminState
@@ -348,7 +348,7 @@ async def destination(whole: Rig, request: str) -> str:
 
 
 async def drained(whole: Rig, host: str, *, force: bool = False) -> DrainProgress:
-    """The end of a drain of this host."""
+    """The end of a drain of this host, or how it is when nothing left can move."""
     start = DrainStart(drain=new_uuid(whole.rng), name=host, by="ann", force=force)
     await client_drains.start(whole.client.bus, start)
     return await followed(whole, start.drain)
@@ -356,12 +356,6 @@ async def drained(whole: Rig, host: str, *, force: bool = False) -> DrainProgres
 
 async def followed(whole: Rig, drain: str) -> DrainProgress:
     return await client_drains.follow(whole.client.bus, drain, clock=whole.site.clock, timeout_s=TIMEOUT_S)
-
-
-async def resumed(whole: Rig, drain: str) -> DrainProgress:
-    command = DrainCommand(drain=drain, action=DrainAction.RESUME, by="ann")
-    await client_drains.command(whole.client.bus, command)
-    return await followed(whole, drain)
 
 
 async def used(whole: Rig, host: str) -> dict[str, int]:
@@ -396,11 +390,11 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
         await drains_moved(moves, whole, instance, MoveKind.MIGRATE, wait=True)
         plan = await client_drains.plan(whole.client.bus, DrainQuery(host=source))
         assert [(one.instance_uuid, one.code) for one in plan.moves] == [(instance, "instance.unconfirmed")]
-        ended = await drained(whole, source, force=True)
-        assert (ended.code, [one.code for one in ended.failed]) == ("drain.left", ["instance.unconfirmed"])
+        going = await drained(whole, source, force=True)
+        assert (going.state, [one.code for one in going.failed]) == (DrainState.RUNNING, ["instance.unconfirmed"])
         assert await used(whole, source)
         await drains_moved(moves, whole, instance, MoveKind.CONFIRM, wait=True)
-        ended = await resumed(whole, ended.id)
+        ended = await followed(whole, going.id)
         assert (ended.code, await used(whole, source)) == ("drain.done", {})
         await moves.close()
         await whole.assert_invariants()

@@ -331,9 +331,9 @@ async def test_the_requests_of_drains_are_counted(drains: SchedulerStore) -> Non
         assert await unit.begun([OTHER]) == BegunMoves(1, 9.0)
         assert await unit.begun([DRAIN, UNKNOWN, OTHER]) == BegunMoves(3, 10.0)
         assert await unit.begun([UNKNOWN]) == await unit.begun([]) == BegunMoves(0, 0.0)
-        moved = [(vm(1), False), (vm(1), True), (vm(2), True), (vm(3), False)]
-        assert await unit.moved(DRAIN, 10) == moved and await unit.moved(DRAIN, 3) == moved[:3]
-        assert await unit.moved(UNKNOWN, 10) == []
+        newest = [next(one for one, _ in ASKED if one.created_at == at) for at in (8, 10, 5)]
+        assert await unit.newest(DRAIN, 10) == newest and await unit.newest(DRAIN, 2) == newest[:2]
+        assert await unit.newest(UNKNOWN, 10) == []
         counts = {(DRAIN, False): 2, (DRAIN, True): 2, (OTHER, False): 1}
         assert dict(await unit.moved_counts([DRAIN, OTHER, UNKNOWN])) == counts
         assert dict(await unit.moved_counts([])) == {}

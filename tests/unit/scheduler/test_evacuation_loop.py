@@ -13,7 +13,7 @@ from bus.contracts.operations import EvacuationPolicy
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import BegunMoves, DrainedHost, HeldInstance, evacuating, next_moves, request_id
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
-from scheduler_worker.drains import HostEmptier
+from scheduler_worker.emptying import HostEmptier
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
