@@ -38,7 +38,7 @@ from bus.contracts.queues import COMMANDS
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
 from bus.port import Outgoing
-from scheduler_worker import keepers
+from scheduler_worker import emptying, keepers
 from scheduler_worker.domain.fences import SPEC
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.steps import (
@@ -303,8 +303,8 @@ RESTART = EvacuationPolicy.RESTART
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "STAGGER_S", 0.01)
-    monkeypatch.setattr(keepers, "BUSY_S", 0.05)
+    monkeypatch.setattr(emptying, "STAGGER_S", 0.01)
+    monkeypatch.setattr(emptying, "LOOK_S", 0.05)
 
 
 async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:
@@ -392,8 +392,8 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "pause_s", lambda _tried: 0.0)
-    monkeypatch.setattr(keepers, "MAX_TRIES", 3)
+    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.0)
+    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_REFUSALS", 3)
     await world.scheduler("s1", EVACUATING)
     await world.scheduler("s2", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)
