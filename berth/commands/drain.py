@@ -1,4 +1,4 @@
-"""`berth drain` and `berth drains`: the instances of hosts move elsewhere, by a plan that is made before the start."""
+"""`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
 
 from __future__ import annotations
 
