@@ -23,7 +23,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import MAX_HOLDERS, HostTree, HostTreeQuery, TreeHolder
-from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainRecord, DrainTarget, PlannedMove
+from bus.contracts.drains import MAX_DRAINED, MAX_PLANNED, DrainPlan, DrainQuery, DrainRecord, DrainTarget, PlannedMove
 from bus.contracts.moves import ACROSS_CELLS
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
@@ -201,7 +201,7 @@ class DrainHolders:
             by = requests[one.consumer].move if is_migration(one) else None
             found.append((host, one.consumer if by is None else by.instance_uuid, by, one))
         after = FIRST_UUID
-        while everything and (active := await self._store.active_on(sorted(there), PAGE, after=after)):
+        while everything and (active := await self._store.active_on(sorted(there), MAX_PLANNED, after=after)):
             found += [(None, uuid, None, None) for uuid in active]
             after = active[-1]
         known = await self._known({uuid for _, uuid, _, _ in found})

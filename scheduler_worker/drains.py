@@ -54,8 +54,7 @@ from scheduler_worker.domain.drains import (
 from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
-from scheduler_worker.emptying import LOOK_S, STAGGER_S, Emptied, HostEmptier
-from scheduler_worker.keepers import changed_within
+from scheduler_worker.emptying import LOOK_S, READ_ALL_S, Emptied, HostEmptier, keep_passing
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -214,30 +213,19 @@ class DrainController:
 
     async def run(self) -> None:
         """Until cancelled."""
-        due_s: float | None = None
-        while True:
-            left_s = None if due_s is None else due_s - self._clock.monotonic()
-            await changed_within(self._registry.drains_changed, left_s)
-            drains = [one for one, record in self._registry.drains.items() if record.state is not DrainState.ENDED]
-            if not drains:
-                due_s = None
-                continue
-            if due_s is None:
-                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S)
-            if self._clock.monotonic() < due_s:
-                continue
-            pause_s = IDLE_S
-            for drain in drains:
-                try:
-                    pause_s = min(pause_s, await self._pass(drain))
-                except (Transient, RequestRefused, BusError) as fault:
-                    pause_s = min(pause_s, LOOK_S)
-                    log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
-            due_s = self._clock.monotonic() + pause_s
+        await keep_passing(
+            self._registry.drains_changed,
+            lambda: _going(self._registry.drains),
+            self._pass,
+            clock=self._clock,
+            rng=self._rng,
+        )
 
     async def _pass(self, drain: str) -> float:
         """Look at one drain once; returns the pause until the next look (s). Raises Transient, or RequestRefused."""
-        record = self._registry.drains[drain]
+        record = self._registry.drains.get(drain)
+        if record is None:
+            return IDLE_S
         of, is_running = self._emptied(drain, record), record.state is DrainState.RUNNING
         begun = await self._emptier.begun(of.drains)
         found, is_empty, pause_s = NextMoves(), False, PASS_S if is_running else IDLE_S
@@ -245,7 +233,7 @@ class DrainController:
         if is_running and has_slots:
             found, pause_s = await self._emptier.step(of, begun), LOOK_S
         if is_running and (has_slots or not of.level.begins) and not (found.moves or found.waiting or begun.under_way):
-            found = await self._emptier.step(of, begun, everything=True)
+            found, pause_s = await self._emptier.step(of, begun, everything=True), READ_ALL_S
             is_empty = not (found.moves or found.waiting)
         code = None if found.moves else end_of(record, begun, self._clock.time(), is_empty=is_empty)
         if code is not None:

@@ -8,6 +8,7 @@ end between any two steps, and another goes on.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,6 +50,7 @@ log = structlog.get_logger(__name__)
 
 STAGGER_S = 0.25  # schedulers begin at different moments
 LOOK_S = 1.0  # between two passes while instances wait
+READ_ALL_S = 10.0  # ... that only the record of all builds has there, which is read as a whole
 REST_S = 60.0  # while no instance is to be evacuated: a policy may have been changed since
 TAKEN_IDS = 100  # ids that are passed over because other requests have them
 
@@ -183,34 +185,26 @@ class EvacuationController:
         self._rng = rng
 
     async def run(self) -> None:
-        """Until cancelled."""
-        due_s: float | None = None
-        while True:
-            left_s = None if due_s is None else due_s - self._clock.monotonic()
-            if await changed_within(self._registry.fences_changed, left_s):
-                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S)
-            if not (hosts := fenced_hosts(self._registry.fences)):
-                due_s = None
-            if due_s is None or self._clock.monotonic() < due_s:
-                continue
-            try:
-                pause_s = await self._pass(hosts)
-            except (Transient, RequestRefused, BusError) as fault:
-                pause_s = LOOK_S
-                log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
-            due_s = self._clock.monotonic() + pause_s
+        """Until cancelled. A fence more, or less, is looked at at once."""
 
-    async def _pass(self, hosts: Mapping[str, DrainedHost]) -> float:
+        def levels() -> set[str]:
+            ids = sorted(host.drain for host in fenced_hosts(self._registry.fences).values())
+            return {" ".join(ids)} if ids else set()
+
+        await keep_passing(self._registry.fences_changed, levels, self._pass, clock=self._clock, rng=self._rng)
+
+    async def _pass(self, _fences: str) -> float:
         """Look at the fenced hosts once; returns the pause until the next look (s).
 
         Raises Transient, or RequestRefused.
         """
-        config = self._selector.config
+        level, hosts = evacuating(self._selector.config.evacuations_at_once), fenced_hosts(self._registry.fences)
+        if not hosts:
+            return LOOK_S
 
         async def lock(unit: OperationUnit) -> Level | None:
             return None if await unit.lock_object(ObjectKind.FENCE, min(hosts)) is None else level
 
-        level = evacuating(config.evacuations_at_once)
         of = Emptied(
             level=level,
             drains={host.drain for host in hosts.values()},
@@ -221,14 +215,37 @@ class EvacuationController:
         begun = await self._emptier.begun(of.drains)
         if free_slots(level, begun, self._clock.time()) <= 0:
             return LOOK_S
-        found = await self._emptier.step(of, begun)
+        found, pause_s = await self._emptier.step(of, begun), LOOK_S
         if not (found.moves or found.waiting or begun.under_way):
-            found = await self._emptier.step(of, begun, everything=True)
+            found, pause_s = await self._emptier.step(of, begun, everything=True), READ_ALL_S
         if found.moves:
             log.warning("evacuations.requested", count=len(found.moves), waiting=len(found.waiting))
-        given_up = [one for one in found.waiting if one.is_last]
-        if found.moves or begun.under_way or len(given_up) < len(found.waiting):
             return LOOK_S
+        given_up = [one for one in found.waiting if one.is_last]
+        if begun.under_way or len(given_up) < len(found.waiting):
+            return pause_s
         for one in given_up:
             log.error("evacuation.failed", instance=one.held.instance_uuid, host=one.held.source.name, code=one.code)
         return REST_S
+
+
+async def keep_passing(
+    changed: asyncio.Event,
+    levels: Callable[[], Collection[str]],
+    one_pass: Callable[[str], Awaitable[float]],
+    *,
+    clock: Clock,
+    rng: random.Random,
+) -> None:
+    """Pass over each of these levels until cancelled, a new one at once. one_pass: returns the pause until its next."""
+    due_s: dict[str, float] = {}
+    while True:
+        await changed_within(changed, min(due_s.values()) - clock.monotonic() if due_s else None)
+        due_s = {one: due_s.get(one, clock.monotonic() + rng.uniform(0.0, STAGGER_S)) for one in sorted(levels())}
+        for one in [one for one, at_s in due_s.items() if at_s <= clock.monotonic()]:
+            try:
+                pause_s = await one_pass(one)
+            except (Transient, RequestRefused, BusError) as fault:
+                pause_s = LOOK_S
+                log.warning("drain.waiting", drain=one, code=fault.code, reason=str(fault))
+            due_s[one] = clock.monotonic() + pause_s

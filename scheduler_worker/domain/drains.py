@@ -130,7 +130,7 @@ class NextMove(Struct, frozen=True):
 
 
 class WaitingInstance(Struct, frozen=True, kw_only=True):
-    """An instance that is not requested now. code "": only because enough others are. is_stuck: it cannot move.
+    """An instance that is not requested now. code "": only because enough others are. is_stuck: it cannot move now.
     is_last: it is tried no more.
     """
 
@@ -160,11 +160,11 @@ def next_moves(
     moves: list[NextMove] = []
     waiting: list[WaitingInstance] = []
     for one in _each_once(held):
-        found = _next_of(level, one, ended.get(one.instance_uuid, ()), now)
-        if isinstance(found, NextMove) and len(moves) < most:
-            moves.append(found)
+        move, waits = _next_of(level, one, ended.get(one.instance_uuid, ()), now)
+        if move is not None and len(moves) < most:
+            moves.append(move)
         else:
-            waiting.append(WaitingInstance(held=one) if isinstance(found, NextMove) else found)
+            waiting.append(waits)
     return NextMoves(tuple(moves), tuple(waiting))
 
 
@@ -193,24 +193,28 @@ def _each_once(held: Iterable[HeldInstance]) -> Iterable[HeldInstance]:
     return found.values()
 
 
-def _next_of(level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float) -> NextMove | WaitingInstance:
+def _next_of(
+    level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float
+) -> tuple[NextMove | None, WaitingInstance]:
+    """Its move if it may begin now; and why it waits, where it does not."""
     refused = _refused(one.source.drain, ended)
     counted = sum(request.code not in (BUSY, NOT_RUNNING) for request in refused)
     why = _blocked(level, one)
     if why is not None:
         is_stuck = bool(one.source.code) or why.code not in PASSING
-        return WaitingInstance(held=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
-    is_cold = bool(refused) and refused[0].code == NOT_RUNNING
-    kind = MoveKind.MIGRATE if is_cold else level.kind
-    if refused and not is_cold:
-        pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
+        return None, WaitingInstance(held=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
+    waits, kind, is_due = WaitingInstance(held=one), level.kind, True
+    if refused and refused[0].code == NOT_RUNNING:
+        kind = MoveKind.MIGRATE
+    elif refused:
+        last = refused[0]
         is_last = level.most_refusals is not None and counted >= level.most_refusals
-        if is_last or now < refused[0].updated_at + pause_s:
-            code, reason = refused[0].code, refused[0].reason
-            is_stuck = is_last or counted >= STUCK
-            return WaitingInstance(held=one, code=code, reason=reason, is_stuck=is_stuck, is_last=is_last)
-    last = ended[0].request_id if ended else ""
-    return NextMove(one, _request(level, kind, one, request_id(one.source.drain, one.instance_uuid, last)))
+        is_stuck = is_last or counted >= STUCK
+        waits = WaitingInstance(held=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
+        pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
+        is_due = not is_last and now >= last.updated_at + pause_s
+    ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
+    return (NextMove(one, _request(level, kind, one, ident)) if is_due else None), waits
 
 
 def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:

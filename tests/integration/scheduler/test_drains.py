@@ -32,7 +32,7 @@ from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLo
 from bus.contracts.operations import AdminState, FenceState, HostFence
 from bus.contracts.placement import GroupPolicy, ServerGroup
 from bus.faults import RequestRefused, RequestTimeout
-from scheduler_worker import drains
+from scheduler_worker import drains, emptying
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.drains import Level, free_slots
 from scheduler_worker.domain.objects import RecordedObjects
@@ -54,8 +54,10 @@ PASSES: list[int] = []  # of the schedulers over their drains
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("STAGGER_S", 0.01), ("PASS_S", 0.02), ("LOOK_S", 0.03), ("IDLE_S", 0.05)):
+    for name, seconds in (("PASS_S", 0.02), ("LOOK_S", 0.03), ("READ_ALL_S", 0.05), ("IDLE_S", 0.05)):
         monkeypatch.setattr(drains, name, seconds)
+    monkeypatch.setattr(emptying, "STAGGER_S", 0.01)
+    monkeypatch.setattr(emptying, "LOOK_S", 0.03)
     PASSES.clear()
 
     def counted(level: Level, *arguments: Any) -> int:

@@ -305,6 +305,7 @@ RESTART = EvacuationPolicy.RESTART
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emptying, "STAGGER_S", 0.01)
     monkeypatch.setattr(emptying, "LOOK_S", 0.05)
+    monkeypatch.setattr(emptying, "READ_ALL_S", 0.05)
 
 
 async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:

@@ -277,6 +277,15 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_at: float, un
     assert waiting == [(B, "service.down"), *((one.instance_uuid, "") for one in held[begun:])]
 
 
+def test_what_was_refused_keeps_its_reason_where_it_could_be_tried_again_and_no_move_begins() -> None:
+    """It was shown as one that waits for its turn, once a minute for a moment."""
+    for count in (1, 2, 3, 4):
+        requests = {A: tries(*range(100, 100 + count))}
+        (one,) = next_moves(replace(LEVEL, begins=False), [ACTIVE], requests, IDLE, NOW).waiting
+        assert (one.code, one.reason, one.is_stuck) == ("no_valid_host", "why", count >= 3)
+        assert len(next_moves(LEVEL, [ACTIVE], requests, IDLE, NOW).moves) == 1
+
+
 def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() -> None:
     kept = replace(ACTIVE, code="instance.unconfirmed", source=replace(DRAINED, uuid=H2, name="h2"))
     for held in ([ACTIVE, kept], [kept, ACTIVE], [ACTIVE, ACTIVE]):
