@@ -360,6 +360,22 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
 
 
+async def test_no_more_evacuations_are_under_way_than_may_be_whoever_makes_them(world: World) -> None:
+    """Two hosts are fenced, and three schedulers count together: under one lock, what is on record."""
+    for name in ("s1", "s2", "s3"):
+        await world.scheduler(name, replace(EVACUATING, evacuations_at_once=2))
+    first, second = await world.add_hosts("c1", 2)
+    builds = await active(world, 6, on_host_failure=RESTART)
+    await world.add_hosts("c1", 2)
+    for uuid in (first, second):
+        await fence(world, uuid)
+    for done in range(len(builds)):
+        await until(partial(is_begun, world, min(done + 2, len(builds))))
+        assert len(evacuated(world)) - done <= 2
+        await ends(world, evacuated(world)[done], MoveState.DONE, host="c1-2")
+    assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
+
+
 async def test_a_group_with_affinity_leaves_a_fenced_host_for_one_other_host(world: World) -> None:
     await world.scheduler("s1", replace(EVACUATING, host_subset_size=5, max_attempts=1))
     (uuid,) = await world.add_hosts("c1", 1)
