@@ -49,7 +49,7 @@ CHANGED = Retry("request.concurrent", "the instance changed while hosts were cho
 Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 
 # The user_id of the requests of drains; of a whole cell its instances may leave it.
-DRAIN_USER, CELL_DRAIN_USER = "drain", "drain of a cell"
+DRAIN_USER, CELL_DRAIN_USER = "drain", "cell-drain"
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, cast
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -123,11 +124,18 @@ def test_the_request_of_a_move() -> None:
     assert isinstance(cold, MoveRequest) and (cold.kind, cold.auto_confirm_s) == (MoveKind.MIGRATE, 0.0)
     of_cell = decided(ACTIVE, level=level_of(replace(RECORD, target=DrainTarget.CELL), NOW))
     assert isinstance(of_cell, MoveRequest)
-    assert (of_cell.kind, of_cell.user_id) == (MoveKind.MIGRATE, "drain of a cell")
+    assert (of_cell.kind, of_cell.user_id) == (MoveKind.MIGRATE, "cell-drain")
     evacuated = decided(ACTIVE, level=EVACUATING)
     assert evacuated == MoveRequest(
         request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", kind=MoveKind.EVACUATE
     )
+
+
+@pytest.mark.parametrize("target", DrainTarget)
+def test_its_requests_can_be_read(target: DrainTarget) -> None:
+    """The user of those of a cell was no word."""
+    made = decided(ACTIVE, level=level_of(replace(RECORD, target=target), NOW))
+    assert msgspec.json.decode(msgspec.json.encode(made), type=MoveRequest) == made
 
 
 def test_the_id_of_a_try_follows_from_the_newest_request_that_has_ended() -> None:
