@@ -55,7 +55,7 @@ from scheduler_worker.domain.moves import (
     SOURCE_UNKNOWN,
     Holding,
     accepted,
-    added_usage,
+    added_by,
     changes_image,
     check_move,
     leaves_source,
@@ -348,7 +348,7 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, added_usage(choice.selected.options[0].allocations, held))
+            self._hold(request.request_id, added_by(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
 

@@ -46,8 +46,6 @@ SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the 
 NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
-Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
-
 # The user_id of the requests of drains; of a whole cell its instances may leave it.
 DRAIN_USER, CELL_DRAIN_USER = "drain", "cell-drain"
 # End states of an instance: no further request is accepted for it.
@@ -225,7 +223,10 @@ def accepted(request: MoveRequest) -> Done:
     return Done(reply=MoveAccepted(request_id=request.request_id, instance_uuid=request.instance_uuid))
 
 
-def added_usage(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
+Holding: TypeAlias = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+
+
+def added_by(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
     """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
     added = {
         uuid: {name: more for name, amount in share.items() if (more := amount - held.get(uuid, {}).get(name, 0)) > 0}
