@@ -44,7 +44,7 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
+from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import is_fenced
@@ -72,6 +72,7 @@ from scheduler_worker.domain.recorded_moves import (
     PendingMove,
     RecordedMove,
     RequestKey,
+    WrittenMoves,
     begin_transfer,
     event_of,
     flavor_of,
@@ -117,20 +118,6 @@ class Located(Struct, frozen=True):
     def source(self) -> str | None:
         """The instance's host."""
         return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
-
-
-class WrittenMoves(Struct):
-    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
-
-    author: Author
-    moves: dict[str, RecordedMove] = {}
-    builds: dict[str, RecordedBuild] = {}
-    labels: list[str] = []
-
-    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
-        """The records for a request, as the earlier requests of the batch leave them."""
-        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
-        return replace(found, move=move or found.move, build=build or found.build)
 
 
 class MoveEngine:

@@ -144,6 +144,20 @@ def image_properties_of(known: MoveContext) -> Mapping[str, str]:
     return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
 
 
+class WrittenMoves(Struct):
+    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
+
+    author: Author
+    moves: dict[str, RecordedMove] = {}
+    builds: dict[str, RecordedBuild] = {}
+    labels: list[str] = []
+
+    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
+        """The records for a request, as the earlier requests of the batch leave them."""
+        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
+        return replace(found, move=move or found.move, build=build or found.build)
+
+
 def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
     """The record of a request that was dispatched, refused, or failed because no host fits."""
     request = pending.request
