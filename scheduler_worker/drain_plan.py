@@ -57,8 +57,8 @@ from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 ANSWER_S = 10.0  # of placement
-TREES = 10  # hosts that the book is queried about at a time
-PAGES = 4  # ... and so many times in a pass
+TREES = 50  # hosts that the book is queried about at a time
+PAGES, PAGE_HOSTS = 4, 10  # that a pass looks at
 TURN_S = 1.0  # so long a pass looks at the same hosts
 PAGE = 1000  # requests under way, or instances, that are read at a time
 
@@ -169,7 +169,7 @@ class DrainHolders:
         round with the clock, so that instances which only wait keep no others from their turn.
         """
         used = self.in_use(sorted(hosts.values(), key=lambda one: (bool(one.code), one.name, one.uuid)))
-        pages = [used[start : start + TREES] for start in range(0, len(used), TREES)]
+        pages = [used[start : start + PAGE_HOSTS] for start in range(0, len(used), PAGE_HOSTS)]
         if len(pages) <= PAGES:
             return pages
         fixed = PAGES // 2

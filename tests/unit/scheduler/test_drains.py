@@ -42,7 +42,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import PAGES, TREES, DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.drain_plan import PAGE_HOSTS, PAGES, DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -455,7 +455,7 @@ def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there()
 
 def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> None:
     """Instances that only wait, on however many hosts, keep no others from their turn; and a pass has its bound."""
-    hosts = Hosts([{"VCPU": 4}] * (TREES * PAGES * 2 + 5))
+    hosts = Hosts([{"VCPU": 4}] * (PAGE_HOSTS * PAGES * 2 + 5))
     there = {uuid: DrainedHost(uuid, f"h{at:03}") for at, uuid in enumerate(hosts.uuids)}
     for at, uuid in enumerate(hosts.uuids[1:]):  # the first one is empty
         hosts.book.assume(f"held {at}", {uuid: {"VCPU": 1}})
@@ -463,7 +463,7 @@ def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> Non
         *cast("Any", (None, hosts.selector, None, None)), warmup=cast("Any", None), clock=SystemClock()
     )
     names = [[host.name for page in holders.pages(there, float(at)) for host in page] for at in range(40)]
-    assert all(TREES * (PAGES - 1) < len(one) <= TREES * PAGES for one in names)
+    assert all(PAGE_HOSTS * (PAGES - 1) < len(one) <= PAGE_HOSTS * PAGES for one in names)
     assert all(one[0] == "h001" and len(set(one)) == len(one) for one in names)
     assert {name for one in names for name in one} == {host.name for host in there.values()} - {"h000"}
     few = dict(list(there.items())[:5])
