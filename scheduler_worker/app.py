@@ -33,13 +33,14 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
-from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.drains import DrainController
+from scheduler_worker.emptying import EvacuationController, HostEmptier
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.keepers import AggregateKeeper, CellKeeper, EvacuationTask, FencePublisher, find_cells
+from scheduler_worker.keepers import AggregateKeeper, CellKeeper, FencePublisher, find_cells
 from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
@@ -256,23 +257,34 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_refresh(partial(count_dead_letters, API, parts.api.transport))
 
 
-def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
-    """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=parts.env.clock)
-    drains = DrainKeeper(
+def _add_drains(
+    parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower
+) -> DrainController:
+    """The tasks that empty hosts: drains, and evacuations of fenced hosts."""
+    clock = parts.env.clock
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
+    planner = DrainPlanner(parts.selector, moves, holders, clock=clock)
+    emptier = HostEmptier(parts.store, moves, holders, planner.order, warmup=parts.warmup, clock=clock)
+    drains = DrainController(
         parts.store,
         registry,
         holders,
-        DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
-        clock=parts.env.clock,
+        planner,
+        emptier,
+        clock=clock,
         rng=random.Random(f"drains {parts.env.process}"),
         process=parts.process,
     )
+    rng = random.Random(f"evacuations {parts.env.process}")
+    evacuations = EvacuationController(registry, parts.selector, emptier, clock=clock, rng=rng)
     parts.service.add_task("drains", drains.run)
+    parts.service.add_task("evacuations", evacuations.run)
     return drains
 
 
-def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainKeeper, forgetter: Forgetter) -> None:
+def _add_objects(
+    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainController, forgetter: Forgetter
+) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     service, bus = parts.service, parts.api
     bus.transport.on_reconnect(registry.on_reconnected)
@@ -306,18 +318,8 @@ def _add_host_metrics(parts: SchedulerParts) -> asyncio.Event:
 
 
 def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks) -> None:
-    """The tasks that publish fences to the cells and evacuate the instances of fenced hosts."""
-    clock = parts.env.clock
-    parts.service.add_task("fences", FencePublisher(registry, links.buses, clock=clock).run)
-    evacuations = EvacuationTask(
-        parts.store,
-        registry,
-        parts.selector,
-        parts.api,
-        clock=clock,
-        rng=random.Random(f"evacuations {parts.env.process}"),
-    )
-    parts.service.add_task("evacuations", evacuations.run)
+    """The task that publishes fences to the cells."""
+    parts.service.add_task("fences", FencePublisher(registry, links.buses, clock=parts.env.clock).run)
 
 
 def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> UnansweredRequests:

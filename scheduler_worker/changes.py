@@ -27,7 +27,7 @@ from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_SILENT, CELL_UNKNOWN
 from scheduler_worker.domain.requests import delivery_of
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.drains import DrainController
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import Forgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
@@ -81,7 +81,7 @@ class ChangeHandler:
         self,
         registry: ObjectRegistry,
         selector: Selector,
-        drains: DrainKeeper,
+        drains: DrainController,
         forgetter: Forgetter,
         *,
         refused: RefusedCommands,

@@ -1,12 +1,12 @@
-"""Plans drains: the hosts of a target, and the destination of each of their instances, one after the other.
+"""What hosts hold; and plans of drains: the destination of each of their instances, one after the other.
 
 The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each choice
 counts the resources that the earlier ones take, and the hosts to which they move the members of a group. No instance
 goes to a host of the drain, so resources and rules depend on no later move: a move that fits in this order fits at
 every step of it.
 
-What hosts hold is read from the book, and from the record of requests under way. The replica shows which hosts have
-anything in use; only of these the book is queried for the holders.
+What hosts hold is read from the book, and, before a drain ends, also from the record of requests under way and of all
+builds. The replica shows which hosts have anything in use; only of these the book is queried for the holders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bus.clock import Clock
 from bus.consuming.outcome import Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import MAX_HOLDERS, HostTree, HostTreeQuery, TreeHolder
-from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget, PlannedMove
-from bus.contracts.moves import ACROSS_CELLS, Condition, MoveKind, MoveRequest
+from bus.contracts.drains import MAX_DRAINED, MAX_PLANNED, DrainPlan, DrainQuery, DrainRecord, DrainTarget, PlannedMove
+from bus.contracts.moves import ACROSS_CELLS
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from bus.faults import Transient
@@ -36,12 +36,14 @@ from scheduler_worker.domain.drains import (
     HOST_FENCED,
     SERVICE_DOWN,
     UNCONFIRMED,
+    BegunMoves,
     DrainedHost,
     HeldInstance,
+    NextMove,
     held_on,
     is_migration,
-    kind_for,
-    user_for,
+    level_of,
+    next_moves,
 )
 from scheduler_worker.domain.hosts import CELL_SILENT
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
@@ -56,6 +58,8 @@ from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 ANSWER_S = 10.0  # of placement
 TREES = 50  # hosts that the book is queried about at a time
+PAGES, PAGE_HOSTS = 4, 10  # that a pass looks at
+TURN_S = 1.0  # so long a pass looks at the same hosts
 PAGE = 1000  # requests under way, or instances, that are read at a time
 
 
@@ -156,33 +160,50 @@ class DrainHolders:
         One whose fence is not lifted yet has left the drain. The decision on record may still be the drain's: it took
         over the one to lift the fence, or the cell has announced a fence that the record, set back, does not have.
         """
-        hosts = {uuid: self.host(uuid) for uuid in self._selector.table.hosts_of_drain(drain)}
+        hosts = {uuid: replace(self.host(uuid), drain=drain) for uuid in self._selector.table.hosts_of_drain(drain)}
         return {uuid: host for uuid, host in hosts.items() if host.code != HOST_FENCED}
 
-    async def held_on(self, hosts: Sequence[DrainedHost], most_active: int = 0) -> list[HeldInstance]:
-        """The instances of which these hosts hold something, or are about to. Raises Transient, or RequestRefused.
-
-        The requests are read before the book, so that one that ends in between is seen in one of the two. A build has
-        its allocation before it is on record as scheduled. most_active: so many that the record has as active there
-        are searched for, by uuid, whatever the book has of them.
+    def pages(self, hosts: Mapping[str, DrainedHost], now: float) -> list[list[DrainedHost]]:
+        """The hosts that a pass looks at, in pages: those of which something is in use by the replica, the ones that
+        instances can leave first. Of many the first by name, which become empty first, and some at a place that goes
+        round with the clock, so that instances which only wait keep no others from their turn.
         """
-        if not hosts:
-            return []
+        used = self.in_use(sorted(hosts.values(), key=lambda one: (bool(one.code), one.name, one.uuid)))
+        pages = [used[start : start + PAGE_HOSTS] for start in range(0, len(used), PAGE_HOSTS)]
+        if len(pages) <= PAGES:
+            return pages
+        fixed = PAGES // 2
+        turn = fixed + int(now / TURN_S) * (PAGES - fixed) % (len(pages) - fixed)
+        return [*pages[:fixed], *(pages[fixed:] * 2)[turn - fixed : turn + PAGES - 2 * fixed]]
+
+    async def held_on(self, hosts: Sequence[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+        """The instances of which these hosts hold something by the book. Raises Transient, or RequestRefused.
+
+        everything: by the newest state of the book, and also what is about to come, or is on record there: a build has
+        its allocation before it is on record as scheduled. The requests are read before the book, so that one that ends
+        in between is seen in one of the two.
+        """
         there = {host.uuid: host for host in hosts}
         found: list[tuple[DrainedHost | None, str, RecordedMove | None, TreeHolder | None]] = []
-        after = FIRST_UUID
-        while page := await self._store.open_moves(after, PAGE):
-            found += [
-                (there[one.host_uuid or ""], one.instance_uuid, one, None) for one in page if one.host_uuid in there
-            ]
-            after = page[-1].request_id
+        if everything and hosts:
+            after = FIRST_UUID
+            while page := await self._store.open_moves(after, PAGE):
+                found += [
+                    (there[one.host_uuid or ""], one.instance_uuid, one, None) for one in page if one.host_uuid in there
+                ]
+                after = page[-1].request_id
+            if not await self._follower.refresh(timeout_s=ANSWER_S):
+                raise PlacementUnavailable("the newest changes of the book did not come in time")
+            hosts = self.in_use(hosts)
         holders = await self._holders(hosts)
         requests = await self._known({one.consumer for _, one in holders if is_migration(one)})
         for host, one in holders:
             by = requests[one.consumer].move if is_migration(one) else None
             found.append((host, one.consumer if by is None else by.instance_uuid, by, one))
-        if most_active:
-            found += [(None, uuid, None, None) for uuid in await self._store.active_on(sorted(there), most_active)]
+        after = FIRST_UUID
+        while everything and (active := await self._store.active_on(sorted(there), MAX_PLANNED, after=after)):
+            found += [(None, uuid, None, None) for uuid in active]
+            after = active[-1]
         known = await self._known({uuid for _, uuid, _, _ in found})
         held: list[HeldInstance | None] = []
         for at, uuid, by, holder in found:
@@ -202,12 +223,9 @@ class DrainHolders:
 
     async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
         """By the book. Raises PlacementUnavailable, or RequestRefused."""
-        if not await self._follower.refresh(timeout_s=ANSWER_S):
-            raise PlacementUnavailable("the newest changes of the book did not come in time")
         found: list[tuple[DrainedHost, TreeHolder]] = []
-        used = self._in_use(hosts)
-        for start in range(0, len(used), TREES):
-            part = used[start : start + TREES]
+        for start in range(0, len(hosts), TREES):
+            part = hosts[start : start + TREES]
             after: dict[str, str] = {}  # {host: the last consumer known}
             while part:
                 pages = await self._trees(part, after)
@@ -227,7 +245,7 @@ class DrainHolders:
             raise PlacementUnavailable(str(error)) from error
         return [answered(one) for one in answers]
 
-    def _in_use(self, hosts: Sequence[DrainedHost]) -> list[DrainedHost]:
+    def in_use(self, hosts: Iterable[DrainedHost]) -> list[DrainedHost]:
         """The hosts of which something is in use, by the replica."""
         book = self._selector.book
         rows = {row: host for host in hosts if (row := book.row_of(host.uuid)) is not None}
@@ -236,12 +254,6 @@ class DrainHolders:
 
 
 SLICE = 100  # instances that are planned before other tasks run
-# Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
-UNMOVABLE = {
-    Condition.SHELVED: Refusal(code="instance.shelved", reason="it is shelved: unshelve or offload it first"),
-    Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
-    Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
-}
 WITHIN_CELL = Refusal(
     code=ACROSS_CELLS,
     reason="its instances could go to other cells only, and the setting moves_across_cells is off",
@@ -250,13 +262,10 @@ KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances liv
 
 
 class MadePlan(Struct, frozen=True):
-    """A plan and its input: the hosts, and the instances in the order of the plan's moves: the active ones, and those
-    of which a host keeps the source of an unconfirmed move.
-    """
+    """A plan, and the hosts that it is of."""
 
     plan: DrainPlan
     hosts: tuple[DrainedHost, ...]
-    instances: tuple[HeldInstance, ...]
 
     @property
     def stuck(self) -> int:
@@ -306,10 +315,7 @@ class _Choices:
 class DrainPlanner:
     """Makes plans for one scheduler."""
 
-    def __init__(
-        self, store: SchedulerStore, selector: Selector, moves: MoveEngine, holders: DrainHolders, *, clock: Clock
-    ) -> None:
-        self._store = store
+    def __init__(self, selector: Selector, moves: MoveEngine, holders: DrainHolders, *, clock: Clock) -> None:
         self._selector = selector
         self._moves = moves
         self._holders = holders
@@ -328,99 +334,79 @@ class DrainPlanner:
         if target is DrainTarget.CELL and not self._selector.config.moves_across_cells:
             return WITHIN_CELL
         self._selector.holds.settle()
-        held = await self._holders.held_on(hosts, query.limit + 1)
-        active = {one.instance_uuid: one for one in held if not one.code}
-        instances = [active[uuid] for uuid in sorted(active)[: query.limit]]
-        instances.sort(key=self._order)
+        held = await self._holders.held_on(hosts, everything=True)
+        # What is not active there is no part of the plan, but for the source of an unconfirmed move: a revert needs it.
+        # A fenced host is not drained, and what it keeps is no concern of the drain.
+        held = [one for one in held if not one.code or (one.code == UNCONFIRMED and one.source.code != HOST_FENCED)]
+        held.sort(key=self.order)
+        record = DrainRecord(name=query.host, target=target, kind=query.kind, by="")
+        now = self._clock.time()
+        level = replace(level_of(record, now), at_once=query.limit)
+        decided = next_moves(level, held, {}, BegunMoves(), now)
         moves: list[PlannedMove] = []
         choices = _Choices(self._selector)
-        drained = {one.uuid: "host.drained" for one in hosts}
-        for start in range(0, len(instances), SLICE):
-            moves += await self._slice(
-                instances[start : start + SLICE], target, kind_for(target, query.kind), drained, choices
-            )
+        barred = {one.uuid: "host.drained" for one in hosts}
+        for start in range(0, len(decided.moves), SLICE):
+            moves += await self._slice(decided.moves[start : start + SLICE], barred, choices)
             await next_turn()
-        # A fenced host is not drained, and what it keeps is no concern of the drain.
-        unconfirmed = {
-            one.instance_uuid: one for one in held if one.code == UNCONFIRMED and one.source.code != HOST_FENCED
-        }
-        kept = [unconfirmed[uuid] for uuid in sorted(unconfirmed.keys() - active)]
-        more = len(active) + len(kept) > query.limit
-        kept = kept[: query.limit - len(instances)]
+        waiting = [_planned(one.held, code=one.code, reason=one.reason) for one in decided.waiting if one.code]
         single = hosts[0] if target is DrainTarget.HOST else None
         plan = DrainPlan(
             host=query.host if single is None else single.name,
             host_uuid=None if single is None else single.uuid,
             target=target,
             hosts=len(hosts),
-            moves=(*moves, *(_planned(one, code=one.code, reason=one.reason) for one in kept)),
-            more=more,
+            moves=(*moves, *waiting)[: query.limit],
+            more=len(decided.moves) + len(decided.waiting) > query.limit,
         )
-        return MadePlan(plan, hosts, (*instances, *kept))
+        return MadePlan(plan, hosts)
 
-    def _order(self, one: HeldInstance) -> tuple[bool, tuple[int, ...], str]:
+    def order(self, one: HeldInstance) -> tuple[bool, tuple[int, ...], str]:
         """Members of groups first, because the fewest hosts fit them; then the larger before the smaller."""
-        flavor = self._selector.flavors.get(flavor_of(one.known))
+        flavor = None if one.known.build_request is None else self._selector.flavors.get(flavor_of(one.known))
         held = {} if flavor is None else total_resources(flavor.query)
         sizes = tuple(-amount for _, amount in sorted(held.items(), reverse=True))
         return _group_of(one) is None, sizes, one.instance_uuid
 
     async def _slice(
-        self,
-        instances: Sequence[HeldInstance],
-        target: DrainTarget,
-        kind: MoveKind,
-        drained: Mapping[str, str],
-        choices: _Choices,
+        self, planned: Sequence[NextMove], barred: Mapping[str, str], choices: _Choices
     ) -> list[PlannedMove]:
-        pending = [_pending(one, kind, user_for(target), self._clock.time()) for one in instances]
-        contexts = {request.key: one.known for request, one in zip(pending, instances, strict=True)}
-        found = await self._moves.locate(pending, contexts)
-        planned: list[PlannedMove] = []
+        now = self._clock.time()
+        pending = [PendingMove(position=0, request=one.request, taken_at=now, delivery=LAST) for one in planned]
+        contexts = {one.key: move.held.known for one, move in zip(pending, planned, strict=True)}
+        located = await self._moves.locate(pending, contexts)
+        found: list[PlannedMove] = []
         choices.hold()
         try:
-            for request, one, now in zip(pending, instances, found, strict=True):
-                located = answered(now)
-                located = replace(located, page=choices.seen(one, located.page))
-                chosen = await self._chosen(request, one, located, drained)
+            for request, move, where in zip(pending, planned, located, strict=True):
+                place = answered(where)
+                place = replace(place, page=choices.seen(move.held, place.page))
+                chosen = await self._chosen(request, move.held, place, barred)
                 if chosen.selections:
-                    choices.add(request.request.request_id, one, chosen)
+                    choices.add(request.request.request_id, move.held, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
                 why = chosen.failure
-                planned.append(_planned(one, hosts, *(() if why is None else (why.code, why.reason))))
+                found.append(_planned(move.held, hosts, *(() if why is None else (why.code, why.reason))))
         finally:
             choices.release()
-        return planned
+        return found
 
     async def _chosen(
-        self, pending: PendingMove, one: HeldInstance, located: Located, drained: Mapping[str, str]
+        self, pending: PendingMove, one: HeldInstance, located: Located, barred: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
         verdict = self._moves.check(pending, one.known)
         if isinstance(verdict, Refusal):
             return Chosen(failure=verdict)
-        if (refused := UNMOVABLE.get(one.known.now.condition)) is not None:
-            return Chosen(failure=refused)
-        if one.source.code:
-            return Chosen(failure=Refusal(code=one.source.code, reason=one.source.reason))
         if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):
             return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        found = await self._moves.choose(pending, one.known, located, planned=drained)
+        found = await self._moves.choose(pending, one.known, located, planned=barred)
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 
 def _group_of(one: HeldInstance) -> str | None:
     built = one.known.build_request
     return None if built is None or built.server_group is None else built.server_group.uuid
-
-
-def _pending(one: HeldInstance, kind: MoveKind, user: str, now: float) -> PendingMove:
-    """A request that is only planned. Its id is no uuid, so it cannot be the id of an instance or a request."""
-    uuid = one.instance_uuid
-    request = MoveRequest(
-        request_id=f"plan {uuid}", instance_uuid=uuid, project_id=one.project_id, user_id=user, kind=kind
-    )
-    return PendingMove(position=0, request=request, taken_at=now, delivery=LAST)
 
 
 def _planned(one: HeldInstance, hosts: tuple[str, ...] = (), code: str = "", reason: str = "") -> PlannedMove:

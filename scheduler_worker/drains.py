@@ -1,15 +1,10 @@
-"""Drains: begun and commanded by operators, and carried out by any scheduler.
-
-A drain, its hosts' decisions and its instances are on record in one transaction. After that each scheduler looks at it
-a few times a second: it locks the drain's row, records how its moves have ended, and requests the next ones, all in one
-transaction. A pass keeps no state that it could not read again: a scheduler may end between any two passes, and another
-goes on.
-"""
+"""Drains: begun and commanded by operators, and carried out by any scheduler (`emptying.py`)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,17 +12,13 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import never
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import (
-    MAX_AT_ONCE,
     MAX_PLANNED,
-    DrainAction,
     DrainCommand,
     DrainFailure,
-    DrainMoveState,
     DrainPlan,
     DrainProgress,
     DrainQuery,
@@ -37,51 +28,47 @@ from bus.contracts.drains import (
     DrainsQuery,
     DrainStart,
     DrainState,
+    DrainTarget,
     DrainTerms,
 )
+from bus.contracts.drains import DrainMoveState as State
+from bus.contracts.moves import MoveState
 from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused, Transient
-from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 from scheduler_worker.domain.drains import (
     DONE,
-    HOST_FENCED,
-    LEFT,
-    DrainMove,
-    DrainStep,
-    Look,
-    OpenDrain,
+    BegunMoves,
+    Level,
+    NextMoves,
     commanded,
     drain_of,
     drained,
     end_of,
+    free_slots,
+    is_down,
     kind_for,
-    looked,
-    new_row,
-    retried,
-    step,
+    level_of,
 )
 from scheduler_worker.domain.object_rules import changed_object
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
-from scheduler_worker.keepers import changed_within
+from scheduler_worker.emptying import LOOK_S, READ_ALL_S, Emptied, HostEmptier, keep_passing
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-STAGGER_S = 0.25  # schedulers begin at different moments
-PASS_S = 0.25  # between two looks while moves are under way or wait
-IDLE_S = 2.0  # otherwise: a paused drain may reach its deadline
+PASS_S = 0.25  # between two passes while moves begin, or as many are under way as may be
+IDLE_S = 2.0  # while a drain is paused: it may reach its deadline
 MAX_OPEN = 16  # drains that have not ended
 MAX_ENDED = 200  # ended drains that are kept; the oldest are deleted
 TOO_MANY = Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way: wait for one, or stop it")
-NO_LIMIT = 2**31 - 1
 
 
-class DrainKeeper:
-    """The keeper of one scheduler."""
+class DrainController:
+    """The drains of one scheduler."""
 
     def __init__(
         self,
@@ -89,6 +76,7 @@ class DrainKeeper:
         registry: ObjectRegistry,
         holders: DrainHolders,
         planner: DrainPlanner,
+        emptier: HostEmptier,
         *,
         clock: Clock,
         rng: random.Random,
@@ -98,6 +86,7 @@ class DrainKeeper:
         self._registry = registry
         self._holders = holders
         self._planner = planner
+        self._emptier = emptier
         self._clock = clock
         self._rng = rng
         self._who = process or "scheduler"
@@ -145,7 +134,7 @@ class DrainKeeper:
             stored = present.objects.get((ObjectKind.DRAIN, command.drain))
             if stored is None:
                 return Refusal(code="drain.unknown", reason=f"no drain {command.drain} is on record")
-            await unit.lock_drain(command.drain, now, 0)
+            await unit.lock_object(ObjectKind.DRAIN, command.drain)
             record = drain_of(stored)
             after = commanded(record, command, now)
             if isinstance(after, Refusal):
@@ -153,9 +142,6 @@ class DrainKeeper:
             begins_again = record.state is DrainState.ENDED and after != record
             if begins_again and len(_going(drains_of(present.objects))) >= MAX_OPEN:
                 return TOO_MANY
-            if command.action is DrainAction.RESUME:
-                moves = await unit.drain_moves(command.drain, NO_LIMIT)
-                await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
             return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], author
 
         written = await self._registry.write(make, is_late, message_id=message_id)
@@ -175,85 +161,96 @@ class DrainKeeper:
             return DrainsPage(drains=() if known is None else (await self._progress(query.drain, known),))
         drains = sorted(self._registry.drains.items(), key=lambda item: (-item[1].started_at, item[0]))[: query.limit]
         async with self._store.operation() as unit:
-            counts = await unit.drain_counts([drain for drain, _ in drains])
-        return DrainsPage(drains=tuple(_progress(drain, one, counts.get(drain, {})) for drain, one in drains))
+            counts = await unit.moved_counts([drain for drain, _ in drains])
+        return DrainsPage(
+            drains=tuple(
+                _progress(
+                    drain, one, {State.MOVED: counts.get((drain, True)), State.UNDER_WAY: counts.get((drain, False))}
+                )
+                for drain, one in drains
+            )
+        )
 
     async def _progress(self, drain: str, record: DrainRecord) -> DrainProgress:
+        """What the drain has moved, by the record; and what its hosts hold now. Raises Transient."""
+        of = self._emptied(drain, record)
+        left, is_known = NextMoves(), True
+        try:
+            held = await self._holders.held_on(self._holders.in_use(of.hosts().values()))
+            left = await self._emptier.found(of, replace(of.level, begins=False), held, BegunMoves())
+        except (Transient, RequestRefused, BusError) as fault:
+            is_known = False
+            log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
         async with self._store.operation() as unit:
-            counts = await unit.drain_counts([drain])
-            moves = await unit.drain_moves(drain, MAX_PLANNED)
-        known = _progress(drain, record, counts.get(drain, {}))
-        return _with_moves(known, moves)
+            moves = {one.instance_uuid: one for one in await unit.newest(drain, MAX_PLANNED)}
+            known = await unit.known([(one.request_id, uuid) for uuid, one in moves.items()])
+        under_way = {uuid for uuid, one in moves.items() if not one.terminal}
+        waiting = [one for one in left.waiting if one.held.instance_uuid not in under_way]
+        there = under_way.union(one.held.instance_uuid for one in waiting)
+        moved = [uuid for uuid, one in moves.items() if one.state is MoveState.DONE and uuid not in there]
+        # What has left its cell and found no host holds nothing, and no pass finds it any more.
+        leaves = record.target is DrainTarget.CELL
+        down = [one for key, found in known.items() if leaves and (one := moves[key[1]]).terminal and is_down(found)]
+        failed = [
+            DrainFailure(instance_uuid=uuid, code=code, reason=reason)
+            for uuid, code, reason in (
+                *((one.held.instance_uuid, one.code, one.reason) for one in waiting if one.is_stuck),
+                *((one.instance_uuid, one.code, one.reason) for one in down if one.state is not MoveState.DONE),
+            )
+        ]
+        not_begun = [one.held.instance_uuid for one in waiting if not one.is_stuck]
+        counts = dict(zip(State, map(len, (not_begun, under_way, moved, failed)), strict=True))
+        return replace(
+            _progress(drain, record, counts),
+            moved=tuple(moved),
+            failed=tuple(failed[:MAX_PLANNED]),
+            under_way=tuple(sorted(under_way)),
+            not_begun=tuple(not_begun[:MAX_PLANNED]),
+            more=not is_known or max(len(moves), len(failed), len(not_begun)) >= MAX_PLANNED,
+        )
 
     # --- carrying them out
 
     async def run(self) -> None:
         """Until cancelled."""
-        due_s: float | None = None
-        while True:
-            left_s = None if due_s is None else due_s - self._clock.monotonic()
-            await changed_within(self._registry.drains_changed, left_s)
-            drains = [one for one, record in self._registry.drains.items() if record.state is not DrainState.ENDED]
-            if not drains:
-                due_s = None
-                continue
-            if due_s is None:
-                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S)
-            if self._clock.monotonic() < due_s:
-                continue
-            is_busy = False
-            for drain in drains:
-                try:
-                    is_busy |= await self._pass(drain)
-                except (Transient, RequestRefused, BusError) as fault:
-                    is_busy = True
-                    log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
-            due_s = self._clock.monotonic() + (PASS_S if is_busy else IDLE_S)
+        await keep_passing(
+            self._registry.drains_changed,
+            lambda: _going(self._registry.drains),
+            self._pass,
+            clock=self._clock,
+            rng=self._rng,
+        )
 
-    async def _pass(self, drain: str) -> bool:
-        """Look at one drain once; returns whether the next look is due soon. Raises Transient."""
-        passed = await self._step(drain, Look(drain))
-        if passed is None or passed[1].changed:
-            return passed is not None
-        found, done = passed
-        code = end_of(found, self._clock.time())
-        if code in (DONE, LEFT, None) and await self._review(drain, None if code else done.unclear):
-            return True
+    async def _pass(self, drain: str) -> float:
+        """Look at one drain once; returns the pause until the next look (s). Raises Transient, or RequestRefused."""
+        record = self._registry.drains.get(drain)
+        if record is None:
+            return IDLE_S
+        of, is_running = self._emptied(drain, record), record.state is DrainState.RUNNING
+        begun = await self._emptier.begun(of.drains)
+        found, is_empty, pause_s = NextMoves(), False, PASS_S if is_running else IDLE_S
+        has_slots = free_slots(of.level, begun, self._clock.time()) > 0
+        if is_running and has_slots:
+            found, pause_s = await self._emptier.step(of, begun), LOOK_S
+        if is_running and (has_slots or not of.level.begins) and not (found.moves or found.waiting or begun.under_way):
+            found, pause_s = await self._emptier.step(of, begun, everything=True), READ_ALL_S
+            is_empty = not (found.moves or found.waiting)
+        code = None if found.moves else end_of(record, begun, self._clock.time(), is_empty=is_empty)
         if code is not None:
             await self._end(drain, code)
-        return found.record.state is not DrainState.PAUSED or bool(found.counts.get(DrainMoveState.UNDER_WAY))
+        return PASS_S if found.moves or code is not None else pause_s
 
-    async def _step(self, drain: str, look: Look) -> tuple[OpenDrain, DrainStep] | None:
-        """Decide by the records and a look; None: the drain has ended."""
-        now = self._clock.time()
-        async with self._store.operation() as unit:
-            found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
-            if found is None or found.record.state is DrainState.ENDED:
-                return None
-            requests = [(one.request_id, one.instance_uuid) for one in found.open]
-            known = {uuid: context for (_, uuid), context in (await unit.known(requests)).items()}
-            if look.held:
-                others = await unit.drain_moves(drain, NO_LIMIT)
-                others = [one for one in others if one.instance_uuid in look.held and one.instance_uuid not in known]
-                found = replace(found, open=(*found.open, *others))
-            hosts = self._holders.of_drain(drain)  # after all that was waited for: a host may have left it meanwhile
-            done = step(found, known, hosts, look, now)
-            await unit.put_drain_moves(done.changed)
-            for request in done.requests:
-                unit.emit(OutboxMessage(API, request, request.request_id))
-        return found, done
+    def _emptied(self, drain: str, record: DrainRecord) -> Emptied:
+        async def lock(unit: OperationUnit) -> Level | None:
+            body = await unit.lock_object(ObjectKind.DRAIN, drain)
+            return None if body is None else level_of(msgspec.convert(body, DrainRecord), self._clock.time())
 
-    async def _review(self, drain: str, unclear: Collection[str] | None) -> bool:
-        """Look at these hosts, and go on by what they hold. Returns whether there was anything.
-
-        unclear: None: at all of them before the drain ends; then those that the plan's bound left out count too.
-        """
-        there = [host for uuid, host in self._holders.of_drain(drain).items() if unclear is None or uuid in unclear]
-        if not there:
-            return False
-        held = await self._holders.held_on(there, MAX_PLANNED if unclear is None else 0)
-        passed = await self._step(drain, looked(drain, {host.uuid for host in there}, held))
-        return passed is not None and bool(passed[1].changed)
+        return Emptied(
+            level=level_of(record, self._clock.time()),
+            drains=(drain,),
+            hosts=partial(self._holders.of_drain, drain),
+            lock=lock,
+        )
 
     async def _end(self, drain: str, code: str) -> None:
         now = self._clock.time()
@@ -262,12 +259,12 @@ class DrainKeeper:
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal is_first
             author = ChangeAuthor(self._who, code, now)
-            found = await unit.lock_drain(drain, now, 0)
-            stored = present.objects.get((ObjectKind.DRAIN, drain))
-            if found is None or stored is None or end_of(found, now) != code:
+            body = await unit.lock_object(ObjectKind.DRAIN, drain)
+            record = None if body is None else msgspec.convert(body, DrainRecord)
+            if record is None or end_of(record, await unit.begun((drain,)), now, is_empty=code == DONE) != code:
                 return (), author  # a command, or another scheduler, was first
-            after, is_first = replace(found.record, state=DrainState.ENDED, code=code), True
-            return [changed_object(ObjectKind.DRAIN, drain, found.record, after)], author
+            after, is_first = replace(record, state=DrainState.ENDED, code=code), True
+            return [changed_object(ObjectKind.DRAIN, drain, record, after)], author
 
         await self._registry.write(make)
         if is_first:
@@ -275,13 +272,13 @@ class DrainKeeper:
 
 
 class _Begun(Struct, frozen=True):
-    """A drain that is put on record with its hosts' decisions and its instances."""
+    """A drain that is put on record with its hosts' decisions."""
 
     command: DrainStart
     made: MadePlan
     now: float
 
-    async def make(self, unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
+    async def make(self, _unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
         """Refused where another drain that has not ended has one of the hosts."""
         command, plan = self.command, self.made.plan
         author = ChangeAuthor(command.by, command.reason, self.now)
@@ -316,20 +313,7 @@ class _Begun(Struct, frozen=True):
         old = sorted((one.started_at, drain) for drain, one in drains.items() if drain not in going)
         dropped = [drain for _, drain in old[: max(0, len(old) - MAX_ENDED + 1)]]
         changed += [changed_object(ObjectKind.DRAIN, drain, drains[drain], None) for drain in dropped]
-        await unit.drop_drain_moves(dropped)
-        await unit.put_drain_moves(self._moves())
         return changed, author
-
-    def _moves(self) -> list[DrainMove]:
-        """In the order of the plan, and then the unconfirmed ones. The instances of a fenced host are evacuated, and
-        never moved.
-        """
-        made, drain, kind = self.made, self.command.drain, kind_for(self.made.plan.target, self.command.kind)
-        rows = [new_row(drain, kind, one, at) for at, one in enumerate(made.instances)]
-        for at, planned in enumerate(made.plan.moves):
-            if planned.code == HOST_FENCED:
-                rows[at] = replace(rows[at], state=DrainMoveState.FAILED, code=planned.code, reason=planned.reason)
-        return rows
 
 
 def _going(drains: Mapping[str, DrainRecord]) -> frozenset[str]:
@@ -345,22 +329,7 @@ def _stuck(made: MadePlan) -> Refusal:
     return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
 
 
-def _progress(drain: str, record: DrainRecord, counts: Mapping[DrainMoveState, int]) -> DrainProgress:
+def _progress(drain: str, record: DrainRecord, counts: Mapping[State, int | None]) -> DrainProgress:
     terms: dict[str, Any] = {name: getattr(record, name) for name in DrainTerms.__struct_fields__}
-    counted = {state.value: count for state, count in sorted(counts.items())}
-    return DrainProgress(**terms, id=drain, host=record.name, planned=sum(counts.values()), counts=counted)
-
-
-def _with_moves(known: DrainProgress, moves: list[DrainMove]) -> DrainProgress:
-    of: dict[DrainMoveState, list[DrainMove]] = {state: [] for state in DrainMoveState}
-    for one in moves:
-        of[one.state].append(one)
-    failed = of[DrainMoveState.FAILED]
-    return replace(
-        known,
-        moved=tuple(one.instance_uuid for one in of[DrainMoveState.MOVED]),
-        failed=tuple(DrainFailure(instance_uuid=one.instance_uuid, code=one.code, reason=one.reason) for one in failed),
-        under_way=tuple(one.instance_uuid for one in of[DrainMoveState.UNDER_WAY]),
-        not_begun=tuple(one.instance_uuid for one in of[DrainMoveState.WAITING]),
-        more=known.planned > len(moves),
-    )
+    counted = {state.value: count for state, count in sorted(counts.items()) if count}
+    return DrainProgress(**terms, id=drain, host=record.name, planned=sum(counted.values()), counts=counted)

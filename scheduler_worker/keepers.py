@@ -1,33 +1,24 @@
 """Makes what is outside follow the objects on record: the cells that a scheduler connects to, and the members of
 aggregates in the book. Schedulers do so side by side.
 
-Tells cells of fences until they have acknowledged them, and evacuates the instances of fenced hosts whose policy is
-`restart`. Any number of schedulers do so side by side.
+Tells cells of fences until they have acknowledged them. Any number of schedulers do so side by side.
 
 A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
 host. A host that no compute service has announced here is in the cell of the dead service that the book has it as.
-
-A pass over the evacuations reads which instances are on record on fenced hosts, and publishes a move request for each
-that has none. The id of a request is the same in every scheduler and after every restart, so a request that is
-published twice is one move. A move that has failed (no host fits) is tried again after a pause, under the next id. A
-pass keeps no state that it could not find out again: a scheduler may end between any two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import structlog
-from msgspec import Struct
 
 from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
-from bus.contracts.moves import MoveRequest
 from bus.contracts.objects import MAX_AGGREGATE_HOSTS, CellsPage, FenceRecord
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
@@ -35,25 +26,12 @@ from bus.faults import RequestRefused, RequestTimeout, Transient
 from bus.port import BusError
 from bus.retrying import doubled_s
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.admission import DUPLICATE
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.fences import (
-    MAX_REQUESTS,
-    MAX_TRIES,
-    FencedHost,
-    command,
-    evacuation,
-    fenced_hosts,
-    is_restarted,
-    pause_s,
-)
-from scheduler_worker.domain.moves import BUSY
+from scheduler_worker.domain.fences import command
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
-from scheduler_worker.domain.recorded_moves import RequestKey
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import hosts_of_services
 from scheduler_worker.objects import ObjectRegistry
-from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
@@ -276,146 +254,3 @@ async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> No
         except (Transient, RequestRefused) as fault:
             log.warning("host.cell_unknown", hosts=unknown[:LOGGED], code=fault.code)
             return
-
-
-STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones
-BUSY_S = 1.0  # between two passes while evacuations are under way, or wait for their next try
-IDLE_S = 60.0  # otherwise: a policy may have been changed since
-AGAIN_S = 10.0  # a request that is not on record this long after it was published is published again
-PAGE = 500  # instances read at a time
-NO_TRIES = 0, 0
-
-
-class OpenRequest(Struct, frozen=True):
-    """A request that is to be made, or is under way (it, or another one about the instance). due_s:
-    the earliest time.
-    """
-
-    request_id: str
-    build: RecordedBuild
-    is_under_way: bool
-    due_s: float
-
-
-class EvacuationTask:
-    """The task of one scheduler."""
-
-    def __init__(
-        self,
-        store: SchedulerStore,
-        registry: ObjectRegistry,
-        selector: Selector,
-        bus: Bus,
-        *,
-        clock: Clock,
-        rng: random.Random,
-    ) -> None:
-        self._store = store
-        self._registry = registry
-        self._selector = selector
-        self._bus = bus
-        self._clock = clock
-        self._rng = rng
-        self._fenced: frozenset[FencedHost] = frozenset()
-        # {(host, instance): its requests that have ended, and those of them that have failed}
-        self._tried: dict[tuple[FencedHost, str], tuple[int, int]] = {}
-        self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
-        self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        due_s: float | None = None
-        while True:
-            left_s = None if due_s is None else due_s - self._clock.monotonic()
-            await changed_within(self._registry.fences_changed, left_s)
-            fenced = fenced_hosts(self._registry.fences)
-            if fenced != self._fenced:
-                self._adopt(fenced)
-                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S) if fenced else None
-            if due_s is None or self._clock.monotonic() < due_s:
-                continue
-            try:
-                is_busy = await self._pass()
-            except (Transient, BusError) as fault:
-                is_busy = True
-                log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
-            due_s = self._clock.monotonic() + (BUSY_S if is_busy else IDLE_S)
-
-    def _adopt(self, fenced: frozenset[FencedHost]) -> None:
-        self._fenced = fenced
-        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in fenced}
-        self._due_s = {key: due_s for key, due_s in self._due_s.items() if key[0] in fenced}
-
-    async def _pass(self) -> bool:
-        """Look at all instances of the fenced hosts once; returns whether the next look is due soon.
-
-        Raises Transient or BusError.
-        """
-        hosts = {host.uuid: host for host in self._fenced}
-        under_way, last = 0, FIRST_UUID
-        ready: list[MoveRequest] = []
-        is_busy, is_full = False, True
-        while is_full:
-            page = await self._store.active_on(sorted(hosts), PAGE, after=last)
-            is_full, last = len(page) == PAGE, page[-1] if page else last
-            for one in await self._open_requests(page, hosts):
-                is_busy = True
-                if one.is_under_way:
-                    self._published_s.pop(one.request_id, None)
-                    under_way += 1
-                elif self._clock.monotonic() >= one.due_s:
-                    ready.append(evacuation(one.request_id, one.build))
-        await self._publish(ready, self._selector.config.evacuations_at_once - under_way)
-        return is_busy
-
-    async def _open_requests(self, uuids: Sequence[str], hosts: Mapping[str, FencedHost]) -> list[OpenRequest]:
-        """For each of these instances that is to be restarted: its first request that has not failed."""
-        found: list[OpenRequest] = []
-        async with self._store.operation() as unit:
-            on_fenced: dict[str, FencedHost] = {}
-            for (uuid, _), known in (await unit.known([(uuid, uuid) for uuid in uuids])).items():
-                host = None if known.build is None else hosts.get(known.build.host_uuid or "")
-                if host is not None and is_restarted(known, self._selector.config):
-                    on_fenced[uuid] = host
-            while on_fenced:  # at most MAX_REQUESTS rounds, and one where they have been counted before
-                requests: list[RequestKey] = []
-                for uuid, host in list(on_fenced.items()):
-                    tried, failed = self._tried.get((host, uuid), NO_TRIES)
-                    if tried < MAX_REQUESTS and failed < MAX_TRIES:
-                        requests.append((host.request_id(uuid, tried), uuid))
-                    else:
-                        del on_fenced[uuid]
-                for (request_id, uuid), known in (await unit.known(requests)).items():
-                    host, move = on_fenced[uuid], known.move_of(uuid)
-                    if known.build is not None and known.move is not None and (move is None or move.terminal):
-                        self._count_failure(host, uuid, request_id, DUPLICATE if move is None else move.code)
-                        continue
-                    del on_fenced[uuid]
-                    if known.build is not None:
-                        due_s = self._due_s.get((host, uuid), 0.0)
-                        is_under_way = move is not None or known.now.under_way is not None
-                        found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
-        return found
-
-    def _count_failure(self, host: FencedHost, uuid: str, request_id: str, code: str) -> None:
-        """One that was refused as busy is no failure: it waits for the end of the other request."""
-        tried, failed = self._tried.get((host, uuid), NO_TRIES)
-        tried, failed = self._tried[host, uuid] = tried + 1, failed + (code != BUSY)
-        self._due_s[host, uuid] = self._clock.monotonic() + pause_s(tried)
-        self._published_s.pop(request_id, None)
-        emit = log.info if tried < MAX_REQUESTS and failed < MAX_TRIES else log.error
-        emit("evacuation.failed", instance=uuid, host=host.name, tried=tried, code=code)
-
-    async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
-        """As many as there are free slots for: requests that were published and are not on record
-        yet take slots, too.
-        """
-        now_s = self._clock.monotonic()
-        self._published_s = {one: at for one, at in self._published_s.items() if now_s - at < AGAIN_S}
-        waiting = [one for one in ready if one.request_id not in self._published_s]
-        chosen = waiting[: max(0, free_slots - len(self._published_s))]
-        if not chosen:
-            return
-        log.warning("evacuations.requested", count=len(chosen), waiting=len(waiting) - len(chosen))
-        self._published_s.update((one.request_id, now_s) for one in chosen)
-        await self._bus.publish_all([(one, one.request_id) for one in chosen])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -44,13 +45,15 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import Author, BuildUpdate, RecordedBuild
+from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
     CHANGED,
+    NO_SOURCE,
+    SOURCE_UNKNOWN,
     Holding,
     accepted,
     added_by,
@@ -70,6 +73,7 @@ from scheduler_worker.domain.recorded_moves import (
     PendingMove,
     RecordedMove,
     RequestKey,
+    WrittenMoves,
     begin_transfer,
     event_of,
     flavor_of,
@@ -85,9 +89,9 @@ log = structlog.get_logger(__name__)
 
 NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
-SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
-# Its allocations are gone: a move, which keeps them on the source, has nothing to keep.
-NO_SOURCE = Refusal(code=SOURCE_UNKNOWN.code, reason="placement has no allocation of the instance, on any host")
+
+
+Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingMove]], Awaitable[Sequence[PendingMove]]]
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
@@ -114,20 +118,6 @@ class Located(Struct, frozen=True):
     def source(self) -> str | None:
         """The instance's host."""
         return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
-
-
-class WrittenMoves(Struct):
-    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
-
-    author: Author
-    moves: dict[str, RecordedMove] = {}
-    builds: dict[str, RecordedBuild] = {}
-    labels: list[str] = []
-
-    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
-        """The records for a request, as the earlier requests of the batch leave them."""
-        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
-        return replace(found, move=move or found.move, build=build or found.build)
 
 
 class MoveEngine:
@@ -158,8 +148,11 @@ class MoveEngine:
         # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
         self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
-    async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
+    async def process(self, moves: Sequence[PendingMove], admit: Admit | None = None) -> dict[int, Outcome]:
+        """Schedule a batch; returns the outcomes by position. What placement does not answer about waits.
+
+        admit: which of them may still begin, asked in the transaction that writes them.
+        """
         self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known([one.key for one in moves])
@@ -174,7 +167,7 @@ class MoveEngine:
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
         outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
         to_write = [one for one in moves if one.position not in outcomes]
-        return outcomes | await self._write(to_write, known, chosen)
+        return outcomes | await self._write(to_write, known, chosen, admit)
 
     def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
@@ -405,7 +398,11 @@ class MoveEngine:
     # --- write
 
     async def _write(
-        self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext], chosen: Mapping[int, Chosen]
+        self,
+        moves: Sequence[PendingMove],
+        known: Mapping[RequestKey, MoveContext],
+        chosen: Mapping[int, Chosen],
+        admit: Admit | None,
     ) -> dict[int, Outcome]:
         """Check again under the instances' locks, and write what follows."""
         if not moves:
@@ -413,6 +410,8 @@ class MoveEngine:
         outcomes: dict[int, Outcome] = {}
         batch = WrittenMoves(Author(self._who, self._clock.time()))
         async with self._store.operation() as unit:
+            if admit is not None:
+                moves = await admit(unit, moves)
             now = await unit.known([one.key for one in moves], lock=True)
             for pending in moves:
                 found = batch.as_left(now[pending.key], pending.request)

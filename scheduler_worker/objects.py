@@ -177,9 +177,9 @@ class ObjectRegistry:
         self._in_force: tuple[dict[Key, dict[str, Any]], Configured] | None = None
         self._judged_last: tuple[dict[Key, dict[str, Any]], Configured] | None = None  # of a change, until it is loaded
         self.fences: Mapping[str, FenceRecord] = {}  # of hosts, by uuid, as they are in force here
-        self.fences_changed = asyncio.Event()  # set when they change; `EvacuationTask` clears it
+        self.fences_changed = asyncio.Event()  # set when they change; `EvacuationController` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
-        self.drains_changed = asyncio.Event()  # set when they change; `DrainKeeper` clears it
+        self.drains_changed = asyncio.Event()  # set when they change; `DrainController` clears it
         self.cells: object_changes.Decisions = {}  # by name
         self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
         self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it

@@ -31,7 +31,7 @@ from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.drains import DrainController
 from scheduler_worker.fleet import host_metrics_page
 from scheduler_worker.keepers import CellKeeper
 from scheduler_worker.objects import ObjectRegistry
@@ -46,7 +46,7 @@ class QueryHandler:
     def __init__(
         self,
         store: SchedulerStore,
-        drains: DrainKeeper,
+        drains: DrainController,
         waiting: WaitingTable,
         *,
         clock: Clock,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from bus.bus import Bus
 from bus.clock import Clock
@@ -21,7 +22,8 @@ from bus.faults import RequestTimeout
 
 PLAN_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 30.0
-LOOK_S = 0.25  # between two looks at a drain that is followed
+LOOK_S = 0.25  # between two looks at a drain that is followed; a look that took long is repeated later
+STUCK_S = 10.0  # everything left cannot move for this long: a service may just be restarted
 
 
 async def plan(bus: Bus, query: DrainQuery, *, timeout_s: float = PLAN_TIMEOUT_S) -> DrainPlan:
@@ -52,13 +54,14 @@ async def follow(
     timeout_s: float,
     on_progress: Callable[[DrainProgress], None] = lambda _: None,
 ) -> DrainProgress:
-    """Look at a drain until it has ended, at most this long; its state at the last look.
+    """Look at a drain until it has ended, or nothing left of it can move, at most this long; its state at the last.
 
     Raises RequestTimeout when no scheduler answered before the time ran out.
     """
-    give_up_at = clock.monotonic() + timeout_s
+    give_up_at, stuck_at = clock.monotonic() + timeout_s, inf
     seen: DrainProgress | None = None
     while True:
+        asked_at = clock.monotonic()
         try:
             (seen,) = await drains(bus, DrainsQuery(drain=drain))
         except RequestTimeout:
@@ -66,6 +69,14 @@ async def follow(
                 raise
             continue
         on_progress(seen)
-        if seen.state is DrainState.ENDED or clock.monotonic() >= give_up_at:
+        now = clock.monotonic()
+        stuck_at = min(stuck_at, now + STUCK_S) if is_stuck(seen) else inf
+        if seen.state is DrainState.ENDED or now >= min(give_up_at, stuck_at):
             return seen
-        await clock.sleep(LOOK_S)
+        await clock.sleep(max(LOOK_S, 5 * (now - asked_at)))
+
+
+def is_stuck(seen: DrainProgress) -> bool:
+    """Whether nothing that is left can move now: everything was refused three times, or has a reason that stays."""
+    is_running = seen.state is DrainState.RUNNING
+    return is_running and bool(seen.failed) and not (seen.not_begun or seen.under_way or seen.more)

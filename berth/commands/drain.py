@@ -1,4 +1,4 @@
-"""`berth drain` and `berth drains`: the instances of hosts move elsewhere, by a plan that is made before the start."""
+"""`berth drain` and `berth drains`: hosts are emptied; a plan before the start shows where their instances would go."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ async def drain(
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
 
-    Ctrl-C stops the drain: it begins nothing more. Exit status 1 when an instance could not move, 4 when not all have
-    been moved.
+    Ctrl-C stops the drain: it begins nothing more. Exit status 1 when nothing that is left can move, though the drain
+    goes on; 4 when it has ended, or the time is over, before all have been moved.
     """
     check_reason(options.reason)
     kind = MoveKind.MIGRATE if options.cold else MoveKind.LIVE_MIGRATE
@@ -154,7 +154,7 @@ async def list_drains(
 
 @drains.command()
 async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int:
-    """Show the progress of a drain, and what it has not moved. Exit status 1 when something could not move."""
+    """Show the progress of a drain, and what it has not moved. Exit status 1 when something cannot move."""
     ident = parse_uuid(drain_id)
     async with client(settings) as berth:
         found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
@@ -180,7 +180,7 @@ async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
 
 @drains.command()
 async def resume(settings: Settings, drain_id: Id, deadline: Deadline = None, *, options: ToDrain) -> int:
-    """Go on, also with one that has ended: failed moves are tried again."""
+    """Go on, also with one that has ended."""
     return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
 
 
@@ -235,6 +235,9 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
     left = len(seen.not_begun) + len(seen.under_way)
     if seen.state is not DrainState.ENDED and not as_json:
+        if client_drains.is_stuck(seen):
+            reason = f"{counted(len(seen.failed), 'instance')} cannot move now; the drain goes on: "
+            raise Stop(Exit.NO, "drain.left", f"{reason}see berth drains show {seen.id}")
         raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
@@ -280,7 +283,7 @@ def show_drain(one: DrainProgress) -> None:
     print_line(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")
     print_line(f"{_counted(one)}{why}{until}")
     rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
-    rows += [[uuid, "", "not begun"] for uuid in one.not_begun]
+    rows += [[uuid, "", "waits"] for uuid in one.not_begun]
     if rows:
         render_rows(out, ["left", "code", "why"], rows)
 

@@ -202,7 +202,6 @@ MESSAGES: tuple[MessageRow, ...] = (
         moves.MoveRequest,
         "instance.move.{lane}.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        by=(CLIENT, OPERATOR, GATEWAY, SCHEDULER),
         reply=moves.MoveAccepted,
     ),
     of_requests(

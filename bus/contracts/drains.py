@@ -47,7 +47,7 @@ class DrainAction(StrEnum):
     """An operator's command to a drain."""
 
     PAUSE = "pause"
-    RESUME = "resume"  # also of one that has ended: what failed is tried again
+    RESUME = "resume"  # also of one that has ended
     STOP = "stop"
 
 
@@ -57,8 +57,7 @@ class DrainMoveState(StrEnum):
     WAITING = "waiting"
     UNDER_WAY = "under-way"
     MOVED = "moved"
-    FAILED = "failed"
-    LEFT = "left"  # no concern of the drain any more: deleted, moved by another request, or its host has left the drain
+    FAILED = "failed"  # it cannot move now, or was refused three times: it is tried again
 
 
 class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
@@ -155,15 +154,15 @@ class DrainTerms(Struct, frozen=True, kw_only=True):
 class DrainRecord(DrainTerms, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
 
-    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.left`: something
-    could not move, `drain.deadline`, `drain.stopped`). hosts: how many it has disabled.
+    started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.deadline`,
+    `drain.stopped`). hosts: how many it has disabled.
     """
 
     name: Label
 
 
 class DrainFailure(Struct, frozen=True, kw_only=True):
-    """An instance that could not move."""
+    """An instance that cannot move now."""
 
     instance_uuid: Uuid
     code: str
@@ -171,10 +170,11 @@ class DrainFailure(Struct, frozen=True, kw_only=True):
 
 
 class DrainProgress(DrainTerms, frozen=True, kw_only=True):
-    """The progress of a drain. host: the target's name. planned: its instances.
+    """The progress of a drain: what it has moved by the requests on record, and what its hosts hold now.
 
-    counts: {state of an instance: how many}. moved, failed, under_way, not_begun: which, where one drain was asked for;
-    at most MAX_PLANNED. more: there are further ones.
+    host: the target's name. counts: {state of an instance: how many}; planned: their sum. Where one drain was asked for
+    also what waits and what has failed, and which these are: moved, failed, under_way, not_begun; at most MAX_PLANNED
+    of each. more: there are, or may be, further ones.
     """
 
     id: Uuid

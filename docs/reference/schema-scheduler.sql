@@ -56,10 +56,13 @@ CREATE TABLE moves (
     created_at DOUBLE PRECISION NOT NULL,
     updated_at DOUBLE PRECISION NOT NULL,
     transfer TEXT,
+    drain UUID,
     PRIMARY KEY (request_id)
 );
 
 CREATE INDEX moves_newest ON moves (created_at DESC);
+
+CREATE INDEX moves_of_drain ON moves (drain, terminal, created_at DESC) WHERE drain IS NOT NULL;
 
 CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
 
@@ -94,25 +97,6 @@ CREATE TABLE object_log (
     forced BOOLEAN DEFAULT false NOT NULL,
     PRIMARY KEY (revision, kind, name)
 );
-
-CREATE TABLE drain_moves (
-    drain UUID NOT NULL,
-    instance_uuid UUID NOT NULL,
-    position INTEGER NOT NULL,
-    source_uuid UUID NOT NULL,
-    kind TEXT NOT NULL,
-    state TEXT NOT NULL,
-    host_uuid UUID,
-    tries INTEGER NOT NULL,
-    failures INTEGER NOT NULL,
-    code TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    due_at DOUBLE PRECISION NOT NULL,
-    begun_at DOUBLE PRECISION NOT NULL,
-    PRIMARY KEY (drain, instance_uuid)
-);
-
-CREATE INDEX drain_moves_in_order ON drain_moves (drain, state, position);
 
 CREATE TABLE outbox (
     id BIGINT GENERATED ALWAYS AS IDENTITY,

@@ -1,12 +1,15 @@
-"""The rule of drains: when one has ended as done, its hosts hold nothing of an instance. Judged by record and book."""
+"""The rules of drains: when one has ended as done, its hosts hold nothing of an instance; and so many of its moves are
+under way as it may have, none once it has ended. Judged by record and book.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 
 import msgspec
 
-from bus.contracts.drains import DrainState
+from bus.contracts.drains import DrainRecord, DrainState
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from lab.simulation.watch import Breach
@@ -36,6 +39,7 @@ class DrainWatch:
         self._hosts: dict[str, str] = {}  # {host: its drain, which has not ended}
         self._since: dict[tuple[str, str], float] = {}  # {(consumer, host): when it was first seen to hold something}
         self._token: str | None = None
+        self._drains: dict[str, DrainRecord] = {}
 
     def book_committed(self) -> None:
         """After a commit of the book."""
@@ -52,9 +56,11 @@ class DrainWatch:
         """After a commit of the schedulers. Raises Breach."""
         present = self._builds.objects.present
         if present.token == self._token:
+            self._keep_their_bound()
             return
         self._token, before = present.token, self._hosts
-        drains = drains_of(present.objects)
+        self._drains = drains = drains_of(present.objects)
+        self._keep_their_bound()
         self._hosts = {}
         for (kind, host), stored in present.objects.items():
             if kind is not ObjectKind.HOST:
@@ -68,6 +74,14 @@ class DrainWatch:
             elif drain.code == DONE and before.get(host) == decision.drain:
                 self._holds_nothing(host)
         self.book_committed()
+
+    def _keep_their_bound(self) -> None:
+        if not self._drains:
+            return
+        under_way = Counter(move.drain for move, _ in self._builds.moves.values() if move.drain and not move.terminal)
+        for drain, record in self._drains.items():
+            if under_way[drain] > (0 if record.state is DrainState.ENDED else record.at_once):
+                raise Breach("drains_keep_their_bound", f"{under_way[drain]} of {drain}, which is {record.state}")
 
     def _holds_nothing(self, host: str) -> None:
         for (uuid, held_on), since in self._since.items():

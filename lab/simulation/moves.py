@@ -35,6 +35,7 @@ FENCE = "fence"  # the verb of an order that fences a service's hosts
 DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
 DRAIN_STEP_S = 0.5
 DRAIN_DEADLINE_S = 25.0
+DRAIN_AT_ONCE = 2  # hosts have a few instances
 SEEN_S = 20.0  # after this a silent service is suspected, and its instances are evacuated
 DECISION_S = 3.0  # an answer to a decision is waited for so long
 MAX_DECISION_TRIES = 20  # of a decision about a host that schedulers may not know
@@ -289,6 +290,7 @@ class Mover:
             name=host,
             target=DrainTarget.HOST,
             by="operator",
+            at_once=DRAIN_AT_ONCE,
             deadline_s=DRAIN_DEADLINE_S,
             force=True,
         )

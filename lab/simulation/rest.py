@@ -9,7 +9,7 @@ import msgspec
 
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
-from bus.contracts.drains import DrainMoveState, DrainState
+from bus.contracts.drains import DrainState
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
@@ -115,18 +115,16 @@ def _former_cells_rest(world: World) -> Iterator[str]:
 
 
 def _drains_have_ended(world: World, burnt: Collection[str]) -> Iterator[str]:
-    """No drain is under way for ever, and what a drain that has ended has of instances is their ends. A drain waits for
-    the moves that it has begun (seed 1795407114).
-    """
-    moves = world.builds.drain_moves.values()
-    waiting = {move.drain for move in moves if move.state is DrainMoveState.UNDER_WAY and move.instance_uuid in burnt}
+    """No drain is under way for ever, and none ends before the moves that it has begun (seed 1795407114)."""
+    moves = [move for move, _ in world.builds.moves.values() if move.drain is not None and not move.terminal]
+    waiting = {move.drain for move in moves if move.instance_uuid in burnt}
     states = {name: drain.state for name, drain in drains_of(world.builds.objects.present.objects).items()}
     for drain, state in states.items():
         if state is not DrainState.ENDED and drain not in waiting:
             yield f"drains_end: {drain} is {state}"
     for move in moves:
-        if states.get(move.drain) is DrainState.ENDED and move.state is DrainMoveState.UNDER_WAY:
-            yield f"drains_end: {move.drain} has ended, and {move.instance_uuid} is {move.state}"
+        if states.get(move.drain or "") is DrainState.ENDED:
+            yield f"drains_end: {move.drain} has ended, and {move.request_id} of {move.instance_uuid} is {move.state}"
 
 
 def _fences_are_on_record(world: World) -> Iterator[str]:

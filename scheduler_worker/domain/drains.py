@@ -1,19 +1,13 @@
-"""The course of a drain: which of its instances are requested to move next, and how the ends of their moves change it.
-Pure.
+"""Hosts that shall have no instances: which of these are requested to move next, and why the others wait. Pure.
 
-Any number of schedulers carry out a drain together. Each pass locks the drain's row, and writes its decisions together
-with the requests that follow, so a scheduler may end between any two passes. The id of a request follows from the
-drain, the instance and the number of the try.
-
-What becomes of an instance follows from one read each time (`next_of`): its row, what is on record of it, and, unless
-it is on record as active on its host, what the hosts of the drain hold of it. So a drain does not end as done before
-its hosts hold nothing: of what cannot be moved away yet the row waits, and is looked at again.
+A level is a drain, or the fences of dead hosts. Nothing of its course is stored: each pass reads what the hosts hold
+and the requests on record. The id of a request follows from the level, the instance and the newest request about it
+that has ended, so schedulers that decide the same make one request, and the next try has another id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from math import inf
+from collections.abc import Iterable, Mapping, Sequence
 from uuid import UUID, uuid5
 
 import msgspec
@@ -23,45 +17,41 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import TERMINAL_STATES, BuildState
-from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, DrainRecord, DrainState, DrainTarget
+from bus.contracts.drains import DrainAction, DrainCommand, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
-from bus.contracts.objects import HostDecision, StoredObject
-from bus.contracts.operations import AdminState
+from bus.contracts.objects import FenceRecord, HostDecision, StoredObject
+from bus.contracts.operations import AdminState, EvacuationPolicy
 from bus.retrying import doubled_s
-from scheduler_worker.domain.admission import DUPLICATE
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.fences import policy_of
 from scheduler_worker.domain.moves import BUSY, CELL_DRAIN_USER, DRAIN_USER
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
-NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
-MAX_FAILURES = 4  # tries of one instance; then it has failed
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
-# Codes of instances that wait because a host of the drain holds something of them while they are not active there.
+NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration: the next one is cold
+# Codes of instances that wait because a host holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
 ARRIVING = "instance.arriving"  # a request that brings it to the host is under way
 RELEASING = "instance.releasing"  # it is being deleted
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
 MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
-# How often each is looked at until it has failed. The first three are in progress and end by themselves. What is not
-# released should be soon: some nine minutes. A client's confirm may never come, and nothing ends what is misplaced.
-LOOKS: dict[str, float] = {
-    BUILDING: inf,
-    ARRIVING: inf,
-    RELEASING: inf,
-    UNRELEASED: 14,
-    UNCONFIRMED: MAX_FAILURES,
-    MISPLACED: MAX_FAILURES,
+# These end by themselves. Any other reason is that of an instance that cannot move.
+PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
+# Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
+UNMOVABLE = {
+    Condition.SHELVED: Refusal(code="instance.shelved", reason="it is shelved: unshelve or offload it first"),
+    Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
+    Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
 }
-LOOK_S = 2.0  # between two looks at what ends by itself
+STUCK = 3  # refusals, after which an instance counts as one that cannot move; it is tried again all the same
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between a refusal and the next try; doubled with each
 BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
-AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
+READ_ENDS = 48  # requests that have ended that are read of one instance
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
-State = DrainMoveState
-DONE, LEFT, DEADLINE, STOPPED = "drain.done", "drain.left", "drain.deadline", "drain.stopped"
-
+DONE, DEADLINE, STOPPED = "drain.done", "drain.deadline", "drain.stopped"
 
 HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
 _WHY = {
@@ -71,11 +61,14 @@ _WHY = {
 
 
 class DrainedHost(Struct, frozen=True):
-    """A host that is drained, or is to be. code: why nothing can be moved away from it now; "": it can."""
+    """A host that is emptied, or is to be. code: why nothing can be moved away from it now; "": it can. drain: what its
+    requests have on record as theirs.
+    """
 
     uuid: str
     name: str
     code: str = ""
+    drain: str = ""
 
     @property
     def reason(self) -> str:
@@ -83,43 +76,37 @@ class DrainedHost(Struct, frozen=True):
         return _WHY[self.code].format(self.name)
 
 
-class DrainMove(Struct, frozen=True, kw_only=True):
-    """One instance of a drain. position: in the order of the plan. source_uuid: the host that is drained; host_uuid:
-    where it was moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be tried
-    next, and when it was tried last (seconds since the epoch).
+class Level(Struct, frozen=True, kw_only=True):
+    """How hosts are emptied. user: of the requests. begins: whether further moves may begin. most_refusals: of one
+    instance, after which it is tried no more.
     """
 
-    drain: str
-    instance_uuid: str
-    position: int
-    source_uuid: str
     kind: MoveKind
-    state: DrainMoveState = DrainMoveState.WAITING
-    host_uuid: str | None = None
-    tries: int = 0
-    failures: int = 0
+    user: str
+    at_once: int
+    per_minute: int | None = None
+    begins: bool = True
+    longest_pause_s: float = LONGEST_PAUSE_S
+    most_refusals: int | None = None
+
+
+class BegunMoves(Struct, frozen=True):
+    """The requests of a level on record: how many are under way, and when the newest was made."""
+
+    under_way: int = 0
+    last_at: float = 0.0
+
+
+class EndedRequest(Struct, frozen=True, kw_only=True):
+    """A request that has ended. drain: the level that made it (None: a client). updated_at: when it ended."""
+
+    request_id: str
+    instance_uuid: str
+    state: MoveState
     code: str = ""
     reason: str = ""
-    due_at: float = 0.0
-    begun_at: float = 0.0
-
-    @property
-    def request_id(self) -> str:
-        """The id of its request under way, or of its next one."""
-        made = self.tries - (self.state is DrainMoveState.UNDER_WAY)
-        return str(uuid5(_NAMESPACE, f"{self.drain} {self.instance_uuid} {made}"))
-
-
-class OpenDrain(Struct, frozen=True, kw_only=True):
-    """A drain in one transaction. open: its instances under way, and the first of those that are due, in order.
-
-    counts: of all its instances, by state. last_begun_at: when its newest request was made.
-    """
-
-    record: DrainRecord
-    open: tuple[DrainMove, ...]
-    counts: Mapping[DrainMoveState, int]
-    last_begun_at: float
+    drain: str | None = None
+    updated_at: float = 0.0
 
 
 class HeldInstance(Struct, frozen=True, kw_only=True):
@@ -135,77 +122,169 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
     known: MoveContext = MoveContext()
 
 
-class Look(Struct, frozen=True):
-    """One look at hosts of a drain, or none yet. uuids: of the hosts. held: by instance, what these hold of it."""
+class NextMove(Struct, frozen=True):
+    """A move that may be requested now."""
 
-    drain: str
-    uuids: Collection[str] = ()
-    held: Mapping[str, HeldInstance] = {}
-
-
-def looked(drain: str, uuids: Collection[str], held: Sequence[HeldInstance]) -> Look:
-    """Of several hosts that hold something of an instance the first counts."""
-    found: dict[str, HeldInstance] = {}
-    for one in held:
-        found.setdefault(one.instance_uuid, one)
-    return Look(drain, uuids, found)
+    held: HeldInstance
+    request: MoveRequest
 
 
-class DrainStep(Struct, frozen=True):
-    """The changes of one pass: rows to write, requests to publish. unclear: hosts (uuids) that have to be looked at."""
-
-    changed: tuple[DrainMove, ...] = ()
-    requests: tuple[MoveRequest, ...] = ()
-    unclear: frozenset[str] = frozenset()
-
-
-def step(
-    drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, DrainedHost], look: Look, now: float
-) -> DrainStep:
-    """One pass. known: by instance, the record of the move that the row requested, or of its next one. Of another row
-    it is as old as the look: it waits, and is judged and moved by a later pass. hosts: that are in the drain now.
+class WaitingInstance(Struct, frozen=True, kw_only=True):
+    """An instance that is not requested now. code "": only because enough others are. is_stuck: it cannot move now.
+    is_last: it is tried no more.
     """
-    rows = {row.instance_uuid: row for row in drain.open}
-    unknown, size = [one for uuid, one in look.held.items() if uuid not in rows], sum(drain.counts.values())
-    new = [new_row(look.drain, drain.record.kind, one, size + at) for at, one in enumerate(unknown)]
-    changed: list[DrainMove] = []
-    requests: list[MoveRequest] = []
-    unclear: set[str] = set()
-    under_way = begun = 0
-    for row in (*drain.open, *new):
-        was_under_way = row.state is State.UNDER_WAY
-        if not was_under_way and drain.record.state is not DrainState.RUNNING:
-            continue
-        context = known.get(row.instance_uuid) or look.held[row.instance_uuid].known
-        is_later = row.instance_uuid not in known and not look.held[row.instance_uuid].code
-        after = row if is_later and row.state is State.WAITING else next_of(row, context, hosts, look, now)
-        if after is None:
-            unclear.add(row.source_uuid)
-            continue
-        is_due = after.state is State.WAITING and after.due_at <= now and row.instance_uuid in known
-        if was_under_way:
-            under_way += after.state is State.UNDER_WAY
-        elif is_due and begun < _free_slots(drain, under_way, now):
-            begun += 1
-            after = replace(after, state=State.UNDER_WAY, tries=after.tries + 1, begun_at=now)
-        if after != rows.get(row.instance_uuid):
-            changed.append(after)
-            requests += [_request(after, context, drain.record.target)] if after.state is State.UNDER_WAY else []
-    return DrainStep(tuple(changed), tuple(requests), frozenset(unclear))
+
+    held: HeldInstance
+    code: str = ""
+    reason: str = ""
+    is_stuck: bool = False
+    is_last: bool = False
 
 
-def end_of(drain: OpenDrain, now: float) -> str | None:
-    """Why the drain is over, if it is; when all instances of a running drain have ended, its hosts still have to be
-    searched for others.
-    """
-    counts, record = drain.counts, drain.record
-    if counts.get(State.UNDER_WAY) or record.state is DrainState.ENDED:
+class NextMoves(Struct, frozen=True):
+    """The result of a pass over what hosts hold."""
+
+    moves: tuple[NextMove, ...] = ()
+    waiting: tuple[WaitingInstance, ...] = ()
+
+
+def next_moves(
+    level: Level,
+    held: Iterable[HeldInstance],
+    ended: Mapping[str, Sequence[EndedRequest]],
+    begun: BegunMoves,
+    now: float,
+) -> NextMoves:
+    """The moves that begin now, in the order of what is held. ended: by instance, the newest first."""
+    most = free_slots(level, begun, now)
+    moves: list[NextMove] = []
+    waiting: list[WaitingInstance] = []
+    for one in _each_once(held):
+        move, waits = _next_of(level, one, ended.get(one.instance_uuid, ()), now)
+        if move is not None and len(moves) < most:
+            moves.append(move)
+        else:
+            waiting.append(waits)
+    return NextMoves(tuple(moves), tuple(waiting))
+
+
+def end_of(record: DrainRecord, begun: BegunMoves, now: float, *, is_empty: bool) -> str | None:
+    """Why a drain is over, if it is. is_empty: its hosts hold nothing. It waits for the moves that it has begun."""
+    if begun.under_way or record.state is DrainState.ENDED:
         return None
     if record.state is DrainState.STOPPING:
         return STOPPED
-    if record.state is DrainState.RUNNING and not counts.get(State.WAITING):
-        return LEFT if counts.get(State.FAILED) else DONE
+    if is_empty and record.state is DrainState.RUNNING:
+        return DONE
     return DEADLINE if _is_late(record, now) else None
+
+
+def request_id(drain: str, instance_uuid: str, last: str = "") -> str:
+    """The id of the next request about an instance. last: the newest one that has ended, or an id that is taken."""
+    return str(uuid5(_NAMESPACE, f"{drain} {instance_uuid} {last}"))
+
+
+def _each_once(held: Iterable[HeldInstance]) -> Iterable[HeldInstance]:
+    """Of several hosts that hold something of an instance the one where it is active counts, else the first."""
+    found: dict[str, HeldInstance] = {}
+    for one in held:
+        if one.instance_uuid not in found or (found[one.instance_uuid].code and not one.code):
+            found[one.instance_uuid] = one
+    return found.values()
+
+
+def _next_of(
+    level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float
+) -> tuple[NextMove | None, WaitingInstance]:
+    """Its move if it may begin now; and why it waits, where it does not."""
+    refused = _refused(one.source.drain, ended)
+    counted = sum(request.code not in (BUSY, NOT_RUNNING) for request in refused)
+    why = _blocked(level, one)
+    if why is not None:
+        is_stuck = bool(one.source.code) or why.code not in PASSING
+        return None, WaitingInstance(held=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
+    waits, kind, is_due = WaitingInstance(held=one), level.kind, True
+    if refused and refused[0].code == NOT_RUNNING:
+        kind = MoveKind.MIGRATE
+    elif refused:
+        last = refused[0]
+        is_last = level.most_refusals is not None and counted >= level.most_refusals
+        is_stuck = is_last or counted >= STUCK
+        waits = WaitingInstance(held=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
+        pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
+        is_due = not is_last and now >= last.updated_at + pause_s
+    ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
+    return (NextMove(one, _request(level, kind, one, ident)) if is_due else None), waits
+
+
+def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
+    """The requests of a level about an instance since the last one that has moved it, the newest first."""
+    found: list[EndedRequest] = []
+    for one in ended:
+        if one.drain == drain:
+            if one.state is MoveState.DONE:
+                break
+            found.append(one)
+    return found
+
+
+def _blocked(level: Level, one: HeldInstance) -> Refusal | None:
+    """Why no move of it is requested, whatever was requested before."""
+    host = one.source
+    if one.code:
+        reason = f"{one.reason}; {host.name}: {host.code}" if host.code else one.reason
+        return Refusal(code=one.code, reason=reason[:MAX_REASON])
+    if one.known.now.under_way is not None:
+        return Refusal(code=BUSY, reason="another request about it is under way")
+    if level.kind is not MoveKind.EVACUATE and one.known.now.condition in UNMOVABLE:
+        return UNMOVABLE[one.known.now.condition]
+    return Refusal(code=host.code, reason=host.reason) if host.code else None
+
+
+def free_slots(level: Level, begun: BegunMoves, now: float) -> int:
+    """How many moves may begin now; none: 0 or fewer."""
+    if not level.begins:
+        return 0
+    free = level.at_once - begun.under_way
+    if level.per_minute is not None:
+        due = int((now - begun.last_at) * level.per_minute / 60.0) if begun.last_at else 1
+        # A drain does not make up at once for a pause, or for moves that took long.
+        free = min(free, due, max(1, int(BURST_S * level.per_minute / 60.0)))
+    return free
+
+
+def _request(level: Level, kind: MoveKind, one: HeldInstance, ident: str) -> MoveRequest:
+    """The request, the same from every scheduler. A cold move is confirmed at once. An evacuation states no fence: its
+    cell's own record of one is the proof; it offloads a shelved instance, which has nothing to be started elsewhere.
+    """
+    return MoveRequest(
+        request_id=ident,
+        instance_uuid=one.instance_uuid,
+        project_id=one.project_id,
+        user_id=level.user,
+        kind=kind,
+        auto_confirm_s=0.0 if kind is MoveKind.MIGRATE else None,
+    )
+
+
+# --- drains
+
+
+def level_of(record: DrainRecord, now: float) -> Level:
+    """The level that a drain is now. Those of a cell leave it, which none does while it runs."""
+    is_cell = record.target is DrainTarget.CELL
+    return Level(
+        kind=kind_for(record.target, record.kind),
+        user=CELL_DRAIN_USER if is_cell else DRAIN_USER,
+        at_once=record.at_once,
+        per_minute=record.per_minute,
+        begins=record.state is DrainState.RUNNING and not _is_late(record, now),
+    )
+
+
+def kind_for(target: DrainTarget, kind: MoveKind) -> MoveKind:
+    """How the instances of a target are moved."""
+    return MoveKind.MIGRATE if target is DrainTarget.CELL else kind
 
 
 def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
@@ -225,18 +304,17 @@ def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRe
     return replace(record, state=DrainState.RUNNING, code="", deadline_at=deadline_at)
 
 
-def retried(row: DrainMove) -> DrainMove:
-    """An instance of a drain that is resumed: it is tried again if it has failed."""
-    if row.state is not State.FAILED:
-        return row
-    return replace(row, state=State.WAITING, failures=0, due_at=0.0, code="", reason="")
-
-
 def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -> HostDecision:
     """The decision about a host that a drain begins with: disabled, unless builds are kept away from it already."""
     if decision is None or decision.state is AdminState.ENABLED:
         return HostDecision(host=host, state=AdminState.DISABLED, reason=reason, drain=drain)
     return replace(decision, drain=drain)
+
+
+def is_down(known: MoveContext) -> bool:
+    """Whether no host has the instance, though it has not been deleted."""
+    is_active = known.build is not None and known.build.state is BuildState.ACTIVE
+    return is_active and known.now.condition is Condition.OFFLOADED
 
 
 def drain_of(stored: StoredObject) -> DrainRecord:
@@ -248,139 +326,49 @@ def _is_late(record: DrainRecord, now: float) -> bool:
     return record.deadline_at is not None and now >= record.deadline_at
 
 
-def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
-    """How many moves may begin now; none: 0 or fewer."""
-    record = drain.record
-    if _is_late(record, now):
-        return 0
-    free_slots = record.at_once - under_way
-    if record.per_minute is not None:
-        due = int((now - drain.last_begun_at) * record.per_minute / 60.0) if drain.last_begun_at else 1
-        # A drain does not make up at once for a pause, or for moves that took long.
-        free_slots = min(free_slots, due, max(1, int(BURST_S * record.per_minute / 60.0)))
-    return free_slots
+# --- evacuations
+
+EVACUATION_USER = "evacuation"  # the user_id of these requests
+MAX_REFUSALS = 24  # of one instance under one fence; after that it waits for an operator
+LONGEST_EVACUATION_PAUSE_S = 600.0
+# The states of an instance that has a machine, or the claim of one, on its host. A move that has not been confirmed is
+# ended by its cell.
+_ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Condition.RESCUED})
 
 
-def next_of(
-    row: DrainMove, known: MoveContext, hosts: Mapping[str, DrainedHost], look: Look, now: float
-) -> DrainMove | None:
-    """What becomes of an instance now. One that waits, and is due, can be moved. None: its host has to be looked at.
-
-    hosts: those that are in the drain now. Where it is active the record tells, which may be newer than the look.
-    """
-    if row.state is State.UNDER_WAY:
-        return _followed(row, known, now)
-    if row.state is State.FAILED or (row.state is State.WAITING and row.due_at > now):
-        return row
-    host = hosts.get(row.source_uuid)
-    there = None if known.build is None else hosts.get(known.build.host_uuid or "")
-    held = None if there is None else held_on(there, known)
-    if held is None or held.code:
-        held = look.held.get(row.instance_uuid)
-        held = held if held is not None and held.code and held.source.uuid in hosts else None
-    if held is not None:
-        return _waiting(row, held, now)
-    return None if host is not None and host.uuid not in look.uuids else _done_with(row, known, host)
-
-
-def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove:
-    """The end of a request's move, applied to its row."""
-    move = known.move_of(row.instance_uuid)
-    if known.build is None:
-        return replace(row, state=State.LEFT, code="instance.deleted")
-    if move is None and known.move is not None:
-        return failed(row, DUPLICATE, "its request's id is that of a request about another instance", now)
-    if move is None:  # it is not on record yet; sent long ago, it is sent again
-        return replace(row, begun_at=now) if now - row.begun_at >= AGAIN_S else row
-    if not move.terminal:
-        return row
-    if move.state is MoveState.DONE:
-        return replace(row, state=State.MOVED, host_uuid=move.host_uuid, failures=0, due_at=0.0, code="", reason="")
-    if known.build.state is not BuildState.ACTIVE:
-        return replace(row, state=State.LEFT, code="instance.deleted")
-    if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
-        return replace(row, state=State.WAITING, kind=MoveKind.MIGRATE)
-    if move.code == BUSY:
-        return _busy(row, move.reason, now)
-    is_down = known.build.now.condition is Condition.OFFLOADED  # no host has taken it, and no pass finds it any more
-    return failed(row, move.code, move.reason, now, most=1 if is_down else MAX_FAILURES)
-
-
-def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
-    """The row, waiting on the host that holds it. The host where the drain has moved it stays known."""
-    host = one.source
-    is_tried = row.state is State.WAITING and row.code not in LOOKS  # and not looked at
-    row = replace(
-        row,
-        state=State.WAITING,
-        source_uuid=host.uuid,
-        host_uuid=row.host_uuid if row.source_uuid == host.uuid else None,
-        failures=row.failures if (row.code == one.code if one.code else is_tried) else 0,
-        code=one.code,
-        reason=one.reason,
-        due_at=0.0,
-    )
-    if not one.code:
-        if one.known.now.under_way is not None:
-            return _busy(row, "another request about it is under way", now)
-        return failed(row, host.code, host.reason, now) if host.code else row
-    if host.code:
-        return failed(row, one.code, f"{one.reason}; {host.name}: {host.code}", now)
-    most = LOOKS[one.code]
-    if most == inf:  # what other schedulers have counted of it stays: they may not reach its service
-        return replace(row, due_at=now + LOOK_S)
-    return failed(row, one.code, one.reason, now, most)
-
-
-def _busy(row: DrainMove, reason: str, now: float) -> DrainMove:
-    """The row of an instance whose other request is under way: that ends by itself, and is no failure of this one.
-
-    It waits longer the more requests were made in vain.  (until: simpler)
-    """
-    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.tries)
-    return replace(row, state=State.WAITING, code=BUSY, reason=reason[:MAX_REASON], due_at=due_at)
-
-
-def _done_with(row: DrainMove, known: MoveContext, host: DrainedHost | None) -> DrainMove:
-    """The row of an instance of which its host holds nothing, or is drained no more."""
-    build = known.build
-    if build is None or build.state is not BuildState.ACTIVE:
-        return replace(row, state=State.LEFT, code="instance.deleted")
-    if row.host_uuid is not None and build.host_uuid == row.host_uuid:
-        return replace(row, state=State.MOVED, code="", reason="")
-    return replace(row, state=State.LEFT, code="host.left_drain" if host is None else "instance.elsewhere")
-
-
-def failed(row: DrainMove, code: str, reason: str, now: float, most: float = MAX_FAILURES) -> DrainMove:
-    """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
-    failures = row.failures + 1
-    state = State.FAILED if failures >= most else State.WAITING
-    due_at = now + doubled_s(FIRST_PAUSE_S, LONGEST_PAUSE_S, row.failures)
-    return replace(row, state=state, failures=failures, due_at=due_at, code=code, reason=reason[:MAX_REASON])
-
-
-def kind_for(target: DrainTarget, kind: MoveKind) -> MoveKind:
-    """How the instances of a target are moved: those of a cell leave it, which none does while it runs."""
-    return MoveKind.MIGRATE if target is DrainTarget.CELL else kind
-
-
-def user_for(target: DrainTarget) -> str:
-    """The user of its requests."""
-    return CELL_DRAIN_USER if target is DrainTarget.CELL else DRAIN_USER
-
-
-def _request(row: DrainMove, known: MoveContext, target: DrainTarget) -> MoveRequest:
-    """The request, the same from every scheduler. A cold move is confirmed at once."""
-    assert known.build is not None
-    return MoveRequest(
-        request_id=row.request_id,
-        instance_uuid=row.instance_uuid,
-        project_id=known.build.project_id,
-        user_id=user_for(target),
-        kind=row.kind,
-        auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,
+def evacuating(at_once: int) -> Level:
+    """The level of all fences together."""
+    return Level(
+        kind=MoveKind.EVACUATE,
+        user=EVACUATION_USER,
+        at_once=at_once,
+        longest_pause_s=LONGEST_EVACUATION_PAUSE_S,
+        most_refusals=MAX_REFUSALS,
     )
 
+
+def fenced_hosts(fences: Mapping[str, FenceRecord]) -> dict[str, DrainedHost]:
+    """The hosts (by uuid) whose instances may be evacuated: their cells have acknowledged their fences, and they are
+    not to be used again. Nobody can guess the ids of their requests: these follow from the fence's token.
+    """
+    return {
+        uuid: DrainedHost(uuid, fence.host, drain=str(uuid5(_NAMESPACE, f"{fence.token} {uuid} {fence.version}")))
+        for uuid, fence in sorted(fences.items())
+        if fence.acknowledged >= fence.version and not fence.lifting
+    }
+
+
+def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
+    """Whether this instance is on record on its host, and is to be rebuilt elsewhere when that host is fenced."""
+    if known.build is None or known.build_request is None or known.build.state is not BuildState.ACTIVE:
+        return False
+    if known.now.condition not in _ON_HOST:
+        return False
+    flavor = config.flavors.get(flavor_of(known))
+    return policy_of(known.build_request.on_host_failure, flavor, config.on_host_failure) is EvacuationPolicy.RESTART
+
+
+# --- what hosts hold
 
 _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 
@@ -432,9 +420,3 @@ def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: R
     if known.now.condition is Condition.RESIZED:
         return UNCONFIRMED, f"{by.kind} {by.request_id} to {build.host} awaits confirm or revert"
     return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"
-
-
-def new_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> DrainMove:
-    """The row of an instance that the drain did not have yet. It waits."""
-    uuid, source = one.instance_uuid, one.source.uuid
-    return DrainMove(drain=drain, instance_uuid=uuid, position=position, source_uuid=source, kind=kind)

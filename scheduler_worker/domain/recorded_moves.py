@@ -73,7 +73,7 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     """The record of one request.
 
     created_at: seconds since the epoch. transfer: of one that leads into another cell; None: of every other one, and
-    once it has ended.
+    once it has ended. drain: of one that a scheduler has made to empty a host (None: a client's).
     """
 
     request_id: str
@@ -82,15 +82,17 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0
     transfer: Transfer | None = None
+    drain: str | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch."""
+    """A request that has no outcome yet. position: in its batch. drain: as in RecordedMove."""
 
     position: int
     request: MoveRequest
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
+    drain: str | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -143,6 +145,20 @@ def image_properties_of(known: MoveContext) -> Mapping[str, str]:
     return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
 
 
+class WrittenMoves(Struct):
+    """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
+
+    author: Author
+    moves: dict[str, RecordedMove] = {}
+    builds: dict[str, RecordedBuild] = {}
+    labels: list[str] = []
+
+    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
+        """The records for a request, as the earlier requests of the batch leave them."""
+        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
+        return replace(found, move=move or found.move, build=build or found.build)
+
+
 def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
     """The record of a request that was dispatched, refused, or failed because no host fits."""
     request = pending.request
@@ -157,6 +173,7 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
         sequence=FAILED_OR_REFUSED if ended else SCHEDULED,
         terminal=ended,
         created_at=author.at,
+        drain=pending.drain,
         **more,  # type: ignore[arg-type]
     )
 

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRecord, TimelineEntry
-from bus.contracts.drains import DrainMoveState
+from bus.contracts.moves import MoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
@@ -22,10 +23,9 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
+from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
-from scheduler_worker.store import objects
 from scheduler_worker.store.objects import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
 from scheduler_worker.store.tables import appended
@@ -45,7 +45,6 @@ class MemoryBuildTable(MemoryDatabase):
         "requested",
         "moves",
         "objects",
-        "drain_moves",
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -55,7 +54,6 @@ class MemoryBuildTable(MemoryDatabase):
         self.requested: dict[str, NewBuild] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.objects = MemoryObjects()
-        self.drain_moves: dict[tuple[str, str], DrainMove] = {}  # by drain and instance
 
 
 def key_of(uuid: str) -> tuple[str, str]:
@@ -107,12 +105,6 @@ def update_build(
         timeline=appended(record.timeline, timeline),
         updated_at=now,
     )
-
-
-def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
-    """Delete the rows of drains that are over."""
-    for key in [key for key in table.drain_moves if key[0] in drains]:
-        del table.drain_moves[key]
 
 
 def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
@@ -235,48 +227,55 @@ class MemoryUnit:
         return self._table.objects.present
 
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
-        """The instances of drains must be locked by this unit."""
+        """Their one lock is held by this unit."""
         await self._transaction.statement()
         after = self._table.objects.changed(changed, author)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
         return after.present.token
 
-    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
-        """By the drain's name."""
+    async def lock_object(self, kind: ObjectKind, name: str) -> dict[str, Any] | None:
+        """By its name."""
         await self._transaction.statement()
-        await self._transaction.lock([("drain", drain)])
-        stored = self._table.objects.present.objects.get((ObjectKind.DRAIN, drain))
-        if stored is None:
-            return None
-        return objects.opened(drain_of(stored), self._of_drain(drain), now, limit)
+        await self._transaction.lock([(kind.value, name)])
+        stored = self._table.objects.present.objects.get((kind, name))
+        return None if stored is None else stored.body
 
-    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
-        """The objects of the drains must be locked by this unit."""
-        await self._transaction.statement()
-        after = {(one.drain, one.instance_uuid): one for one in moves}
-        self._transaction.will(lambda: self._table.drain_moves.update(after))
-
-    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
+    async def begun(self, drains: Collection[str]) -> BegunMoves:
         """A scan."""
         await self._transaction.statement()
-        return objects.in_order(self._of_drain(drain))[:limit]
+        found = [one for one, _ in self._table.moves.values() if one.drain in drains]
+        return BegunMoves(sum(not one.terminal for one in found), max((one.created_at for one in found), default=0.0))
 
-    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+    async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """A scan."""
         await self._transaction.statement()
-        found = {drain: Counter(one.state for one in self._of_drain(drain)) for drain in drains}
-        return {drain: dict(counts) for drain, counts in found.items() if counts}
+        found: dict[str, list[EndedRequest]] = {}
+        rows = self._table.moves.values()
+        for one, at in sorted(rows, key=lambda row: (row[0].created_at, row[0].request_id), reverse=True):
+            if one.terminal and one.instance_uuid in instances:
+                fields = {name: getattr(one, name) for name in EndedRequest.__struct_fields__ if hasattr(one, name)}
+                found.setdefault(one.instance_uuid, []).append(EndedRequest(**fields, updated_at=at))
+        return {uuid: of[:limit] for uuid, of in found.items()}
 
-    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
         """A scan."""
         await self._transaction.statement()
-        self._transaction.will(partial(drop_drain_moves, self._table, frozenset(drains)))
+        made = [one for one, _ in self._table.moves.values() if one.drain == drain]
+        found = {one.instance_uuid: one for one in sorted(made, key=lambda one: (one.created_at, one.request_id))}
+        return [found[uuid] for uuid in sorted(found)[:limit]]
+
+    async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
+        """A scan."""
+        await self._transaction.statement()
+        found = {
+            (one.drain, one.terminal, one.instance_uuid)
+            for one, _ in self._table.moves.values()
+            if one.drain is not None and one.drain in drains and (one.state is MoveState.DONE or not one.terminal)
+        }
+        return Counter((drain, ended) for drain, ended, _ in found)
 
     async def _lock(self, uuids: Collection[str]) -> None:
         await self._transaction.lock([key_of(uuid) for uuid in sorted(uuids)])
-
-    def _of_drain(self, drain: str) -> list[DrainMove]:
-        return [one for key, one in self._table.drain_moves.items() if key[0] == drain]
 
 
 class MemoryBuildRows:

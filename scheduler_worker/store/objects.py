@@ -1,4 +1,4 @@
-"""What operators define and ask as rows: objects, the instances of drains, and queries. The statements of the store's
+"""What operators define and ask as rows: objects, the moves of drains, and queries. The statements of the store's
 PostgreSQL adapter, and what its memory adapter keeps.
 
 The statements of queries are not hot, and are made by SQLAlchemy Core. A condition that a query does not name is no
@@ -8,8 +8,7 @@ part of its statement, so that PostgreSQL plans for those that it has.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import asyncpg
@@ -33,11 +32,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSON
 
-from bus.contracts.drains import DrainMoveState, DrainRecord
 from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
-from scheduler_worker.domain.drains import DrainMove, OpenDrain
+from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.store import tables
 from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.tables import build_requests, clean, moves, object_log
@@ -163,22 +162,25 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
     return last is not None and entry.revision == query.before and (entry.kind.value, entry.name) > last
 
 
-WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
-
-_DRAIN_MOVE = ", ".join(tables.DRAIN_MOVES)
-LOCK = f"SELECT body FROM objects WHERE kind = '{ObjectKind.DRAIN.value}' AND name = $1 FOR UPDATE"
-IN_STATE = f"""
-SELECT {_DRAIN_MOVE} FROM drain_moves
-WHERE drain = $1 AND state = $2 AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
+LOCK = "SELECT body FROM objects WHERE kind = $1 AND name = $2 FOR UPDATE"
+BEGUN = """
+SELECT (SELECT count(*) FROM moves WHERE drain = ANY($1::uuid[]) AND NOT terminal), coalesce(max(m.created_at), 0)
+FROM unnest($1::uuid[]) u(drain) CROSS JOIN (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
+    SELECT created_at FROM moves WHERE drain = u.drain AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
 """
-MOVES = f"SELECT {_DRAIN_MOVE} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
-COUNTS = "SELECT drain, state, count(*) FROM drain_moves WHERE drain = ANY($1::uuid[]) GROUP BY drain, state"
-LAST_BEGUN = "SELECT coalesce(max(begun_at), 0) FROM drain_moves WHERE drain = $1"
-PUT_MOVES = tables.numbered(tables.PUT_DRAIN_MOVES)
-DROP_MOVES = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
-NO_LIMIT = 2**31 - 1
-
-_record = msgspec.json.Decoder(DrainRecord).decode
+ENDED = f"""
+SELECT m.* FROM unnest($1::uuid[]) u(uuid) CROSS JOIN LATERAL (
+    SELECT {", ".join(EndedRequest.__struct_fields__)} FROM moves
+    WHERE instance_uuid = u.uuid AND terminal ORDER BY created_at DESC, request_id DESC LIMIT $2) m
+"""
+NEWEST = f"""
+SELECT DISTINCT ON (instance_uuid) {tables.MOVE} FROM moves WHERE drain = $1
+ORDER BY instance_uuid, created_at DESC, request_id DESC LIMIT $2
+"""
+MOVED_COUNTS = """
+SELECT drain, terminal, count(DISTINCT instance_uuid) FROM moves
+WHERE drain = ANY($1::uuid[]) AND (state = 'done' OR NOT terminal) GROUP BY drain, terminal
+"""
 
 
 class ObjectRows:
@@ -206,57 +208,28 @@ class ObjectRows:
         await run(TRIM, MAX_LOG_ENTRIES)
         return str(token)
 
-    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
-        """By the row of its object."""
-        body = await self._connection.fetchval(LOCK, drain)
-        if body is None:
-            return None
-        rows = await self._connection.fetch(IN_STATE, drain, UNDER_WAY.value, float("inf"), NO_LIMIT)
-        rows += await self._connection.fetch(IN_STATE, drain, WAITING.value, now, limit)
-        found = await self.drain_counts([drain])
-        return OpenDrain(
-            record=_record(body),
-            open=tuple(tables.read(row, DrainMove) for row in rows),
-            counts=found.get(drain, {}),
-            last_begun_at=await self._connection.fetchval(LAST_BEGUN, drain),
-        )
+    async def lock_object(self, kind: ObjectKind, name: str) -> dict[str, Any] | None:
+        """By its row."""
+        return _body(await self._connection.fetchval(LOCK, kind.value, name))
 
-    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
-        """One statement."""
-        if moves:
-            await self._connection.execute(PUT_MOVES, *tables.columns(moves, tables.DRAIN_MOVES))
+    async def begun(self, drains: Collection[str]) -> BegunMoves:
+        """Along the index of drains: those under way, and two rows of each drain."""
+        return BegunMoves(*await self._connection.fetchrow(BEGUN, sorted(drains)))
 
-    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
-        """Along the primary key."""
-        return [tables.read(row, DrainMove) for row in await self._connection.fetch(MOVES, drain, limit)]
-
-    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
-        """One statement."""
-        found: dict[str, dict[DrainMoveState, int]] = {}
-        for drain, state, count in await self._connection.fetch(COUNTS, drains):
-            found.setdefault(drain, {})[DrainMoveState(state)] = count
+    async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
+        """Along the index of instances."""
+        found: dict[str, list[EndedRequest]] = {}
+        for row in await self._connection.fetch(ENDED, sorted(instances), limit):
+            found.setdefault(row["instance_uuid"], []).append(msgspec.convert(dict(row), EndedRequest))
         return found
 
-    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
-        """One statement."""
-        await self._connection.execute(DROP_MOVES, drains)
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+        """Along the index of drains."""
+        return [tables.read(row, RecordedMove) for row in await self._connection.fetch(NEWEST, drain, limit)]
 
-
-def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:
-    """The result of `lock_drain`, from all instances of a drain."""
-    ordered = in_order(moves)
-    due = [one for one in ordered if one.state is WAITING and one.due_at <= now]
-    return OpenDrain(
-        record=record,
-        open=(*(one for one in ordered if one.state is UNDER_WAY), *due[:limit]),
-        counts=Counter(one.state for one in ordered),
-        last_begun_at=max((one.begun_at for one in ordered), default=0.0),
-    )
-
-
-def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
-    """In the order in which a drain moves them."""
-    return sorted(moves, key=lambda one: (one.position, one.instance_uuid))
+    async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
+        """Along the index of drains."""
+        return {(drain, ended): n for drain, ended, n in await self._connection.fetch(MOVED_COUNTS, sorted(drains))}
 
 
 def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
-from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
@@ -26,7 +25,7 @@ from bus.persistence.unit_of_work import (
     published,
 )
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
-from scheduler_worker.domain.drains import DrainMove, OpenDrain
+from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
@@ -108,24 +107,23 @@ class OperationUnit(BuildUnit, Protocol):
     async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
         """Write objects that were locked, and their log, under the next revision; returns its token. Once a unit."""
 
-    async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
-        """Lock a drain and its instances until the end of the unit; returns those under way, and up to a bound of those
-        that are due.
+    async def lock_object(self, kind: ObjectKind, name: str) -> dict[str, Any] | None:
+        """Hold one object until the end of the unit; returns its body (None: it is not on record).
 
-        None: it is not on record. After `lock_objects`, where a unit needs both.
+        After `lock_objects`, where a unit needs both.
         """
 
-    async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
-        """Write instances of drains that were locked, or are made in this unit."""
+    async def begun(self, drains: Collection[str]) -> BegunMoves:
+        """The requests of these drains, or fences, on record."""
 
-    async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
-        """The instances of a drain, in their order."""
+    async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
+        """The requests about these instances that have ended, the newest first; so many of each."""
 
-    async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
-        """How many instances these drains have, by state."""
+    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+        """The newest request of a drain about each instance; so many, by the instances' uuids."""
 
-    async def drop_drain_moves(self, drains: Sequence[str]) -> None:
-        """Delete the instances of drains whose objects are deleted in this unit."""
+    async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
+        """How many instances drains have moved, or do now, by drain and whether that has ended."""
 
 
 class LockingUnit(OperationUnit, EmittingUnit, Protocol):

@@ -1,4 +1,4 @@
-"""The schema `scheduler`: build requests, the instance-to-cell map, what operators define, and drains.
+"""The schema `scheduler`: build requests, the instance-to-cell map, and what operators define.
 
 Times are seconds since the epoch, where their type is a number.
 """
@@ -32,7 +32,6 @@ from bus.contracts.moves import MoveRecord
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
 
 METADATA = MetaData()
@@ -92,7 +91,8 @@ build_requests = Table(
 
 # Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest event
 # of the request. cell: where it was dispatched to. transfer: JSON, of a request that leads
-# into another cell (NULL: of every other one). A row is written under the lock of its instance's row above.
+# into another cell (NULL: of every other one). drain: that has made it, or the fence of a dead host, by an id that is
+# made from it (NULL: a client has). A row is written under the lock of its instance's row above.
 moves = Table(
     "moves",
     METADATA,
@@ -101,9 +101,11 @@ moves = Table(
     needed("kind", Text),
     *_request_columns(),
     Column("transfer", Text),
+    Column("drain", UUID),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),
     Index("moves_under_way", "request_id", postgresql_where=text("NOT terminal")),
+    Index("moves_of_drain", "drain", "terminal", text("created_at DESC"), postgresql_where=text("drain IS NOT NULL")),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
@@ -141,40 +143,18 @@ object_log = Table(
     needed("forced", Boolean, default=false()),
 )
 
-# The instances of drains (objects of kind drain): one row each, written under the lock of the drain's object. position:
-# in the order of the plan.
-drain_moves = Table(
-    "drain_moves",
-    METADATA,
-    Column("drain", UUID, primary_key=True),
-    Column("instance_uuid", UUID, primary_key=True),
-    needed("position", Integer),
-    needed("source_uuid", UUID),
-    needed("kind", Text),
-    needed("state", Text),
-    Column("host_uuid", UUID),
-    needed("tries", Integer),
-    needed("failures", Integer),
-    needed("code", Text),
-    needed("reason", Text),
-    needed("due_at", Double),
-    needed("begun_at", Double),
-    Index("drain_moves_in_order", "drain", "state", "position"),
-)
-
 outbox_tables(METADATA)
 identity_table(METADATA)
 
 
-# --- The rows of builds, of requests about instances, and of drains: their columns, and the statements
-# that write them. A record's fields have the names of their columns. `{}` stands for a value.
+# --- The rows of builds and of requests about instances: their columns, and the statements that write them. A record's
+# fields have the names of their columns. `{}` stands for a value.
 
 T = TypeVar("T")
 NUL = "\x00"
 Columns = tuple[Sequence[Any], ...]
 
 MOVES = RecordedMove.__struct_fields__
-DRAIN_MOVES = DrainMove.__struct_fields__
 
 # The columns of each record, and of each statement that writes a part of one.
 BUILD = ", ".join(RecordedBuild.__struct_fields__)
@@ -204,7 +184,7 @@ _JSON: Mapping[str, Callable[[str], Any]] = {
     "timeline": _timeline,
     "transfer": msgspec.json.Decoder(Transfer).decode,
 }
-_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, DrainMove)
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
 
 ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
@@ -296,9 +276,6 @@ UPDATE_MOVES = f"""
 UPDATE moves SET {_assigned(_ANNOUNCED[1:], "n")} FROM unnest({_arrays(_ANNOUNCED, moves)}) n({_named(_ANNOUNCED)})
 WHERE moves.request_id = n.request_id
 """
-PUT_DRAIN_MOVES = (
-    _insert(drain_moves, DRAIN_MOVES) + f"(drain, instance_uuid) DO UPDATE SET {_assigned(DRAIN_MOVES[3:], 'excluded')}"
-)
 
 
 def columns(records: Sequence[object], names: Sequence[str], *more: object) -> Columns:

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState
-from bus.contracts.drains import DrainMoveState, DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
+from bus.contracts.moves import MoveKind, MoveState
 from cell_conductor.domain.leases import Lease, LeaseTable
 from lab.simulation import rest
 from lab.simulation.draw import plan_of
@@ -27,7 +27,7 @@ from lab.simulation.wiring import BUILD_TIMEOUT_S
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
-from scheduler_worker.domain.drains import DrainMove
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from tests.kit.cases import nightly
 from tests.kit.virtual_time import on_virtual_time
 from tests.sim.mutants_of_kinds import CELLS_FOUND_BY
@@ -112,24 +112,26 @@ def test_the_plan_has_schedulers_empty_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "burnt", "breaks"),
+    ("begun", "burnt", "breaks"),
     [
-        pytest.param(DrainMoveState.UNDER_WAY, True, False, id="its move waits for a fence"),  # seed 1795407114
-        pytest.param(DrainMoveState.UNDER_WAY, False, True, id="its move goes on"),
-        pytest.param(DrainMoveState.WAITING, True, True, id="its move has not begun"),
+        pytest.param(True, True, False, id="its move waits for a fence"),  # seed 1795407114
+        pytest.param(True, False, True, id="its move goes on"),
+        pytest.param(False, True, True, id="its move has not begun"),
     ],
 )
 @on_virtual_time
 async def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
-    state: DrainMoveState, monkeypatch: pytest.MonkeyPatch, *, burnt: bool, breaks: bool
+    monkeypatch: pytest.MonkeyPatch, *, begun: bool, burnt: bool, breaks: bool
 ) -> None:
     world = Stage().world
     made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
     record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
     monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
-    row = {"source_uuid": "u", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
-    move = DrainMove(drain="d", instance_uuid="i", state=state, **row)
-    world.builds.drain_moves[("d", "i")] = move
+    move = RecordedMove(
+        request_id="r", instance_uuid="i", project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"",
+        state=MoveState.SCHEDULED, sequence=2, drain="d",
+    )  # fmt: skip
+    world.builds.moves.update({"r": (move, 1.0)} if begun else {})
     assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks
 
 

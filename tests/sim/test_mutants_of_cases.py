@@ -7,7 +7,7 @@ Those of moves: each by the seed on record, or another of the first with moves i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -27,6 +27,9 @@ from lab.simulation.plan import Action, Cell, Order, Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import Widening
 from scheduler_worker import drains
+from scheduler_worker.domain.drains import BegunMoves, NextMoves
+from scheduler_worker.emptying import HostEmptier
+from scheduler_worker.store.memory_units import MemoryUnit
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim import mutants_of_cases as defects
 from tests.sim.mutants import Mutant
@@ -54,26 +57,36 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
 
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
     """The end of a move that a drain has begun is never read."""
-    step = drains.step
 
-    def unfollowed(found: Any, known: Any, *more: Any) -> Any:
-        return step(found, {uuid: replace(context, move=None) for uuid, context in known.items()}, *more)
+    async def begun(self: MemoryUnit, drains: Collection[str]) -> BegunMoves:
+        made = [one for one, _ in self._table.moves.values() if one.drain in drains]
+        return BegunMoves(len(made), max((one.created_at for one in made), default=0.0))
 
-    return patch.object(drains, "step", unfollowed)
+    return patch.object(MemoryUnit, "begun", begun)
 
 
 def drains_never_end() -> AbstractContextManager[Any]:
     """A drain of which nothing is left stays as it is."""
-    return patch.object(drains, "end_of", lambda found, now: None)
+    return patch.object(drains, "end_of", lambda *_, **__: None)
 
 
 def drains_end_without_a_look_at_their_hosts() -> AbstractContextManager[Any]:
-    """A drain is done as soon as the instances of its plan have been moved."""
+    """A drain is done as soon as nothing is left that it can move."""
+    step = HostEmptier.step
 
-    async def unseen(*_arguments: Any, **_named: Any) -> bool:
-        return False
+    async def seen(self: HostEmptier, *arguments: Any, **named: Any) -> NextMoves:
+        return NextMoves((await step(self, *arguments, **named)).moves)
 
-    return patch.object(drains.DrainKeeper, "_review", unseen)
+    return patch.object(HostEmptier, "step", seen)
+
+
+def moves_of_drains_have_no_bound() -> AbstractContextManager[Any]:
+    """Requests are put on record without a look at those that are there."""
+
+    async def begun(self: MemoryUnit, drains: Collection[str]) -> BegunMoves:
+        return BegunMoves()
+
+    return patch.object(MemoryUnit, "begun", begun)
 
 
 def cells_are_not_queried() -> AbstractContextManager[Any]:
@@ -126,8 +139,8 @@ def test_a_defect_is_found(plan: Callable[[], Plan], mutant: Mutant, breach: str
         assert run(plan()).breach == breach
 
 
-def a_build_comes_to_a_host_that_is_being_drained() -> Plan:
-    """Builds every millisecond before a drain: of some, the claim comes after its plan."""
+def a_build_comes_to_a_host_that_is_being_drained(builds_s: float = 0.5) -> Plan:
+    """Builds every millisecond before a drain: of some, the claim comes after its plan. builds_s: a build takes."""
     cell = Cell(name="cell0", conductors=1, services=(("s00", 1), ("s01", 6)), metal=())
     uuids = [f"a0000000-0000-4000-8000-0000000000{number:02}" for number in range(34)]
     build = Order(at=5.0, action=Action.BUILD, flavor="m1.tiny", project="red")
@@ -135,7 +148,7 @@ def a_build_comes_to_a_host_that_is_being_drained() -> Plan:
     late = [replace(build, uuid=uuid, at=40.0 + number * 0.001) for number, uuid in enumerate(uuids[14:])]
     uuid = "d0000000-0000-4000-8000-000000000001"
     drain = Order(at=40.03, action=Action.MOVE, verb=DRAIN, service="s00", uuid=uuid, seconds=60.0)
-    plan = plan_of_case(1, (cell,), (*early, *late, drain), (), builds_s=0.5)
+    plan = plan_of_case(1, (cell,), (*early, *late, drain), (), builds_s=builds_s)
     return replace(plan, widenings=(Widening.DRAINS,), drains_by_schedulers=True, load_s=110.0)
 
 
@@ -143,8 +156,15 @@ def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.Mo
     """The watch grants a move that was dispatched before ten seconds; nothing moves here but by the drain."""
     monkeypatch.setattr(drain_watch, "LOOKED_S", 0.1)
     held(a_build_comes_to_a_host_that_is_being_drained())
+    are_built = a_build_comes_to_a_host_that_is_being_drained(builds_s=30.0)
+    held(are_built)
     with drains_end_without_a_look_at_their_hosts():
-        assert run(a_build_comes_to_a_host_that_is_being_drained()).breach == "drained_hosts_hold_nothing"
+        assert run(are_built).breach == "drained_hosts_hold_nothing"
+
+
+def test_a_drain_that_begins_more_moves_than_it_may_is_found() -> None:
+    with moves_of_drains_have_no_bound():
+        assert run(a_build_comes_to_a_host_that_is_being_drained()).breach == "drains_keep_their_bound"
 
 
 MOVES = frozenset({Widening.MOVES})

@@ -18,7 +18,7 @@ from berth.client.moves import MoveClient
 from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
-from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart
+from bus.contracts.drains import DrainProgress, DrainQuery, DrainsQuery, DrainStart, DrainState
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveRequest
 from bus.contracts.operations import AdminState, SetAdminState
@@ -376,7 +376,7 @@ async def destination(whole: Rig, request: str) -> str:
 
 
 async def drained(whole: Rig, host: str, *, force: bool = False) -> DrainProgress:
-    """The end of a drain of this host."""
+    """The end of a drain of this host, or how it is when nothing left can move."""
     start = DrainStart(drain=new_uuid(whole.rng), name=host, by="ann", force=force)
     await client_drains.start(whole.client.bus, start)
     return await followed(whole, start.drain)
@@ -384,12 +384,6 @@ async def drained(whole: Rig, host: str, *, force: bool = False) -> DrainProgres
 
 async def followed(whole: Rig, drain: str) -> DrainProgress:
     return await client_drains.follow(whole.client.bus, drain, clock=whole.site.clock, timeout_s=TIMEOUT_S)
-
-
-async def resumed(whole: Rig, drain: str) -> DrainProgress:
-    command = DrainCommand(drain=drain, action=DrainAction.RESUME, by="ann")
-    await client_drains.command(whole.client.bus, command)
-    return await followed(whole, drain)
 
 
 async def used(whole: Rig, host: str) -> dict[str, int]:
@@ -424,11 +418,51 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
         await drains_moved(moves, whole, instance, MoveKind.MIGRATE, wait=True)
         plan = await client_drains.plan(whole.client.bus, DrainQuery(host=source))
         assert [(one.instance_uuid, one.code) for one in plan.moves] == [(instance, "instance.unconfirmed")]
-        ended = await drained(whole, source, force=True)
-        assert (ended.code, [one.code for one in ended.failed]) == ("drain.left", ["instance.unconfirmed"])
+        going = await drained(whole, source, force=True)
+        assert (going.state, [one.code for one in going.failed]) == (DrainState.RUNNING, ["instance.unconfirmed"])
         assert await used(whole, source)
         await drains_moved(moves, whole, instance, MoveKind.CONFIRM, wait=True)
-        ended = await resumed(whole, ended.id)
+        ended = await followed(whole, going.id)
         assert (ended.code, await used(whole, source)) == ("drain.done", {})
         await moves.close()
+        await whole.assert_invariants()
+
+
+KILLED_PLAN = SystemPlan(
+    cells=("cell1",), schedulers=2, placements=1, compute=ComputeConfig(hosts=4, gpu_share=0.0), durable=False
+)
+AT_ONCE = 2
+
+
+async def test_a_drain_goes_on_whichever_scheduler_is_killed() -> None:
+    """Each is killed in the middle (SIGKILL), one after the other, again and again: no instance is moved twice or lost,
+    and never are more under way than the drain allows.
+    """
+    async with rig(KILLED_PLAN, seed=7) as whole:
+        (source, *_) = sorted(one.name for one in (await whole.client.hosts(limit=100, timeout_s=TIMEOUT_S)).hosts)
+        builds = [
+            BuildRequest(instance_uuid=new_uuid(whole.rng), project_id="p", flavor="m1.tiny", host=source)
+            for _ in range(10)
+        ]
+        tracks = await whole.client.boot(builds)
+        assert await whole.client.wait(TIMEOUT_S) and {track.state for track in tracks} == {"active"}
+        drain = DrainStart(drain=new_uuid(whole.rng), name=source, by="ann", at_once=AT_ONCE)
+        await client_drains.start(whole.client.bus, drain)
+        killed = 0
+        while True:
+            page = await whole.client.bus.request(MoveQuery(limit=100), MovePage, timeout_s=TIMEOUT_S)
+            assert sum(not one.terminal for one in page.moves) <= AT_ONCE
+            (seen,) = await client_drains.drains(whole.client.bus, DrainsQuery(drain=drain.drain))
+            if seen.state is DrainState.ENDED:
+                break
+            if len(page.moves) > killed:  # another move has begun since
+                name, killed = f"scheduler{1 + killed % 2}", killed + 1
+                await asyncio.to_thread(whole.processes.kill, name)
+                await asyncio.to_thread(whole.processes.restart, name)
+            await whole.site.clock.sleep(POLL_S)
+        assert killed >= 3
+        assert (seen.code, sorted(seen.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
+        done = [one.instance_uuid for one in page.moves if one.state == "done"]
+        assert len(done) == len(set(done)) == len(builds)
+        assert await used(whole, source) == {}
         await whole.assert_invariants()

@@ -393,6 +393,7 @@ function startObject(form) {
 async function followDrain(id) {
   for (;;) {
     let answer = { ok: false };
+    const asked = Date.now();
     // An answer that does not come is asked for again; a request that hangs is given up.
     try { answer = await request("GET", "/api/v1/drains/" + id, undefined, AbortSignal.timeout(5000)); } catch { /* again */ }
     const { ok, reply } = answer;
@@ -400,10 +401,10 @@ async function followDrain(id) {
       byId("drain-state").textContent = reply.state;
       for (const [name, count] of [["moved", reply.moved.length], ["under-way", reply.under_way.length], ["not-begun", reply.not_begun.length], ["failed", reply.failed.length]]) byId("drain-" + name).textContent = count;
       byId("drain-progress").value = reply.moved.length;
-      if (reply.failed.length) byId("drain-failures").replaceChildren(...reply.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
+      byId("drain-failures").replaceChildren(...reply.failed.map((one) => row([link("/builds/" + one.instance_uuid, one.instance_uuid), one.code, one.reason])));
       if (reply.state === "ended") return;
     } else if (answer.status === 404) return;  // the server that carried it out has been started anew
-    await new Promise((go) => setTimeout(go, 1000));
+    await new Promise((go) => setTimeout(go, Math.max(1000, 5 * (Date.now() - asked))));
   }
 }
 

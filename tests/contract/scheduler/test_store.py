@@ -12,7 +12,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
+from bus.contracts.drains import DrainRecord, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveState
 from bus.contracts.objects import (
     ChangedObject,
@@ -30,7 +30,7 @@ from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.drains import DrainMove
+from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.objects import ObjectRegistry
@@ -284,98 +284,98 @@ async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: Sched
     assert await built.machines(10, group=("p", BUILD)) == 0
 
 
-# --- One suite for both stores of the scheduler: drains and their instances.
+# --- One suite for both stores of the scheduler: the requests of drains.
 
 
 DRAIN, OTHER, HOST, UNKNOWN = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.MIGRATE, by="ann")
-State = DrainMoveState
 
 
-def row(number: int, state: DrainMoveState = State.WAITING, drain: str = DRAIN, **more: object) -> DrainMove:
-    instance = f"{number:08}-0000-4000-8000-000000000000"
-    fields = {"position": number, "source_uuid": HOST, "kind": MoveKind.LIVE_MIGRATE}
-    return DrainMove(drain=drain, instance_uuid=instance, state=state, **{**fields, **more})  # type: ignore[arg-type]
+def vm(number: int) -> str:
+    return f"{number:08}-0000-4000-8000-000000000000"
+
+
+def asked(at: int, number: int, state: MoveState, drain: str | None = DRAIN) -> tuple[RecordedMove, float]:
+    """A request about an instance that was made at this time, and changed last some time later."""
+    move = RecordedMove(
+        request_id=f"f{at:07}-0000-4000-8000-000000000000", instance_uuid=vm(number), project_id="p",
+        kind=MoveKind.MIGRATE, digest=b"x", state=state, sequence=3, terminal=state is not MoveState.SCHEDULED,
+        code="no_valid_host" if state is MoveState.FAILED else "", reason="why", created_at=float(at), drain=drain,
+    )  # fmt: skip
+    return move, at + 0.5
+
+
+DONE, FAILED, GOES = MoveState.DONE, MoveState.FAILED, MoveState.SCHEDULED
+ASKED = [
+    asked(1, 1, FAILED), asked(2, 1, DONE), asked(3, 2, DONE), asked(4, 3, FAILED), asked(5, 3, GOES),
+    asked(6, 1, FAILED, None), asked(7, 4, GOES, OTHER), asked(8, 1, GOES), asked(9, 2, FAILED, OTHER),
+    asked(10, 2, DONE),
+]  # fmt: skip
 
 
 @pytest.fixture
 async def drains(store: SchedulerStore) -> SchedulerStore:
-    """A store with two drains."""
+    """A store with a drain, and the requests of two."""
     async with store.operation() as unit:
         await unit.lock_objects()
-        body = msgspec.to_builtins(RECORD)
-        changed = [ChangedObject(kind=ObjectKind.DRAIN, name=one, after=body) for one in (DRAIN, OTHER)]
-        await unit.write_objects(changed, ChangeAuthor("ann", "because", 1.0))
+        drain = ChangedObject(kind=ObjectKind.DRAIN, name=DRAIN, after=msgspec.to_builtins(RECORD))
+        await unit.write_objects([drain], ChangeAuthor("ann", "because", 1.0))
+    for move, at in ASKED:
+        async with store.operation() as unit:
+            assert await unit.insert_moves([move], at) == {move.request_id}
     return store
 
 
-async def put(store: SchedulerStore, *rows: DrainMove) -> None:
-    async with store.operation() as unit:
-        await unit.put_drain_moves(rows)
-
-
-async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(drains: SchedulerStore) -> None:
-    late = row(1, due_at=9.0)
-    going = row(5, State.UNDER_WAY, tries=1, begun_at=3.0, due_at=99.0)
-    waits = [row(2), row(3), row(4, host_uuid=UNKNOWN)]
-    await put(
-        drains, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=UNKNOWN), row(7, drain=OTHER)
-    )
+async def test_the_requests_of_drains_are_counted(drains: SchedulerStore) -> None:
     async with drains.operation() as unit:
-        found = await unit.lock_drain(DRAIN, 5.0, 2)
-        assert found is not None and found.record == RECORD
-        assert (found.open, found.last_begun_at) == ((going, *waits[:2]), 3.0)
-        counts = {State.WAITING: 4, State.UNDER_WAY: 1, State.MOVED: 1}
-        assert dict(found.counts) == counts
-        assert await unit.drain_counts([DRAIN, OTHER, UNKNOWN]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
-        assert await unit.lock_drain(UNKNOWN, 5.0, 2) is None
-        assert [one.position for one in await unit.drain_moves(DRAIN, 3)] == [1, 2, 3]
+        assert await unit.begun([DRAIN]) == BegunMoves(2, 10.0)
+        assert await unit.begun([OTHER]) == BegunMoves(1, 9.0)
+        assert await unit.begun([DRAIN, UNKNOWN, OTHER]) == BegunMoves(3, 10.0)
+        assert await unit.begun([UNKNOWN]) == await unit.begun([]) == BegunMoves(0, 0.0)
+        newest = [next(one for one, _ in ASKED if one.created_at == at) for at in (8, 10, 5)]
+        assert await unit.newest(DRAIN, 10) == newest and await unit.newest(DRAIN, 2) == newest[:2]
+        assert await unit.newest(UNKNOWN, 10) == []
+        counts = {(DRAIN, False): 2, (DRAIN, True): 2, (OTHER, False): 1}
+        assert dict(await unit.moved_counts([DRAIN, OTHER, UNKNOWN])) == counts
+        assert dict(await unit.moved_counts([])) == {}
 
 
-async def test_an_instance_is_written_over_and_dropped_with_its_drain(drains: SchedulerStore) -> None:
-    await put(drains, row(1), row(2), row(3, drain=OTHER))
-    after = replace(row(1), state=State.FAILED, code="no_valid_host", reason="why", failures=4, kind=MoveKind.MIGRATE)
-    await put(drains, after)
-    await put(drains)
+async def test_the_requests_of_an_instance_that_have_ended_come_newest_first(drains: SchedulerStore) -> None:
+    def ended(at: int) -> EndedRequest:
+        move = next(one for one, _ in ASKED if one.created_at == at)
+        fields = {name: getattr(move, name) for name in ("request_id", "instance_uuid", "state", "code", "reason")}
+        return EndedRequest(**fields, drain=move.drain, updated_at=at + 0.5)
+
     async with drains.operation() as unit:
-        assert await unit.drain_moves(DRAIN, 10) == [after, row(2)]
-        await unit.drop_drain_moves([DRAIN])
-    async with drains.operation() as unit:
-        assert await unit.drain_moves(DRAIN, 10) == []
-        assert await unit.drain_moves(OTHER, 10) == [row(3, drain=OTHER)]
-
-
-async def test_an_instance_that_has_come_to_another_host_of_its_drain_has_that_source(drains: SchedulerStore) -> None:
-    await put(drains, row(1, State.LEFT))
-    after = row(1, source_uuid=OTHER, due_at=7.0, code="instance.building")
-    await put(drains, after)
-    async with drains.operation() as unit:
-        assert await unit.drain_moves(DRAIN, 10) == [after]
+        found = await unit.ended([vm(1), vm(2), vm(4), UNKNOWN], 2)
+        assert found == {vm(1): [ended(6), ended(2)], vm(2): [ended(10), ended(9)]}
+        assert await unit.ended([vm(3)], 5) == {vm(3): [ended(4)]}
+        assert await unit.ended([], 5) == {}
 
 
 async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerStore) -> None:
-    """The second reads what the first has written."""
-    held, begun, order = asyncio.Event(), asyncio.Event(), list[str]()
+    """The second counts what the first has put on record; another object's row is free."""
+    held, begun, order = asyncio.Event(), asyncio.Event(), list[object]()
 
     async def second() -> None:
         await held.wait()
         async with drains.operation() as unit:
+            assert await unit.lock_object(ObjectKind.DRAIN, UNKNOWN) is None
+            assert await unit.lock_object(ObjectKind.FENCE, DRAIN) is None
             order.append("waits")
             begun.set()
-            found = await unit.lock_drain(DRAIN, 5.0, 10)
-            assert found is not None
-            order.append(found.open[0].state.value)
+            assert await unit.lock_object(ObjectKind.DRAIN, DRAIN) == msgspec.to_builtins(RECORD)
+            order.append((await unit.begun([DRAIN])).under_way)
 
     waiting = asyncio.create_task(second())
-    await put(drains, row(1))
     async with drains.operation() as unit:
-        await unit.lock_drain(DRAIN, 5.0, 10)
+        assert await unit.lock_object(ObjectKind.DRAIN, DRAIN) is not None
         held.set()
         await begun.wait()
-        await unit.put_drain_moves([row(1, State.UNDER_WAY, tries=1)])
+        await unit.insert_moves([asked(20, 5, GOES)[0]], 20.5)
         order.append("writes")
     await waiting
-    assert order == ["waits", "writes", "under-way"]
+    assert order == ["waits", "writes", 3]
 
 
 # --- Which builds have no end, as both stores find them: without an index that every write of a build would pay.

@@ -9,7 +9,6 @@ import pytest
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
-from scheduler_worker.domain.drains import LOOKS, UNRELEASED
 from tests.integration.scheduler.test_drains import (
     WARM,
     active,
@@ -35,9 +34,8 @@ __all__ = ["quick"]  # the fixture
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An instance that has failed is tried again at once; what is not released yet is waited for."""
+    """An instance that was refused is tried again at once."""
     monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.01)
-    monkeypatch.setitem(LOOKS, UNRELEASED, 10**6)
 
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:

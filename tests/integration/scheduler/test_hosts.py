@@ -38,7 +38,7 @@ from bus.contracts.queues import COMMANDS
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
 from bus.port import Outgoing
-from scheduler_worker import keepers
+from scheduler_worker import emptying, keepers
 from scheduler_worker.domain.fences import SPEC
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.steps import (
@@ -303,8 +303,9 @@ RESTART = EvacuationPolicy.RESTART
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "STAGGER_S", 0.01)
-    monkeypatch.setattr(keepers, "BUSY_S", 0.05)
+    monkeypatch.setattr(emptying, "STAGGER_S", 0.01)
+    monkeypatch.setattr(emptying, "LOOK_S", 0.05)
+    monkeypatch.setattr(emptying, "READ_ALL_S", 0.05)
 
 
 async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:
@@ -359,6 +360,22 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
 
 
+async def test_no_more_evacuations_are_under_way_than_may_be_whoever_makes_them(world: World) -> None:
+    """Two hosts are fenced, and three schedulers count together: under one lock, what is on record."""
+    for name in ("s1", "s2", "s3"):
+        await world.scheduler(name, replace(EVACUATING, evacuations_at_once=2))
+    first, second = await world.add_hosts("c1", 2)
+    builds = await active(world, 6, on_host_failure=RESTART)
+    await world.add_hosts("c1", 2)
+    for uuid in (first, second):
+        await fence(world, uuid)
+    for done in range(len(builds)):
+        await until(partial(is_begun, world, min(done + 2, len(builds))))
+        assert len(evacuated(world)) - done <= 2
+        await ends(world, evacuated(world)[done], MoveState.DONE, host="c1-2")
+    assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
+
+
 async def test_a_group_with_affinity_leaves_a_fenced_host_for_one_other_host(world: World) -> None:
     await world.scheduler("s1", replace(EVACUATING, host_subset_size=5, max_attempts=1))
     (uuid,) = await world.add_hosts("c1", 1)
@@ -392,8 +409,8 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "pause_s", lambda _tried: 0.0)
-    monkeypatch.setattr(keepers, "MAX_TRIES", 3)
+    monkeypatch.setattr("scheduler_worker.domain.drains.doubled_s", lambda *_: 0.0)
+    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_REFUSALS", 3)
     await world.scheduler("s1", EVACUATING)
     await world.scheduler("s2", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)

@@ -10,7 +10,7 @@ from bus.contracts.operations import EvacuationPolicy
 from cell_conductor.domain.instance import State
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
-from scheduler_worker.domain.fences import is_restarted
+from scheduler_worker.domain.drains import is_restarted
 from scheduler_worker.domain.recorded_moves import MoveContext
 from tests.unit.conductor.records import fenced as on_fenced
 from tests.unit.conductor.scenario import SPEC

@@ -133,6 +133,7 @@ MADE_ONLY = {
     ("scheduler_worker", "ObjectsChange"): "a host's decision, for its own registry",
     ("scheduler_worker", "BuildRequest"): "the request of a tombstone, on record alone",
     ("scheduler_worker", "DrainQuery"): "for its own planner",
+    ("scheduler_worker", "MoveRequest"): "of a drain or an evacuation, for its own engine of moves",
     ("scheduler_worker", "ServiceGone"): "for its own table of hosts",
     ("scheduler_worker", "ComputeHosts"): "Nova's hosts, for its own table of hosts",
     ("scheduler_worker", "ServicesDigest"): "Nova's services, for its own table of hosts",

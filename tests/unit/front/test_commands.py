@@ -21,6 +21,7 @@ from berth.audit.findings import Confirmed
 from berth.audit.quarantine import InCells, TrippedBreaker
 from berth.cli import app
 from berth.client import BuildClient
+from berth.client.drains import STUCK_S, follow
 from berth.commands import audits, common, dead_letters, objects, safety
 from berth.commands.common import Stop
 from berth.commands.drain import _ended
@@ -35,7 +36,7 @@ from bus.clock import SystemClock
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostsPage, TimelineEntry
-from bus.contracts.drains import DrainProgress, DrainState, DrainTarget
+from bus.contracts.drains import DrainFailure, DrainProgress, DrainsPage, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
     CellState,
@@ -54,6 +55,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, PublishRefused
 from bus.wire import SENT_AT
 from cell_conductor.domain.breaker import Breaker
+from tests.kit.virtual_time import on_virtual_time
 
 # --- which silent hosts are switched off without a person
 
@@ -392,6 +394,46 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
     )  # fmt: skip
     with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
         _ended(seen, as_json=False)
+
+
+STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none of 3 hosts")
+
+
+def running(**more: Any) -> DrainProgress:
+    return DrainProgress(
+        id=DRAIN, host="h", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann", planned=1, counts={}, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "code"),
+    [
+        (running(failed=(STUCK,)), common.Exit.NO, "drain.left"),
+        (running(failed=(STUCK,), not_begun=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
+        (running(failed=(STUCK,), under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
+        (running(failed=(STUCK,), more=True), common.Exit.TIME, "drain.under_way"),
+        (running(failed=(STUCK,), state=DrainState.PAUSED), common.Exit.TIME, "drain.under_way"),
+        (running(), common.Exit.TIME, "drain.under_way"),
+    ],
+)
+@on_virtual_time
+async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
+    seen: DrainProgress, status: common.Exit, code: str
+) -> None:
+    """The drain goes on. Not at once, because a service may just be restarted; and not after an hour."""
+    clock, looks = SystemClock(), list[float]()
+
+    class Answering:
+        async def request(self, *_: object, **__: object) -> DrainsPage:
+            looks.append(clock.monotonic())
+            return DrainsPage(drains=(replace(seen, under_way=(DRAIN,)) if len(looks) == 3 else seen,))
+
+    assert await follow(cast("Any", Answering()), DRAIN, clock=clock, timeout_s=100.0) == seen
+    took_s = looks[-1] - looks[3]
+    assert STUCK_S <= took_s < 2 * STUCK_S if code == "drain.left" else took_s > 90.0
+    with pytest.raises(Stop) as stopped:
+        _ended(seen, as_json=False)
+    assert (stopped.value.status, stopped.value.code) == (status, code)
 
 
 # --- `berth quotas|rules|cells set`: what an operator names is done, or refused with a word

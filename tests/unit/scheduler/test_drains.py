@@ -1,9 +1,9 @@
-"""The ends of the instances of a drain, and of the drain: going and failing."""
+"""Hosts that are emptied: what is requested next, what waits and why, and when a drain is over."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, cast
 
 import msgspec
@@ -15,42 +15,34 @@ from bus.contracts.base import MAX_REASON, Message, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeHolder
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
-from bus.contracts.drains import (
-    DrainAction,
-    DrainCommand,
-    DrainMoveState,
-    DrainQuery,
-    DrainRecord,
-    DrainState,
-    DrainTarget,
-)
+from bus.contracts.drains import DrainAction, DrainCommand, DrainQuery, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import (
-    LOOK_S,
+    MAX_REFUSALS,
+    BegunMoves,
     DrainedHost,
-    DrainMove,
-    DrainStep,
+    EndedRequest,
     HeldInstance,
-    Look,
-    OpenDrain,
+    WaitingInstance,
     commanded,
     drained,
     end_of,
+    evacuating,
     held_on,
     is_migration,
-    looked,
-    retried,
-    step,
+    level_of,
+    next_moves,
+    request_id,
 )
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.drain_plan import PAGE_HOSTS, PAGES, DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -61,162 +53,209 @@ from tests.unit.scheduler.test_without_an_answer import Site, site
 __all__ = ["cluster", "site"]  # fixtures
 
 A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
-S = DrainMoveState
-ROW = DrainMove(drain=DRAIN, instance_uuid=A, position=0, source_uuid=HOST, kind=MoveKind.LIVE_MIGRATE)
-UP = {HOST: DrainedHost(HOST, "h1")}
-DOWN = {HOST: DrainedHost(HOST, "h1", "service.down")}
-RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
+B, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
 NOW = 1000.0
-NOT_LOOKED, EMPTY = Look(DRAIN), Look(DRAIN, (HOST,))  # EMPTY: the host holds nothing
+DRAINED = DrainedHost(HOST, "h1", drain=DRAIN)
+DOWN = replace(DRAINED, code="service.down")
+RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
+LEVEL, IDLE = level_of(RECORD, NOW), BegunMoves()
+EVACUATING = evacuating(100)
 
 
-def known(
-    host: str | None = HOST, ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
+def context(
+    state: BuildState = BuildState.ACTIVE,
+    host: str | None = "h1",
+    condition: Condition = Condition.ACTIVE,
+    under_way: str | None = None,
+    host_uuid: str | None = None,
 ) -> MoveContext:
-    """The instance on a host; ended: how its request has."""
-    build = RecordedBuild(
-        instance_uuid=A, project_id="p", state=more.pop("state", BuildState.ACTIVE), sequence=1, terminal=True,
-        cell="c", host="h", host_uuid=host, instance=SinceBuild(under_way=under_way),
-    )  # fmt: skip
-    move = None
-    if ended is not None:
-        move = RecordedMove(
-            request_id="r", project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
-            sequence=9, created_at=1.0, **{"instance_uuid": A, "terminal": True, "host_uuid": H2, **more},
-        )  # fmt: skip
-    return MoveContext(move=move, build=build)
+    uuid = host_uuid or {"h1": HOST, "h2": H2}.get(host or "")
+    build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell="c", host=host, host_uuid=uuid)
+    return MoveContext(build=replace(build, instance=SinceBuild(condition=condition, under_way=under_way)))
 
 
-def passed(
-    row: DrainMove,
-    context: MoveContext,
-    record: DrainRecord = RECORD,
-    hosts: dict[str, DrainedHost] | None = None,
-    look: Look = NOT_LOOKED,
-) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
-    """The row after one pass, and what was requested."""
-    found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    done = step(found, {A: context}, UP if hosts is None else hosts, look, NOW)
-    return (done.changed or (row,))[0], done.requests
+ACTIVE = HeldInstance(instance_uuid=A, project_id="p", source=DRAINED, known=context())
+HELD = replace(ACTIVE, code="instance.building", reason="its build", known=MoveContext())
+BUSY = replace(ACTIVE, known=context(under_way=R))
+ON_DOWN = replace(ACTIVE, source=DOWN)
+KEPT = replace(HELD, code="instance.unconfirmed")
 
 
-def test_a_cold_move_is_confirmed_at_once() -> None:
-    _, (request,) = passed(replace(ROW, kind=MoveKind.MIGRATE), known())
-    assert (request.kind, request.auto_confirm_s) == (MoveKind.MIGRATE, 0.0)
+def request(**more: Any) -> RecordedMove:
+    fields = {
+        "kind": MoveKind.MIGRATE,
+        "state": MoveState.DONE,
+        "terminal": True,
+        "cell": "c",
+        "host": "h1",
+        "host_uuid": HOST,
+        **more,
+    }
+    return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
 
 
-def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
-    after, (request,) = passed(ROW, known())
-    assert (after.state, after.tries, after.request_id) == (S.UNDER_WAY, 1, request.request_id)
-    assert (request.kind, request.host, request.user_id) == (MoveKind.LIVE_MIGRATE, None, "drain")
-    assert (request.auto_confirm_s, request.project_id, request.instance_uuid) == (None, "p", A)
-    assert passed(after, known()) == (after, ())  # not on record yet
-    as_it_is = OpenDrain(record=RECORD, open=(after,), counts={S.UNDER_WAY: 1}, last_begun_at=NOW)
-    assert step(as_it_is, {A: known()}, UP, NOT_LOOKED, NOW).changed == (), "a row that stays is not written"
-    again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
-    assert repeated == (request,) and again.begun_at == NOW
-    assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id
+def ended(ago_s: float, code: str = "no_valid_host", **more: Any) -> EndedRequest:
+    """A request of the drain that has ended so long ago."""
+    fields = {"state": MoveState.FAILED if code else MoveState.DONE, "drain": DRAIN, "reason": "why", **more}
+    number = int(ago_s * 100)
+    return EndedRequest(request_id=f"{number:08}{A[8:]}", instance_uuid=A, code=code, updated_at=NOW - ago_s, **fields)
+
+
+def tries(*ago_s: float, **more: Any) -> list[EndedRequest]:
+    return [ended(one, **more) for one in ago_s]
+
+
+def decided(
+    one: HeldInstance, requests: Sequence[EndedRequest] = (), level: Any = LEVEL
+) -> MoveRequest | WaitingInstance:
+    """What is next of one instance."""
+    found = next_moves(level, [one], {A: requests}, IDLE, NOW)
+    assert len(found.moves) + len(found.waiting) == 1
+    return found.moves[0].request if found.moves else found.waiting[0]
+
+
+def test_the_request_of_a_move() -> None:
+    """The same from every scheduler; a cold one is confirmed at once, and those of a cell may leave it."""
+    live, again = decided(ACTIVE), decided(ACTIVE)
+    assert isinstance(live, MoveRequest) and live == again
+    assert (live.kind, live.host, live.user_id, live.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, None, "drain", None)
+    assert (live.project_id, live.instance_uuid, live.request_id) == ("p", A, request_id(DRAIN, A))
+    cold = decided(ACTIVE, level=level_of(replace(RECORD, kind=MoveKind.MIGRATE), NOW))
+    assert isinstance(cold, MoveRequest) and (cold.kind, cold.auto_confirm_s) == (MoveKind.MIGRATE, 0.0)
+    of_cell = decided(ACTIVE, level=level_of(replace(RECORD, target=DrainTarget.CELL), NOW))
+    assert isinstance(of_cell, MoveRequest)
+    assert (of_cell.kind, of_cell.user_id) == (MoveKind.MIGRATE, "cell-drain")
+    evacuated = decided(ACTIVE, level=EVACUATING)
+    assert evacuated == MoveRequest(
+        request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", kind=MoveKind.EVACUATE
+    )
 
 
 @pytest.mark.parametrize("target", DrainTarget)
 def test_its_requests_can_be_read(target: DrainTarget) -> None:
-    """The user of those of a cell was no word: each was refused as unreadable, and sent again."""
-    _, (request,) = passed(ROW, known(), replace(RECORD, target=target))
-    assert msgspec.json.decode(msgspec.json.encode(request), type=MoveRequest) == request
+    """The user of those of a cell was no word."""
+    made = decided(ACTIVE, level=level_of(replace(RECORD, target=target), NOW))
+    assert msgspec.json.decode(msgspec.json.encode(made), type=MoveRequest) == made
 
 
-def test_what_a_drain_has_left_without_a_host_has_failed() -> None:
-    """It ended as done over an instance that no host has."""
-    under_way = known(None, ended=MoveState.FAILED, code="image.broken")
-    assert under_way.build is not None
-    down = replace(under_way, build=replace(under_way.build, instance=SinceBuild(condition=Condition.OFFLOADED)))
-    after, requests = passed(replace(TRIED, failures=0), down)
-    assert (after.state, after.code, requests) == (S.FAILED, "image.broken", ())
+def test_the_id_of_a_try_follows_from_the_newest_request_that_has_ended() -> None:
+    """Also a client's: a request that is on record is never made again."""
+    ids = [
+        cast("MoveRequest", decided(ACTIVE, requests)).request_id
+        for requests in ([], tries(99), tries(98, 99), [ended(9, "", drain=None), *tries(99)])
+    ]
+    assert len({*ids, request_id(H9, A), request_id(DRAIN, B)}) == 6
+    assert ids[1] == request_id(DRAIN, A, ended(99).request_id)
 
 
-# Fields that each decision has to set, or to leave: none as in a new row.
-WAITS = replace(ROW, code="x", reason="y", failures=1, due_at=NOW, tries=1, begun_at=1.0)
-TRIED = replace(WAITS, state=S.UNDER_WAY, begun_at=NOW)
-READY = {"code": "", "reason": "", "due_at": 0.0}
-BEGUN = READY | {"state": S.UNDER_WAY, "tries": 2, "begun_at": NOW}
-LEFT, MOVED = {"state": S.LEFT}, {"state": S.MOVED, "code": "", "reason": ""}
-WAITS_FOR_OTHER = {
-    "due_at": NOW + 4.0,
-    "code": "instance.busy",
-    "reason": "another request about it is under way",
-}
-DONE = known(H2, MoveState.DONE, code="told", reason="why")
-LOST = known(ended=MoveState.FAILED, code="told", reason="w" * (MAX_REASON + 1))
-ENDS = known(state=BuildState.DELETING)
-NOT_LIVE = known(ended=MoveState.FAILED, code="instance.not_running")
-TOLD = {"failures": 2, "due_at": NOW + 4.0, "code": "told", "reason": "w" * MAX_REASON}
+STILL, STUCK = {"is_stuck": False}, {"is_stuck": True}
+REFUSED = {"code": "no_valid_host", "reason": "why"}
+TOLD = {"code": "instance.building", "reason": "its build"}
+IS_BUSY = {"code": "instance.busy", "reason": "another request about it is under way"}
+UNTIL_DONE = ended(0.5, "")  # it was moved, and is there again
+NOT_LIVE = ended(0.1, "instance.not_running")
 
 
 @pytest.mark.parametrize(
-    ("row", "context", "hosts", "after", "requests"),
+    ("one", "requests", "after"),
     [
-        (WAITS, known(), None, BEGUN, 1),
-        (replace(WAITS, due_at=NOW + 0.1), known(), None, {}, 0),
-        (replace(WAITS, code="instance.building"), known(), None, BEGUN | {"failures": 0}, 1),
-        (WAITS, MoveContext(), None, LEFT | {"code": "instance.deleted"}, 0),
-        (WAITS, ENDS, None, LEFT | {"code": "instance.deleted"}, 0),
-        (WAITS, known(H9), None, LEFT | {"code": "instance.elsewhere"}, 0),
-        (WAITS, known(None), None, LEFT | {"code": "instance.elsewhere"}, 0),
-        (WAITS, known(), {}, LEFT | {"code": "host.left_drain"}, 0),
-        (replace(WAITS, host_uuid=H9), known(H9), {}, MOVED, 0),
-        (replace(WAITS, host_uuid=H9), known(), None, BEGUN, 1),
-        (WAITS, known(under_way="x"), None, WAITS_FOR_OTHER, 0),
-        (replace(WAITS, failures=3), known(under_way="x"), None, WAITS_FOR_OTHER, 0),
-        (replace(WAITS, tries=9), known(under_way="x"), None, WAITS_FOR_OTHER | {"due_at": NOW + 60.0}, 0),
-        (WAITS, known(), DOWN, {"failures": 2, "due_at": NOW + 4.0, "code": "service.down"}, 0),
-        (replace(ROW, failures=2), known(), DOWN, {"failures": 3, "due_at": NOW + 8.0, "code": "service.down"}, 0),
-        (replace(ROW, failures=3), known(), DOWN, {"state": S.FAILED, "failures": 4, "code": "service.down"}, 0),
-        (TRIED, MoveContext(), None, LEFT | {"code": "instance.deleted"}, 0),
-        (replace(TRIED, begun_at=NOW - 59.9), known(), None, {}, 0),
-        (replace(TRIED, begun_at=NOW - 60.0), known(), None, {"begun_at": NOW}, 1),
-        (TRIED, known(ended=MoveState.MIGRATING, terminal=False), None, {}, 0),
-        (TRIED, DONE, None, MOVED | {"host_uuid": H2, "failures": 0, "due_at": 0.0}, 0),
-        (TRIED, LOST, None, {"state": S.WAITING} | TOLD, 0),
-        (replace(TRIED, failures=3), known(ended=MoveState.REFUSED, code="instance.busy", reason="why"), None,
-         WAITS_FOR_OTHER | {"state": S.WAITING, "reason": "why"}, 0),
-        (TRIED, known(ended=MoveState.DONE, instance_uuid=H9), None,
-         {"state": S.WAITING, "failures": 2, "due_at": NOW + 4.0, "code": "request.duplicate"}, 0),
-        (replace(TRIED, failures=3), LOST, None, {"state": S.FAILED} | TOLD | {"failures": 4, "due_at": NOW + 16.0}, 0),
-        (TRIED, replace(LOST, build=ENDS.build), None, LEFT | {"code": "instance.deleted"}, 0),
-        (TRIED, NOT_LIVE, None, {"state": S.WAITING, "kind": MoveKind.MIGRATE}, 0),
-        (
-            replace(TRIED, kind=MoveKind.MIGRATE), NOT_LIVE, None,
-            {"state": S.WAITING, "failures": 2, "due_at": NOW + 4.0, "code": "instance.not_running"}, 0,
+        pytest.param(ACTIVE, [], MoveKind.LIVE_MIGRATE, id="it is active"),
+        pytest.param(ACTIVE, tries(1.9), REFUSED | STILL, id="refused a moment ago"),
+        pytest.param(ACTIVE, tries(2.0), MoveKind.LIVE_MIGRATE, id="the first pause is over"),
+        pytest.param(ACTIVE, tries(3.9, 99), REFUSED | STILL, id="refused twice"),
+        pytest.param(ACTIVE, tries(4.0, 99), MoveKind.LIVE_MIGRATE, id="the second pause is over"),
+        pytest.param(ACTIVE, tries(7.9, 98, 99), REFUSED | STUCK, id="refused three times"),
+        pytest.param(ACTIVE, tries(8.0, 98, 99), MoveKind.LIVE_MIGRATE, id="it is tried again all the same"),
+        pytest.param(ACTIVE, tries(59.9, *range(90, 99)), REFUSED | STUCK, id="the longest pause"),
+        pytest.param(ACTIVE, tries(60.0, *range(90, 99)), MoveKind.LIVE_MIGRATE, id="and for ever"),
+        pytest.param(ACTIVE, [UNTIL_DONE, *tries(97, 98, 99)], MoveKind.LIVE_MIGRATE, id="it has come back"),
+        pytest.param(ACTIVE, tries(0.1, drain=None), MoveKind.LIVE_MIGRATE, id="a client was refused"),
+        pytest.param(ACTIVE, tries(0.1, drain=H9), MoveKind.LIVE_MIGRATE, id="another drain was"),
+        pytest.param(ACTIVE, tries(1.0, 98, 99, code="instance.busy"), {"code": "instance.busy"} | STILL, id="busy"),
+        pytest.param(ACTIVE, [NOT_LIVE], MoveKind.MIGRATE, id="it does not run, so it moves cold, at once"),
+        pytest.param(ACTIVE, [ended(0.1), NOT_LIVE], REFUSED | STILL, id="the cold move was refused, too"),
+        pytest.param(ACTIVE, [ended(9), NOT_LIVE], MoveKind.LIVE_MIGRATE, id="it may run by now"),
+        pytest.param(BUSY, [], IS_BUSY | STILL, id="a client's request is under way"),
+        pytest.param(BUSY, tries(97, 98, 99), IS_BUSY | STILL, id="whatever was before"),
+        pytest.param(HELD, [], TOLD | STILL, id="it is being built"),
+        pytest.param(replace(HELD, code="instance.arriving"), [], {"code": "instance.arriving"} | STILL, id="it comes"),
+        pytest.param(replace(HELD, code="instance.releasing"), [], {"code": "instance.releasing"} | STILL, id="goes"),
+        pytest.param(replace(HELD, code="instance.unreleased"), [], {"code": "instance.unreleased"} | STILL, id="gone"),
+        pytest.param(KEPT, [], {"code": "instance.unconfirmed"} | STUCK, id="kept"),
+        pytest.param(replace(HELD, code="instance.misplaced"), [], {"code": "instance.misplaced"} | STUCK, id="lost"),
+        pytest.param(ON_DOWN, [], {"code": "service.down", "reason": DOWN.reason} | STUCK, id="its service is down"),
+        pytest.param(
+            replace(HELD, source=DOWN), [], TOLD | {"reason": "its build; h1: service.down"} | STUCK, id="and down",
+        ),
+        pytest.param(replace(BUSY, source=DOWN), [], IS_BUSY | STUCK, id="its service is down while it is busy"),
+        *(
+            pytest.param(replace(ACTIVE, known=context(condition=one)), [], {"code": f"instance.{one}"} | STUCK, id=one)
+            for one in (Condition.SHELVED, Condition.RESCUED, Condition.RESIZED)
         ),
     ],
 )  # fmt: skip
-def test_what_becomes_of_an_instance(
-    row: DrainMove, context: MoveContext, hosts: Any, after: dict[str, Any], requests: int
-) -> None:
-    """The look has found that its host holds nothing of it: by the record alone it is active there."""
-    found, made = passed(row, context, hosts=hosts, look=EMPTY)
-    same = {"reason"} if "reason" not in after and found.failures > row.failures else set()
-    same |= {"due_at"} if found.state is S.FAILED and "due_at" not in after else set()
-    assert found == replace(row, **after, **{name: getattr(found, name) for name in same})
-    assert len(made) == requests
+def test_what_is_next_of_an_instance(one: HeldInstance, requests: list[EndedRequest], after: Any) -> None:
+    found = decided(one, requests)
+    if isinstance(after, MoveKind):
+        assert isinstance(found, MoveRequest) and found.kind is after
+    else:
+        assert isinstance(found, WaitingInstance) and found.held == one
+        assert {name: getattr(found, name) for name in after} == after
 
 
-@pytest.mark.parametrize("row", [WAITS, replace(WAITS, code="instance.building"), replace(WAITS, host_uuid=H9)])
-@pytest.mark.parametrize("context", [MoveContext(), ENDS, known(H9), known(None), known(H9, under_way="x")])
-def test_what_is_not_active_on_its_host_is_looked_for_there_before_anything_is_decided(
-    row: DrainMove, context: MoveContext
-) -> None:
-    found = OpenDrain(record=RECORD, open=(row,), counts={}, last_begun_at=0.0)
-    assert step(found, {A: context}, UP, NOT_LOOKED, NOW) == DrainStep(unclear=frozenset({HOST}))
-    (after,) = step(found, {A: context}, {}, NOT_LOOKED, NOW).changed
-    assert after.state in (S.LEFT, S.MOVED), "its host has left the drain"
-    for state in (DrainState.PAUSED, DrainState.STOPPING):
-        stays = replace(found, record=replace(RECORD, state=state))
-        assert step(stays, {A: context}, UP, NOT_LOOKED, NOW) == DrainStep()
+def test_what_is_long_is_cut() -> None:
+    found = decided(replace(HELD, reason="w" * MAX_REASON, source=DOWN))
+    assert isinstance(found, WaitingInstance) and len(found.reason) == MAX_REASON
+
+
+def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals() -> None:
+    """One that was refused because another request is under way uses up no try: of one whose former source was silent
+    24 were refused, and then none was made any more.
+    """
+    shelved = replace(ACTIVE, known=context(condition=Condition.SHELVED))
+    assert isinstance(decided(shelved, level=EVACUATING), MoveRequest)
+    most = [*range(1000, 1000 + MAX_REFUSALS)]
+    found = decided(ACTIVE, tries(*most), EVACUATING)
+    assert isinstance(found, WaitingInstance) and found.is_last and found.is_stuck
+    assert isinstance(decided(ACTIVE, tries(*most[1:]), EVACUATING), MoveRequest)
+    busy = [*tries(*most, code="instance.busy"), *tries(2000)]
+    assert isinstance(decided(ACTIVE, busy, EVACUATING), MoveRequest)
+    paused = [decided(ACTIVE, tries(pause_s - 0.1, *most[: count - 1]), EVACUATING) for count, pause_s in
+              ((1, 2), (2, 4), (8, 256), (10, 600), (23, 600))]  # fmt: skip
+    assert all(isinstance(one, WaitingInstance) and not one.is_last for one in paused)
+
+
+def test_no_story_moves_an_instance_that_has_to_wait() -> None:
+    """Each host, hold, condition, request under way and history of two requests, of drains and evacuations."""
+    sources = (DRAINED, DOWN, replace(DRAINED, code="host.fenced"))
+    holds = ("", "instance.building", "instance.unconfirmed")
+    codes, agos = ("no_valid_host", "instance.busy", "instance.not_running", ""), (0.1, 3.0, 700.0)
+    histories = [[], *([ended(ago, code)] for code in codes for ago in agos)]
+    histories += [[ended(ago, one), ended(999, two)] for one, two in product(codes, codes) for ago in agos]
+    seen = 0
+    for source, hold, condition, under_way, requests, level in product(
+        sources, holds, Condition, (None, R), histories, (LEVEL, EVACUATING, replace(LEVEL, begins=False))
+    ):
+        known = context(condition=condition, under_way=under_way)
+        one = replace(ACTIVE, source=source, code=hold, known=known)
+        found = decided(one, requests, level)
+        seen += 1
+        if not isinstance(found, MoveRequest):
+            assert found.code or not level.begins, "whoever waits has a reason, unless nothing begins"
+            continue
+        assert not (source.code or hold or under_way) and level.begins
+        assert found.request_id not in {request.request_id for request in requests}
+        newest = next(iter(requests), None)
+        is_free = newest is None or not newest.code or newest.code == "instance.not_running"
+        assert is_free or NOW - (newest.updated_at if newest else 0.0) >= 2.0
+        assert condition not in (Condition.SHELVED, Condition.RESCUED, Condition.RESIZED) or level is EVACUATING
+        with_older = [*requests, ended(5000, drain=None)]
+        assert decided(one, with_older, level) == found or not requests, "a client's older one changes nothing"
+    assert seen > 10_000
 
 
 @pytest.mark.parametrize(
-    ("fields", "last_begun_at", "under_way", "begun"),
+    ("fields", "last_at", "under_way", "begun"),
     [
         ({"at_once": 20}, 0.0, 0, 20),
         ({"at_once": 3}, NOW - 1.0, 2, 1),
@@ -235,62 +274,57 @@ def test_what_is_not_active_on_its_host_is_looked_for_there_before_anything_is_d
         ({"at_once": 20, "state": DrainState.STOPPING}, 0.0, 0, 0),
     ],
 )
-def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_begun_at: float, under_way: int, begun: int) -> None:
-    """With a rate also after a pause, and after moves that took long. A move that has just ended leaves its place."""
-    rows = [replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30)]
-    rows += [
-        replace(row, instance_uuid=f"1{row.instance_uuid[1:]}", state=S.UNDER_WAY) for row in rows[: under_way + 1]
-    ]
-    contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
-    if under_way:
-        rows[30:] = [replace(row, begun_at=NOW) for row in rows[30:]]
-        contexts[rows[-1].instance_uuid] = known(H2, MoveState.DONE, instance_uuid=rows[-1].instance_uuid)
-    else:
-        del rows[30:]
-    found = OpenDrain(
-        record=replace(RECORD, **fields), open=(*rows[30:], *rows[:30]), counts={}, last_begun_at=last_begun_at
-    )
-    done = step(found, contexts, UP, NOT_LOOKED, NOW)
-    assert [one.instance_uuid for one in done.requests] == [row.instance_uuid for row in rows[:begun]]
-    states = [S.MOVED] * bool(under_way) + [S.UNDER_WAY] * begun
-    assert [row.state for row in done.changed] == states, "the others are as they were"
+def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_at: float, under_way: int, begun: int) -> None:
+    """With a rate also after a pause, and after moves that took long. What cannot move takes no place of the others."""
+    held = [replace(ACTIVE, instance_uuid=f"{at:08d}{A[8:]}") for at in range(30)]
+    stuck = replace(ON_DOWN, instance_uuid=B)
+    level = level_of(replace(RECORD, **fields), NOW)
+    found = next_moves(level, [stuck, *held], {}, BegunMoves(under_way, last_at), NOW)
+    assert [one.request.instance_uuid for one in found.moves] == [one.instance_uuid for one in held[:begun]]
+    waiting = [(one.held.instance_uuid, one.code) for one in found.waiting]
+    assert waiting == [(B, "service.down"), *((one.instance_uuid, "") for one in held[begun:])]
 
 
-def test_what_cannot_move_is_judged_though_no_move_may_begin() -> None:
-    rows = (replace(ROW, state=S.UNDER_WAY, instance_uuid=H2, begun_at=NOW), ROW)
-    found = OpenDrain(record=replace(RECORD, at_once=1), open=rows, counts={}, last_begun_at=0.0)
-    (after,) = step(found, {H2: known(), A: known(H9)}, UP, EMPTY, NOW).changed
-    assert (after.instance_uuid, after.state) == (A, S.LEFT)
+def test_what_was_refused_keeps_its_reason_where_it_could_be_tried_again_and_no_move_begins() -> None:
+    """It was shown as one that waits for its turn, once a minute for a moment."""
+    for count in (1, 2, 3, 4):
+        requests = {A: tries(*range(100, 100 + count))}
+        (one,) = next_moves(replace(LEVEL, begins=False), [ACTIVE], requests, IDLE, NOW).waiting
+        assert (one.code, one.reason, one.is_stuck) == ("no_valid_host", "why", count >= 3)
+        assert len(next_moves(LEVEL, [ACTIVE], requests, IDLE, NOW).moves) == 1
+
+
+def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() -> None:
+    kept = replace(ACTIVE, code="instance.unconfirmed", source=replace(DRAINED, uuid=H2, name="h2"))
+    for held in ([ACTIVE, kept], [kept, ACTIVE], [ACTIVE, ACTIVE]):
+        found = next_moves(LEVEL, held, {}, IDLE, NOW)
+        assert [one.held for one in found.moves] == [ACTIVE] and not found.waiting
+    (first,) = next_moves(LEVEL, [HELD, kept], {}, IDLE, NOW).waiting
+    assert first.held == HELD
 
 
 def test_when_a_drain_is_over() -> None:
-    late = replace(RECORD, deadline_at=NOW)
-    cases: list[tuple[DrainRecord, dict[DrainMoveState, int], str | None]] = [
-        (RECORD, {S.MOVED: 2}, "drain.done"),
-        (RECORD, {S.MOVED: 2, S.FAILED: 1}, "drain.left"),
-        (RECORD, {S.WAITING: 1}, None),
-        (RECORD, {S.UNDER_WAY: 1}, None),
-        (late, {S.WAITING: 1}, "drain.deadline"),
-        (replace(late, deadline_at=NOW + 0.1), {S.WAITING: 1}, None),
-        (late, {S.MOVED: 1}, "drain.done"),
-        (replace(late, state=DrainState.ENDED), {S.WAITING: 1}, None),
-        (replace(RECORD, state=DrainState.STOPPING), {S.UNDER_WAY: 1}, None),
-        (late, {S.WAITING: 1, S.UNDER_WAY: 1}, None),
-        (replace(late, state=DrainState.PAUSED), {S.WAITING: 1}, "drain.deadline"),
-        (replace(RECORD, state=DrainState.PAUSED), {}, None),
-        (replace(RECORD, state=DrainState.STOPPING), {S.WAITING: 1}, "drain.stopped"),
-        (replace(RECORD, state=DrainState.ENDED), {}, None),
+    late, stopping = replace(RECORD, deadline_at=NOW), replace(RECORD, state=DrainState.STOPPING)
+    paused, over = replace(RECORD, state=DrainState.PAUSED), replace(RECORD, state=DrainState.ENDED)
+    cases: list[tuple[DrainRecord, int, bool, str | None]] = [
+        (RECORD, 0, True, "drain.done"),
+        (RECORD, 0, False, None),
+        (RECORD, 1, True, None),
+        (late, 0, False, "drain.deadline"),
+        (replace(late, deadline_at=NOW + 0.1), 0, False, None),
+        (late, 0, True, "drain.done"),
+        (late, 1, False, None),
+        (stopping, 1, False, None),
+        (stopping, 0, False, "drain.stopped"),
+        (stopping, 0, True, "drain.stopped"),
+        (replace(late, state=DrainState.PAUSED), 0, False, "drain.deadline"),
+        (paused, 0, True, None),
+        (over, 0, False, None),
+        (over, 0, True, None),
     ]
-    for record, counts, code in cases:
-        found = OpenDrain(record=record, open=(), counts=counts, last_begun_at=0.0)
-        assert end_of(found, NOW) == code, (record, counts)
-
-
-@pytest.mark.parametrize("state", list(S))
-def test_what_has_failed_is_tried_again_by_a_drain_that_is_resumed(state: DrainMoveState) -> None:
-    row = replace(WAITS, state=state)
-    anew = replace(row, state=S.WAITING, failures=0, due_at=0.0, code="", reason="")
-    assert retried(row) == (anew if state is S.FAILED else row)
+    for record, under_way, is_empty, code in cases:
+        found = end_of(record, BegunMoves(under_way), NOW, is_empty=is_empty)
+        assert found == code, (record, under_way, is_empty)
 
 
 def test_commands_and_what_a_host_is_in_a_drain() -> None:
@@ -344,7 +378,7 @@ async def planned(fault: Fault) -> MadePlan | Refusal:
     store = MemoryBuilds(MemoryBuildTable(clock).session())
     warmup = Warmup(selector, clock=clock)
     holders = DrainHolders(store, selector, placement, placement, warmup=warmup, clock=clock)
-    planner = DrainPlanner(store, selector, cast("Any", None), holders, clock=clock)
+    planner = DrainPlanner(selector, cast("Any", None), holders, clock=clock)
     return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
 
 
@@ -356,55 +390,7 @@ async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> Non
         await planned(RequestTimeout("no answer"))
 
 
-# --- instances that a drained host still holds something of: which of them wait, fail, are moved, or are done with
-
-
-B, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
-DRAINED = DrainedHost(HOST, "h1")
-HELD = HeldInstance(instance_uuid=A, project_id="p", source=DRAINED, code="instance.building", reason="its build")
-ACTIVE = replace(HELD, code="", reason="", known=known())
-UNCONFIRMED = replace(HELD, code="instance.unconfirmed")
-UNRELEASED = replace(HELD, code="instance.unreleased")
-PARKED = replace(ROW, code="instance.building", due_at=NOW)
-
-
-def context(
-    state: BuildState = BuildState.ACTIVE,
-    host: str | None = "h1",
-    condition: Condition = Condition.ACTIVE,
-    under_way: str | None = None,
-    host_uuid: str | None = None,
-) -> MoveContext:
-    uuid = host_uuid or {"h1": HOST, "h2": H2}.get(host or "")
-    build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell="c", host=host, host_uuid=uuid)
-    return MoveContext(build=replace(build, instance=SinceBuild(condition=condition, under_way=under_way)))
-
-
-def request(**more: Any) -> RecordedMove:
-    fields = {
-        "kind": MoveKind.MIGRATE,
-        "state": MoveState.DONE,
-        "terminal": True,
-        "cell": "c",
-        "host": "h1",
-        "host_uuid": HOST,
-        **more,
-    }
-    return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
-
-
-def reviewed(rows: Sequence[DrainMove], held: Sequence[HeldInstance], *uuids: str) -> list[DrainMove]:
-    """The rows that change after a look at hosts. No move may begin; what no host holds is on record elsewhere."""
-    counts = Counter(row.state for row in rows)
-    found = OpenDrain(record=replace(RECORD, at_once=0), open=tuple(rows), counts=counts, last_begun_at=0.0)
-    there = UP | {H2: DrainedHost(H2, "h2")} | {one.source.uuid: one.source for one in held}
-    contexts = {row.instance_uuid: known(H9) for row in rows} | {one.instance_uuid: one.known for one in held}
-    return list(step(found, contexts, there, looked(DRAIN, uuids or (HOST,), held), NOW).changed)
-
-
-def down(held: HeldInstance) -> HeldInstance:
-    """The compute service of its host is down."""
-    return replace(held, source=replace(held.source, code="service.down"))
+# --- what a drained host still holds of instances
 
 
 @pytest.mark.parametrize(
@@ -464,129 +450,26 @@ def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there()
     assert held_on(DRAINED, MoveContext(), going) is None
 
 
-def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:
-    moved = replace(ROW, state=S.MOVED, host_uuid=H2)
-    (row,) = reviewed([moved], [replace(HELD, code="instance.releasing")])
-    assert (row.state, row.code, row.host_uuid) == (S.WAITING, "instance.releasing", H2)
-    other = DrainedHost(H2, "h2")
-    (row,) = reviewed(
-        [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(ACTIVE, source=other, known=known(H2))], H2
+# --- which hosts a pass looks at
+
+
+def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> None:
+    """Instances that only wait, on however many hosts, keep no others from their turn; and a pass has its bound."""
+    hosts = Hosts([{"VCPU": 4}] * (PAGE_HOSTS * PAGES * 2 + 5))
+    there = {uuid: DrainedHost(uuid, f"h{at:03}") for at, uuid in enumerate(hosts.uuids)}
+    for at, uuid in enumerate(hosts.uuids[1:]):  # the first one is empty
+        hosts.book.assume(f"held {at}", {uuid: {"VCPU": 1}})
+    holders = DrainHolders(
+        *cast("Any", (None, hosts.selector, None, None)), warmup=cast("Any", None), clock=SystemClock()
     )
-    assert (row.state, row.source_uuid, row.due_at) == (S.WAITING, H2, 0.0)
-    for state in (S.UNDER_WAY, S.FAILED, S.WAITING):
-        assert reviewed([replace(ROW, state=state, begun_at=NOW)], [ACTIVE]) == []
-    assert len(reviewed([], [UNCONFIRMED, ACTIVE])) == 1
-
-
-@pytest.mark.parametrize("due", [ROW, replace(ROW, code="instance.busy", failures=2), PARKED])
-def test_a_look_counts_no_failure_of_what_it_cannot_begin_to_move(due: DrainMove) -> None:
-    """So many are due that this pass has no record of it but the look's, which is older."""
-    found = OpenDrain(record=RECORD, open=(due,), counts=Counter({S.WAITING: 1}), last_begun_at=0.0)
-    for held in (replace(ACTIVE, known=known(under_way="x")), down(ACTIVE), ACTIVE):
-        hosts = {HOST: held.source}
-        assert step(found, {}, hosts, looked(DRAIN, (HOST,), [held]), NOW) == DrainStep()
-        assert step(found, {A: held.known}, hosts, looked(DRAIN, (HOST,), [held]), NOW).changed != ()
-    (waits,) = step(found, {}, UP, looked(DRAIN, (HOST,), [UNRELEASED]), NOW).changed
-    assert (waits.code, waits.failures) == (UNRELEASED.code, 1), "what is looked at is counted by looks"
-
-
-COUNTED = replace(PARKED, failures=2, host_uuid=H2)
-
-
-@pytest.mark.parametrize(
-    ("row", "held", "after"),
-    [
-        (COUNTED, HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
-        (COUNTED, ACTIVE, READY | {"failures": 0}),
-        (
-            COUNTED, down(ACTIVE),
-            {"code": "service.down", "reason": DOWN[HOST].reason, "failures": 1, "due_at": NOW + 2.0},
-        ),
-        (replace(COUNTED, code="no_valid_host"), ACTIVE, READY),
-        (COUNTED, UNCONFIRMED, {"code": UNCONFIRMED.code, "reason": "its build", "failures": 1, "due_at": NOW + 2.0}),
-        (
-            COUNTED, down(HELD),
-            {"reason": "its build; h1: service.down", "failures": 3, "due_at": NOW + 8.0},
-        ),
-        (
-            replace(COUNTED, code=UNRELEASED.code, failures=3), UNRELEASED,
-            {"reason": "its build", "failures": 4, "due_at": NOW + 16.0},
-        ),
-        (
-            replace(COUNTED, code=UNRELEASED.code, failures=3), down(UNRELEASED),
-            {"reason": "its build; h1: service.down", "failures": 4, "due_at": NOW + 16.0, "state": S.FAILED},
-        ),
-        (
-            replace(COUNTED, code=UNCONFIRMED.code, failures=3), UNCONFIRMED,
-            {"reason": "its build", "failures": 4, "due_at": NOW + 16.0, "state": S.FAILED},
-        ),
-        (replace(COUNTED, due_at=NOW + 0.1), HELD, None),
-        (replace(COUNTED, state=S.LEFT, due_at=NOW + 9), HELD, {"reason": "its build", "due_at": NOW + LOOK_S}),
-        (
-            replace(COUNTED, state=S.LEFT, source_uuid=H2), HELD,
-            {"reason": "its build", "due_at": NOW + LOOK_S, "source_uuid": HOST, "host_uuid": None},
-        ),
-        (
-            replace(COUNTED, state=S.MOVED, code=""), ACTIVE,
-            {"failures": 0, "due_at": 0.0},
-        ),
-        (COUNTED, None, {"state": S.LEFT, "code": "instance.elsewhere"}),
-        (replace(COUNTED, host_uuid=H9), None, MOVED),
-        (replace(COUNTED, due_at=NOW + 0.1), None, None),
-        (replace(COUNTED, code="instance.busy"), None, {"state": S.LEFT, "code": "instance.elsewhere"}),
-        (replace(COUNTED, code="instance.busy"), UNRELEASED, {
-            "code": UNRELEASED.code, "reason": "its build", "failures": 1, "due_at": NOW + 2.0,
-        }),
-        (replace(COUNTED, state=S.FAILED), None, None),
-        (replace(COUNTED, source_uuid=H2), None, None),
-    ],
-)  # fmt: skip
-def test_each_row_after_one_look(row: DrainMove, held: HeldInstance | None, after: dict[str, Any] | None) -> None:
-    found = reviewed([row], [] if held is None else [held])
-    assert found == ([] if after is None else [replace(row, **{"state": S.WAITING, **after})])
-
-
-@pytest.mark.parametrize("row", [PARKED, replace(ROW, state=S.LEFT), replace(ROW, state=S.MOVED, host_uuid=H2)])
-@pytest.mark.parametrize("held", [ACTIVE, HELD, UNRELEASED])
-def test_what_a_look_has_found_on_a_host_that_has_left_the_drain_meanwhile_is_left(
-    row: DrainMove, held: HeldInstance
-) -> None:
-    after, requests = passed(row, known(), hosts={}, look=looked(DRAIN, (HOST,), [held]))
-    assert (after.state, after.code, requests) == (S.LEFT, "host.left_drain", ())
-
-
-def test_of_what_has_moved_since_the_look_the_record_counts() -> None:
-    after, requests = passed(PARKED, known(H9), look=looked(DRAIN, (HOST,), [ACTIVE]))
-    assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
-    both = UP | {H2: DrainedHost(H2, "h2")}
-    after, requests = passed(PARKED, known(H2), hosts=both, look=looked(DRAIN, (HOST,), [HELD]))
-    assert (after.state, after.source_uuid, len(requests)) == (S.UNDER_WAY, H2, 1), "the drain moves it from there"
-
-
-def test_no_move_begins_by_a_look_alone() -> None:
-    for rows in ((), (replace(ROW, state=S.MOVED, host_uuid=H2),), (replace(ROW, state=S.LEFT),)):
-        found = OpenDrain(record=RECORD, open=rows, counts={S.MOVED: 5}, last_begun_at=0.0)
-        done = step(found, {}, UP, looked(DRAIN, (HOST,), [ACTIVE]), NOW)
-        assert done.requests == ()
-        assert [(row.state, row.position) for row in done.changed] == [(S.WAITING, 0 if rows else 5)]
-
-
-def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() -> None:
-    there, elsewhere = ACTIVE, replace(UNCONFIRMED, source=DrainedHost(H2, "h2"), known=known())
-    for held in ([there, elsewhere], [elsewhere, there], [there, there]):
-        (row,) = reviewed([], held)
-        assert (row.code, row.source_uuid) == ("", HOST)
-    first = reviewed([], [HELD, replace(elsewhere, known=HELD.known)])
-    assert [one.source_uuid for one in first] == [HOST]
-
-
-def test_new_rows_follow_those_that_the_drain_has() -> None:
-    others = [replace(HELD, instance_uuid=uuid) for uuid in (B, H2)]
-    found = reviewed([PARKED], [HELD, *others])
-    assert [(row.instance_uuid, row.position) for row in found] == [(A, 0), (B, 1), (H2, 2)]
-    assert found[1] == replace(
-        ROW, instance_uuid=B, position=1, code="instance.building", reason="its build", due_at=NOW + LOOK_S
-    )
+    names = [[host.name for page in holders.pages(there, float(at)) for host in page] for at in range(40)]
+    assert all(PAGE_HOSTS * (PAGES - 1) < len(one) <= PAGE_HOSTS * PAGES for one in names)
+    assert all(one[0] == "h001" and len(set(one)) == len(one) for one in names)
+    assert {name for one in names for name in one} == {host.name for host in there.values()} - {"h000"}
+    few = dict(list(there.items())[:5])
+    assert [host.name for page in holders.pages(few, 7.0) for host in page] == ["h001", "h002", "h003", "h004"]
+    down = {uuid: replace(host, code="service.down" if host.name < "h003" else "") for uuid, host in few.items()}
+    assert [host.name for page in holders.pages(down, 7.0) for host in page] == ["h003", "h004", "h001", "h002"]
 
 
 # --- Which hosts a cell, or a service, has: what is announced here is not all of them.

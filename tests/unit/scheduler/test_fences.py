@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.moves import Condition, MoveKind, MoveRequest
+from bus.contracts.moves import Condition
 from bus.contracts.objects import (
     ChangedObject,
     FenceRecord,
@@ -22,19 +22,15 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, CellFence, EvacuationPolicy, FenceState, HostAdminState, HostFence
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
+from scheduler_worker.domain.drains import DrainedHost, fenced_hosts, is_restarted
 from scheduler_worker.domain.fences import (
-    FencedHost,
     acknowledge,
     command,
-    evacuation,
     fenced,
     fenced_by,
-    fenced_hosts,
     followed,
     for_cell,
-    is_restarted,
     lift_of_unknown,
-    pause_s,
 )
 from scheduler_worker.domain.recorded_moves import MoveContext
 
@@ -185,8 +181,17 @@ def test_a_fenced_host_is_fenced_whatever_is_decided_until_its_fence_goes(
 def test_the_instances_of_a_host_are_evacuated_once_its_cell_has_its_fence(
     acknowledged: int, lifting: bool, found: bool
 ) -> None:
-    hosts = fenced_hosts({HOST: replace(FENCE, acknowledged=acknowledged, lifting=lifting)})
-    assert hosts == ({FencedHost(HOST, "h", 4)} if found else frozenset())
+    fence = replace(FENCE, acknowledged=acknowledged, lifting=lifting)
+    hosts = fenced_hosts({HOST: fence})
+    assert hosts == ({HOST: DrainedHost(HOST, "h", drain=hosts[HOST].drain)} if found else {})
+    ids = {
+        one[uuid].drain
+        for uuid, other in ((HOST, fence), (VM, fence), (HOST, replace(fence, token="of the fence")))
+        if (one := fenced_hosts({uuid: other}))
+    }
+    assert len(ids) == 3 * found, "nobody can guess the ids of the requests"
+    again = fenced_hosts({HOST: replace(fence, version=6, acknowledged=6)})
+    assert lifting or again[HOST].drain not in ids, "a fence that is decided anew has its own tries"
 
 
 BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=1)
@@ -223,13 +228,5 @@ def test_an_instance_that_is_restarted_elsewhere(known: MoveContext, restarted: 
     assert is_restarted(known, CONFIG) is restarted
 
 
-def test_one_try_of_an_evacuation_is_one_request() -> None:
-    assert evacuation("r", BUILD) == MoveRequest(
-        request_id="r", instance_uuid=VM, project_id="p", user_id="evacuation", kind=MoveKind.EVACUATE
-    )
-    host = FencedHost(HOST, "h", 4)
-    ids = [host.request_id(VM, 0), host.request_id(VM, 1), replace(host, version=5).request_id(VM, 0)]
-    assert host.request_id(VM, 0) != replace(host, token="of the fence").request_id(VM, 0), "nobody can guess it"
-    assert len({*ids, host.request_id(HOST, 0)}) == 4 and host.request_id(VM, 0) == ids[0]
-    assert [pause_s(tried) for tried in (1, 2, 8, 9, 24)] == [4.0, 8.0, 512.0, 600.0, 600.0]
+def test_a_cell_is_told_of_no_policy_that_waits() -> None:
     assert for_cell(WAIT) is None
