@@ -53,12 +53,14 @@ class Projects:
         self._names = names
         self._clock = clock
         self._links: dict[str, tuple[ProjectLink, asyncio.Task[None]]] = {}
+        self._is_draining = False
 
     async def run(self, read: Callable[[], Sequence[str]] | None) -> None:
         """Follow the settings until cancelled."""
         try:
             while True:
-                await self._follow()
+                if not self._is_draining:
+                    await self._follow()
                 await self._clock.sleep(READ_PROJECTS_S)
                 if read is not None:
                     try:
@@ -70,6 +72,7 @@ class Projects:
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and finish what is under way within the grace time (seconds)."""
+        self._is_draining = True
         await asyncio.gather(*(link.drain(grace_s) for link, _ in self._links.values()))
 
     async def refresh(self) -> None:

@@ -17,14 +17,15 @@ from bus.fair_queue import Turns
 from bus.faults import Transient
 from bus.port import BusError, Delivery, Subscription, waiting_in
 from bus.refused_requests import unreadable_events
+from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.wire import Malformed
 from gateway import metrics
 from gateway.forwarder import EventForwarder, RequestForwarder
 
 log = structlog.get_logger(__name__)
 
-# A gateway takes so many broker messages of a project ahead. Their bytes are bounded by `MAX_LANE_BYTES`.
-PREFETCH = 32
+# A gateway takes so many broker messages of a project ahead, of a megabyte at most.
+PREFETCH = 16
 MAX_BATCH = 64
 REOPEN_S = 5.0  # the interval at which a virtual host is tried again that could not be entered
 
@@ -122,11 +123,12 @@ class ProjectLink:
 
     async def _say_missed(self, delivery: Delivery) -> None:
         missed = EventsMissed(project_id=self.project, at=self._api.clock.time())
+        retrying = Retrying(UNTIL_AVAILABLE, self._api.clock, self._api.rng)
         try:
-            await self._clients.publish(missed)
-        except BusError:
+            await retrying.call(lambda: self._clients.publish(missed))
+        except BaseException:  # closed, or refused: another gateway says it
             delivery.nack(requeue=True)
-            return
+            raise
         metrics.EVENTS_MISSED.labels(self.project).inc()
         log.warning("gateway.events_missed", project=self.project)
         delivery.ack()

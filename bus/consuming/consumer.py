@@ -102,7 +102,7 @@ class Consumer:
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = [ConsumerLane(row.name) for row in self._row.queues]
+        self._lanes = [ConsumerLane(row.name, pauses=not row.single_active) for row in self._row.queues]
         self._arrived = LanesInTurn()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -300,7 +300,7 @@ class Consumer:
         so the delivery does not count as a try. Messages of a queue that was deleted with its connection are not
         delivered again.
         """
-        if self._row.kind is not QueueKind.DURABLE:
+        if self._row.kind is not QueueKind.DURABLE and not self._row.single_active:
             return
         lost: dict[InFlightDelivery, None] = {}
         for arrival in self._arrived.take_first(lambda one: one.is_lost):

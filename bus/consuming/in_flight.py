@@ -70,10 +70,12 @@ class ConsumerLane:
     were taken of it. in_hand: those of them that are being handled.
     """
 
-    __slots__ = ("_paused", "had", "held", "in_hand", "name", "subscription", "waiting")
+    __slots__ = ("_paused", "_pauses", "had", "held", "in_hand", "name", "subscription", "waiting")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, pauses: bool = True) -> None:
+        """pauses: False where another consumer would go on meanwhile, out of order."""
         self.name = name
+        self._pauses = pauses
         self.subscription: Subscription | None = None
         self.waiting: deque[ArrivedDelivery | InFlightMessage] = deque()
         self.had = self.in_hand = self.held = 0
@@ -82,7 +84,7 @@ class ConsumerLane:
     def hold(self, delivery: Delivery) -> None:
         """Count a delivery that has arrived."""
         self.held += len(delivery.body)
-        if self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
+        if self._pauses and self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
             self._paused = True
             self.subscription.pause()
 

@@ -143,6 +143,19 @@ async def test_a_batch_counts_its_items_and_keeps_their_order() -> None:
         assert [one.instance_uuid for one in received(door)] == [one["instance_uuid"] for one in bodies]
 
 
+async def test_large_messages_do_not_hand_the_queue_to_another_gateway() -> None:
+    """A pause is the end of a consumption: the other gateway would go on beside what this one has in hand."""
+    door, paused = Door(), []
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        (consumption,) = client.broker.queue("gateway.requests").consumers
+        consumption.pause = lambda: paused.append(1)  # type: ignore[method-assign]
+        large = b'{"x": "%s"}' % (b"A" * 400_000)
+        await asyncio.gather(*(client.publish(large) for _ in range(9)))
+        await client.publish(request())
+        await until(lambda: door.got)
+    assert paused == []
+
+
 async def test_events_come_as_on_the_api_bus() -> None:
     door = Door()
     async with door.scheduler(), door.client() as client, door.client("quiet") as quiet, door.gateway("demo", "quiet"):
@@ -183,6 +196,29 @@ async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: 
             assert len(missed) == 1
             assert sorted(event["sequence"] for _, event in client.events if "sequence" in event) == [2, 3, 4]
         assert not any(key.startswith("events.missed") for key, _ in quiet.events)
+
+
+async def test_a_virtual_host_that_was_lost_is_told_later_and_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=1)
+    monkeypatch.setitem(BY_QUEUE, few.name, few)
+    door, published = Door(), []
+    async with door.scheduler(), door.client(), door.gateway("demo"):
+        door.brokers[project_bus("demo")].stop()
+        missed = door.brokers[API].queue("gateway.missed.demo")
+        deliver = missed.deliver_to
+        missed.deliver_to = lambda consumer: (published.append(1), deliver(consumer))  # type: ignore[method-assign,assignment]
+        for number in range(300):  # more than are taken ahead
+            event = BuildEvent(
+                instance_uuid=str(uuid.uuid4()), project_id="demo", state=BuildState.ACTIVE, sequence=number
+            )
+            await door.api.publish(event)
+        await until(lambda: published)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert len(published) == 1
+        door.brokers[project_bus("demo")].start()
+        async with door.client() as client:
+            await until(lambda: any(key == "events.missed.demo" for key, _ in client.events))
 
 
 def test_a_queue_of_events_never_refuses_a_publisher() -> None:
