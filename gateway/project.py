@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 # A gateway takes so many broker messages of a project ahead, of a megabyte at most.
 PREFETCH = 16
-MAX_BATCH = 64
+# What of one project is under way at a time: what it requests is handled beside others', and so many cost these little.
+MAX_BATCH = 16
 REOPEN_S = 5.0  # the interval at which a virtual host is tried again that could not be entered
 
 
