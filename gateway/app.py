@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -21,6 +22,7 @@ from gateway.project import ProjectLink
 log = structlog.get_logger(__name__)
 
 READ_PROJECTS_S = 30.0
+ENTERED_S = 5.0
 DRAIN_S = 5.0  # the grace time for what is under way when a project is removed
 
 
@@ -39,6 +41,7 @@ def build(env: Environment, config: GatewayConfig, read_projects: Callable[[], S
         lambda name: ProjectLink(name, bus, env.bus(project_bus(name)), turns), config.projects, env.clock
     )
     service.add_task("projects", lambda: projects.run(read_projects))
+    service.add_preparation(projects.entered)
     service.add_drain(projects.drain)
     service.add_refresh(projects.refresh)
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
@@ -69,6 +72,15 @@ class Projects:
                         log.warning("gateway.projects_unread", code=error.code, reason=error.reason)
         finally:
             await asyncio.gather(*map(self._end, list(self._links)))
+
+    async def entered(self) -> None:
+        """Wait a bounded time for the projects' virtual hosts, so that in a system whose processes start together all
+        are served when it is ready.
+        """
+        await self._follow()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENTERED_S):
+                await asyncio.gather(*(link.opened.wait() for link, _ in self._links.values()))
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and finish what is under way within the grace time (seconds)."""

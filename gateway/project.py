@@ -57,7 +57,7 @@ class ProjectLink:
         )
         self._missed: Subscription | None = None
         self._reports: set[asyncio.Task[None]] = set()
-        self.is_open = False
+        self.opened = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled or drained. A virtual host that is not there, or refuses this user, is tried again."""
@@ -68,7 +68,7 @@ class ProjectLink:
             except (BusError, Transient) as fault:
                 code = getattr(fault, "code", "bus.error")
                 log.warning("gateway.project_away", project=self.project, code=code, reason=str(fault))
-            self.is_open = False
+            self.opened.clear()
             await self._api.clock.sleep(REOPEN_S)
 
     async def _run(self) -> None:
@@ -80,7 +80,7 @@ class ProjectLink:
                 await consumer.start()
         if self._missed is None:
             self._missed = await self._api.transport.consume(missed, self._on_missed, prefetch=1)
-        self.is_open = True
+        self.opened.set()
         async with asyncio.TaskGroup() as running:
             for consumer in (*self._consumers, self._events):
                 running.create_task(consumer.run())
@@ -103,7 +103,7 @@ class ProjectLink:
 
     async def refresh(self) -> None:
         """Set the metrics of the project."""
-        is_connected = self.is_open and self._clients.transport.connected
+        is_connected = self.opened.is_set() and self._clients.transport.connected
         metrics.CONNECTED.labels(self.project).set(is_connected)
         metrics.OLDEST_S.labels(self.project).set(self._requests.oldest_s)
         if is_connected:

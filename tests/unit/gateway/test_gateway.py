@@ -27,6 +27,7 @@ from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, project_bus
 from bus.topology import plan
 from gateway import app, forwarder
+from gateway.config import GatewayConfig
 from tests.kit.door import ANSWER_TO, Door, accepted, request
 from tests.kit.waiting import until
 
@@ -178,6 +179,7 @@ def has_queue(door: Door, name: str) -> bool:
 async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=3)
     monkeypatch.setitem(BY_QUEUE, few.name, few)
+    monkeypatch.setattr(app, "ENTERED_S", 0.0)
     door = Door()
     door.brokers[project_bus("demo")].stop()
     async with door.scheduler(), door.gateway("demo", "quiet"), door.client("quiet") as quiet:
@@ -309,6 +311,17 @@ async def test_one_project_that_waits_keeps_no_other_waiting() -> None:
         await until(lambda: quiet.replies)
         gangs = {one.message.instance_uuid for one in door.got if one.message.project_id == "demo"}  # type: ignore[attr-defined]
         assert len(gangs) == 1  # a gang is more than a turn, and its project waits for the answer
+
+
+async def test_a_gateway_that_is_ready_has_its_projects_open() -> None:
+    door, stop = Door(), asyncio.Event()
+    async with door.scheduler():
+        service = app.build(door.environment(), GatewayConfig(projects=("demo", "quiet")))
+        running = asyncio.create_task(service.run(stop))
+        await service.ready.wait()
+        assert door.is_open("demo") and door.is_open("quiet")
+        stop.set()
+        await running
 
 
 async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
