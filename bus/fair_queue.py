@@ -20,7 +20,7 @@ T = TypeVar("T")
 BYTES_PER_REQUEST = 1024
 # What may have begun: a fifth of a second's work of the schedulers. And of one project, so that several go on at once.
 MAX_BEGUN = 512
-MAX_BEGUN_BY_ONE = 128
+MAX_BEGUN_BY_ONE = 64
 # Projects that are remembered before those are forgotten of which nothing waits: what they had counts no more.
 MAX_IDLE = 1024
 # A turn that has lasted this long counts as begun no more: what one project waits for keeps no other waiting.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -21,6 +22,7 @@ from gateway.project import ProjectLink
 log = structlog.get_logger(__name__)
 
 READ_PROJECTS_S = 30.0
+ENTERED_S = 5.0
 DRAIN_S = 5.0  # the grace time for what is under way when a project is removed
 
 
@@ -39,6 +41,7 @@ def build(env: Environment, config: GatewayConfig, read_projects: Callable[[], S
         lambda name: ProjectLink(name, bus, env.bus(project_bus(name)), turns), config.projects, env.clock
     )
     service.add_task("projects", lambda: projects.run(read_projects))
+    service.add_preparation(projects.entered)
     service.add_drain(projects.drain)
     service.add_refresh(projects.refresh)
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
@@ -53,13 +56,13 @@ class Projects:
         self._names = names
         self._clock = clock
         self._links: dict[str, tuple[ProjectLink, asyncio.Task[None]]] = {}
-        self._draining = False
+        self._is_draining = False
 
     async def run(self, read: Callable[[], Sequence[str]] | None) -> None:
         """Follow the settings until cancelled."""
         try:
             while True:
-                if not self._draining:  # what has drained does not begin anew
+                if not self._is_draining:
                     await self._follow()
                 await self._clock.sleep(READ_PROJECTS_S)
                 if read is not None:
@@ -70,9 +73,18 @@ class Projects:
         finally:
             await asyncio.gather(*map(self._end, list(self._links)))
 
+    async def entered(self) -> None:
+        """Wait a bounded time for the projects' virtual hosts, so that in a system whose processes start together all
+        are served when it is ready.
+        """
+        await self._follow()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENTERED_S):
+                await asyncio.gather(*(link.opened.wait() for link, _ in self._links.values()))
+
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and finish what is under way within the grace time (seconds)."""
-        self._draining = True
+        self._is_draining = True
         await asyncio.gather(*(link.drain(grace_s) for link, _ in self._links.values()))
 
     async def refresh(self) -> None:

@@ -24,10 +24,10 @@ from gateway.forwarder import EventForwarder, RequestForwarder
 
 log = structlog.get_logger(__name__)
 
-# A gateway takes so many broker messages of a project ahead, of a megabyte at most (`MAX_CLIENT_BYTES`). It may not
-# hold up its deliveries when they are long: another gateway would get them then, past those that this one has.
+# A gateway takes so many broker messages of a project ahead, of a megabyte at most.
 PREFETCH = 16
-MAX_BATCH = 64
+# What of one project is under way at a time: what it requests is handled beside others', and so many cost these little.
+MAX_BATCH = 16
 REOPEN_S = 5.0  # the interval at which a virtual host is tried again that could not be entered
 
 
@@ -57,7 +57,7 @@ class ProjectLink:
         )
         self._missed: Subscription | None = None
         self._reports: set[asyncio.Task[None]] = set()
-        self.is_open = False
+        self.opened = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled or drained. A virtual host that is not there, or refuses this user, is tried again."""
@@ -68,7 +68,7 @@ class ProjectLink:
             except (BusError, Transient) as fault:
                 code = getattr(fault, "code", "bus.error")
                 log.warning("gateway.project_away", project=self.project, code=code, reason=str(fault))
-            self.is_open = False
+            self.opened.clear()
             await self._api.clock.sleep(REOPEN_S)
 
     async def _run(self) -> None:
@@ -80,7 +80,7 @@ class ProjectLink:
                 await consumer.start()
         if self._missed is None:
             self._missed = await self._api.transport.consume(missed, self._on_missed, prefetch=1)
-        self.is_open = True
+        self.opened.set()
         async with asyncio.TaskGroup() as running:
             for consumer in (*self._consumers, self._events):
                 running.create_task(consumer.run())
@@ -103,7 +103,7 @@ class ProjectLink:
 
     async def refresh(self) -> None:
         """Set the metrics of the project."""
-        is_connected = self.is_open and self._clients.transport.connected
+        is_connected = self.opened.is_set() and self._clients.transport.connected
         metrics.CONNECTED.labels(self.project).set(is_connected)
         metrics.OLDEST_S.labels(self.project).set(self._requests.oldest_s)
         if is_connected:
@@ -123,14 +123,17 @@ class ProjectLink:
         report.add_done_callback(self._reports.discard)
 
     async def _say_missed(self, delivery: Delivery) -> None:
-        # It stays here until its clients are told: one that is given back comes again at once.
-        try:
+        missed = EventsMissed(project_id=self.project, at=self._api.clock.time())
+        try:  # it stays here until its clients are told: one that is given back comes again at once
             await Retrying(UNTIL_AVAILABLE, self._api.clock, self._api.rng).call(
-                lambda: self._clients.publish(EventsMissed(project_id=self.project, at=self._api.clock.time())),
+                lambda: self._clients.publish(missed),
                 lambda error: isinstance(error, BusError) and not delivery.is_lost,
             )
         except BusError:  # its connection is lost, so it comes again
             return
+        except BaseException:  # this link ends: another gateway says it
+            delivery.nack(requeue=True)
+            raise
         metrics.EVENTS_MISSED.labels(self.project).inc()
         log.warning("gateway.events_missed", project=self.project)
         delivery.ack()

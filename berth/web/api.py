@@ -39,6 +39,8 @@ from bus.contracts.build import (
     HostsQuery,
     seen_by,
 )
+from bus.door import request_in_turn
+from bus.fair_queue import Turns
 from bus.faults import Fault
 from bus.port import BusError
 
@@ -137,6 +139,11 @@ class WebApi(Handlers):
         self._bus = bus
         self._live = live
         self._rng = rng
+        self._turns = Turns()
+
+    async def send(self, message: Message, reply: type[AnyMessage], cause: str) -> AnyMessage:
+        """Request something of a project, when it has its turn: one project's requests keep no other's waiting."""
+        return await request_in_turn(self._bus, self._turns, message, reply, timeout_s=ASK_TIMEOUT_S, cause=cause)
 
     # --- builds
 
@@ -150,7 +157,7 @@ class WebApi(Handlers):
         if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
         build = message_of(fields, BuildRequest, caller)
-        reply = await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
+        reply = await self.send(build, BuildAccepted, build.instance_uuid)
         return _accepted(build.instance_uuid, reply.members)
 
     @route("GET", "/builds", "project", "state", "gang", *SEARCHED_BY, "after", "before", "before_instance", "limit")
@@ -192,7 +199,7 @@ class WebApi(Handlers):
         """Delete the machine, or stop its build. Idempotent."""
         build = await self.build(uuid_of(request), caller_of(request), to_change=True)
         delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id)
-        await self._bus.request(delete, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
+        await self.send(delete, BuildAccepted, build.instance_uuid)
         return _accepted(build.instance_uuid)
 
     async def builds(self, query: BuildQuery) -> BuildPage:

@@ -200,7 +200,7 @@ class WebMoves(Handlers):
                 raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
         fields.setdefault("request_id", new_uuid(self._rng))
         move = message_of(fields, MoveRequest, caller)
-        await self._bus.request(move, MoveAccepted, timeout_s=ASK_TIMEOUT_S, cause=move.request_id)
+        await self._api.send(move, MoveAccepted, move.request_id)
         here = f"{API_ROOT}/moves/{move.request_id}"
         body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
         return json_response(body, 202, {"location": here})

@@ -300,7 +300,7 @@ class Consumer:
         so the delivery does not count as a try. Messages of a queue that was deleted with its connection are not
         delivered again.
         """
-        if self._row.kind is not QueueKind.DURABLE:
+        if self._row.kind is not QueueKind.DURABLE and not self._row.single_active:
             return
         lost: dict[InFlightDelivery, None] = {}
         for arrival in self._arrived.take_first(lambda one: one.is_lost):

@@ -74,6 +74,7 @@ class ConsumerLane:
     __slots__ = ("_paused", "_pauses", "had", "held", "in_hand", "name", "subscription", "waiting")
 
     def __init__(self, name: str, *, pauses: bool = True) -> None:
+        """pauses: False where another consumer would go on meanwhile, out of order."""
         self.name = name
         self._pauses = pauses
         self.subscription: Subscription | None = None
@@ -84,8 +85,7 @@ class ConsumerLane:
     def hold(self, delivery: Delivery) -> None:
         """Count a delivery that has arrived."""
         self.held += len(delivery.body)
-        too_many = self._pauses and self.held > MAX_LANE_BYTES and not self._paused
-        if too_many and self.subscription is not None:
+        if self._pauses and self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
             self._paused = True
             self.subscription.pause()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.contracts import book, feed, nova_calls, placement, workers
 from bus.contracts.catalogue import DOOR_KEY, MESSAGES, OPERATORS, OPERATORS_KEY, PLACEHOLDER, MessageRow
-from bus.contracts.queues import CLIENT, FRONT, GATEWAY, Where
+from bus.contracts.queues import CLIENT, FRONT, GATEWAY, OPERATOR, Where
 
 # The kind of bus on which each worker publishes its messages of both kinds.
 HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
@@ -39,9 +39,10 @@ def message_keys(package: str, where: Where) -> list[tuple[str, str]]:
 
 def keys_of(row: MessageRow, package: str) -> list[str]:
     """The templates of the keys under which a package publishes a message."""
-    if package == GATEWAY and CLIENT in row.publishers:
-        return [DOOR_KEY]
-    return [key for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "") if key]
+    door = DOOR_KEY if CLIENT in row.publishers and package in (GATEWAY, OPERATOR) else ""
+    if door and package == GATEWAY:
+        return [door]
+    return [key for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "", door) if key]
 
 
 def sample_of(template: str) -> str:

@@ -7,6 +7,7 @@ Small counts that show the same: half a gigabyte of disk at most. `scripts/night
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import statistics
@@ -23,7 +24,17 @@ from pamqp.commands import Basic
 from berth.project_vhost import MAX_QUEUES
 from berth.trial.servers import API_VHOST
 from bus.contracts.queues import LANES, project_bus
-from tests.drills.test_project_load import MESSAGES_IN_LANES, TIMES, boots_s, number
+from tests.drills.test_project_load import (
+    MESSAGES_IN_LANES,
+    QUOTA,
+    ROUNDS,
+    TIMES,
+    Flood,
+    batch_of_many,
+    boots_s,
+    gang,
+    number,
+)
 from tests.kit.waiting import until
 from tests.system.test_door import guarded_door
 from tests.system.test_permissions import MINE, THEIRS, Guarded, key_of, tenant
@@ -91,6 +102,26 @@ async def test_own_queues_that_multiply_own_events_slow_no_other_project(system:
                     await other.basic_publish(body, exchange="berth", routing_key=key_of("build.request", MINE))
                 beside = statistics.median(await boots_s(quiet, 5))
         assert beside < TIMES * alone
+
+
+async def test_many_requests_in_one_message_are_many_turns(system: Guarded) -> None:
+    """Others' boots took 35 s beside batches of 512, 5 s beside gangs of 100: a message was one turn."""
+    done = system.berth("quotas", "set", MINE, f"INSTANCES={QUOTA}")
+    assert done.returncode == 0, done.stderr
+    url = system.url(f"berth-project-{MINE}", project_bus(MINE))
+    async with tenant(system, THEIRS) as quiet:
+        await boots_s(quiet, 3)
+        for make, connections in ((batch_of_many, 1), (gang, 5)):
+            alone: list[float] = []
+            beside: list[float] = []
+            for _ in range(ROUNDS):
+                alone += await boots_s(quiet)
+                async with Flood(url, make, connections).running():
+                    await boots_s(quiet, 2)
+                    beside += await boots_s(quiet)
+                purge = ("purge_queue", "-p", project_bus(MINE), "gateway.requests")
+                await asyncio.to_thread(system.servers.broker.control, *purge)
+            assert statistics.median(beside) < TIMES * statistics.median(alone), make.__name__
 
 
 async def test_a_second_key_fills_no_disk(system: Guarded) -> None:

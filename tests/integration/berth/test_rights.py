@@ -129,6 +129,8 @@ def by_catalogue(package: str, home: Where, kind: Where) -> set[Address]:
     found |= {(row.exchange, row.batch_key) for row in rows if row.batch_key and package != "client"}
     if package != "client" and any(row.message in OPERATORS for row in rows):
         found |= {(COMMANDS, f"operator.request.{project}") for project in projects}
+    if package == "operator" and any("client" in row.publishers for row in rows):
+        found |= {(COMMANDS, f"door.request.{project}") for project in projects}
     queues = queues_on(kind)
     found |= {(exchange, name) for name, by in queues.items() if by == package for exchange in (DEAD, DELAY)}
     if package == "operator":

@@ -29,6 +29,7 @@ from bus.contracts.queues import BY_QUEUE, project_bus
 from bus.port import Outgoing, PublishRefused
 from bus.topology import plan
 from gateway import app, forwarder
+from gateway.config import GatewayConfig
 from tests.kit.door import ANSWER_TO, Door, accepted, request
 from tests.kit.waiting import until
 
@@ -145,6 +146,19 @@ async def test_a_batch_counts_its_items_and_keeps_their_order() -> None:
         assert [one.instance_uuid for one in received(door)] == [one["instance_uuid"] for one in bodies]
 
 
+async def test_large_messages_do_not_hand_the_queue_to_another_gateway() -> None:
+    """A pause is the end of a consumption: the other gateway would go on beside what this one has in hand."""
+    door, paused = Door(), []
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        (consumption,) = client.broker.queue("gateway.requests").consumers
+        consumption.pause = lambda: paused.append(1)  # type: ignore[method-assign]
+        large = b'{"x": "%s"}' % (b"A" * 400_000)
+        await asyncio.gather(*(client.publish(large) for _ in range(9)))
+        await client.publish(request())
+        await until(lambda: door.got)
+    assert paused == []
+
+
 async def test_events_come_as_on_the_api_bus() -> None:
     door = Door()
     async with door.scheduler(), door.client() as client, door.client("quiet") as quiet, door.gateway("demo", "quiet"):
@@ -167,6 +181,7 @@ def has_queue(door: Door, name: str) -> bool:
 async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=3)
     monkeypatch.setitem(BY_QUEUE, few.name, few)
+    monkeypatch.setattr(app, "ENTERED_S", 0.0)
     door = Door()
     door.brokers[project_bus("demo")].stop()
     async with door.scheduler(), door.gateway("demo", "quiet"), door.client("quiet") as quiet:
@@ -187,38 +202,27 @@ async def test_a_full_queue_of_events_drops_the_oldest_and_says_so(monkeypatch: 
         assert not any(key.startswith("events.missed") for key, _ in quiet.events)
 
 
-async def test_a_report_of_missed_events_that_cannot_be_made_waits_without_a_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_virtual_host_that_was_lost_is_told_later_and_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=1)
     monkeypatch.setitem(BY_QUEUE, few.name, few)
-    door = Door()
-    async with door.client() as client, door.gateway("demo"):
-        await door.api.open()
-        missed = door.brokers[API].queue("gateway.missed.demo")
-        deliveries: list[object] = []
-        deliver = missed.deliver_to
-
-        def counted(consumer: Any) -> None:
-            deliveries.append(consumer)
-            deliver(consumer)
-
-        monkeypatch.setattr(missed, "deliver_to", counted)
+    door, published = Door(), []
+    async with door.scheduler(), door.client(), door.gateway("demo"):
         door.brokers[project_bus("demo")].stop()
-        for number in range(300):  # more than the gateway takes ahead
+        missed = door.brokers[API].queue("gateway.missed.demo")
+        deliver = missed.deliver_to
+        missed.deliver_to = lambda consumer: (published.append(1), deliver(consumer))  # type: ignore[method-assign,assignment]
+        for number in range(300):  # more than are taken ahead
             event = BuildEvent(
                 instance_uuid=str(uuid.uuid4()), project_id="demo", state=BuildState.ACTIVE, sequence=number
             )
             await door.api.publish(event)
-        await until(lambda: deliveries)
+        await until(lambda: published)
         for _ in range(200):
             await asyncio.sleep(0)
-        assert len(deliveries) == 1
+        assert len(published) == 1
         door.brokers[project_bus("demo")].start()
-        await client.transport.close()
-        async with door.client() as again:
-            await until(lambda: [key for key, _ in again.events if key == "events.missed.demo"])
-        await door.api.close()
+        async with door.client() as client:
+            await until(lambda: any(key == "events.missed.demo" for key, _ in client.events))
 
 
 def test_a_queue_of_events_never_refuses_a_publisher() -> None:
@@ -328,6 +332,17 @@ async def test_one_project_that_waits_keeps_no_other_waiting() -> None:
         await until(lambda: quiet.replies)
         gangs = {one.message.instance_uuid for one in door.got if one.message.project_id == "demo"}  # type: ignore[attr-defined]
         assert len(gangs) == 1  # a gang is more than a turn, and its project waits for the answer
+
+
+async def test_a_gateway_that_is_ready_has_its_projects_open() -> None:
+    door, stop = Door(), asyncio.Event()
+    async with door.scheduler():
+        service = app.build(door.environment(), GatewayConfig(projects=("demo", "quiet")))
+        running = asyncio.create_task(service.run(stop))
+        await service.ready.wait()
+        assert door.is_open("demo") and door.is_open("quiet")
+        stop.set()
+        await running
 
 
 async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
