@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from tests.unit.conductor.world import (
     Relay,
     beat,
     engine_of,
+    insert,
     opened_store,
     requests_of,
     search_of,
@@ -98,8 +99,28 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     bus: Any = Refusing()
     question = question_of(waiting)
     assert isinstance(question, kind)
-    assert await PlacementRequests(bus, SystemClock(), 1.0).ask([PendingQuestion(waiting, question)]) == []
+    assert await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1).ask([PendingQuestion(waiting, question)]) == []
     assert bus.requested == [question]
+
+
+@pytest.mark.parametrize("on_record", [1, 2])
+async def test_a_conductor_ends_whose_requests_placement_refuses_unless_its_database_has_passed_on(
+    on_record: int,
+) -> None:
+    """Otherwise what waits for a claim or a release waits for ever, and nobody hears of it: in a cell that was made
+    anew under an old name no service states a later incarnation.
+    """
+    store, clock, bus, relay = await opened_store(), SystemClock(), cast("Any", Refusing()), cast("Any", Relay())
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=ConductorConfig(), cell="c1")
+    await insert(store, replace(record(State.RELEASING, State.FAILED), deadline=clock.time() - 1.0))
+    assert await engine.sweep() == 1
+    store._table.incarnation = on_record  # another conductor has begun it
+    if on_record == 1:
+        with pytest.raises(DatabaseOutdated):
+            await engine.sweep()
+    else:
+        await engine.sweep()
+        assert store.set_back.incarnation == 2
 
 
 async def test_a_service_that_refuses_a_query_as_outdated_has_not_answered() -> None:
