@@ -150,9 +150,7 @@ class Engine:
         self._config = config
         self._leases = leases
         self._fences = fences
-        self._placement = PlacementRequests(
-            bus, clock, config.claim_timeout_s, lambda: store.set_back.incarnation
-        )
+        self._placement = PlacementRequests(bus, clock, config.claim_timeout_s, lambda: store.set_back.incarnation)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt

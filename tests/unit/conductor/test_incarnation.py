@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
-from bus.contracts.base import ORDER_OUTDATED, Message, Meta
+from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, Message, Meta
 from bus.contracts.cell import FindMachines, ServicesDigest
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
@@ -40,7 +40,10 @@ from tests.unit.conductor.world import (
 )
 
 
-async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard() -> None:
+@pytest.mark.parametrize(("interval_s", "listens_s"), [(0.0, 15.0), (1.0, 15.0), (60.0, 90.0)])
+async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard(
+    interval_s: float, listens_s: float
+) -> None:
     now = 100.0
     waiting = asyncio.Event()
     clock: Any = SimpleNamespace(time=lambda: now, monotonic=lambda: now, sleep=lambda _: waiting.wait())
@@ -49,15 +52,18 @@ async def test_the_highest_incarnation_is_known_once_each_service_would_have_bee
     running = asyncio.create_task(keeper.run(ALONE))
     await asyncio.sleep(0)
     heard: list[tuple[Message, int]] = [
-        (beat("s1", 1, 1, database_incarnation=4), 0),
+        (beat("s1", 1, 1, interval_s=interval_s, database_incarnation=4), 0),
         (beat("s2", 1, 1), 0),
         (ServicesDigest(cell="c1", term=1, number=1), 6),
         (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9),
+        (beat("s1", 1, 3, database_incarnation=MAX_INCARNATION), 0),  # nothing could be above it any more
     ]
     for message, number in heard:
         await keeper.handle([Received(message, Meta(id="m", database_incarnation=number), "c1", "conductor.leases")])
     assert keeper.heard_incarnation() is None
-    now += 15.0
+    now += listens_s - 1.0
+    assert keeper.heard_incarnation() is None
+    now += 1.0
     assert keeper.heard_incarnation() == 6
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
