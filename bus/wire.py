@@ -460,7 +460,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         waited_s=(numbers[WAITED] or 0.0) / 1000,
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
-        database_incarnation=max(0, min(MAX_INCARNATION, int(numbers[INCARNATION] or 0))),
+        database_incarnation=int(numbers[INCARNATION] or 0),
     )
     return meta, problem
 
@@ -484,4 +484,6 @@ def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], st
         found[name] = float(value) if sound else None  # type: ignore[arg-type]
         if value is not None and not sound:
             problem = f"header {name} is not a number"
+    if not 0 <= (found[INCARNATION] or 0) <= MAX_INCARNATION:  # cut down to its bound it would be above all others
+        found[INCARNATION], problem = None, f"header {INCARNATION} is beyond its bound"
     return found, problem

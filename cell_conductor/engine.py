@@ -150,7 +150,7 @@ class Engine:
         self._config = config
         self._leases = leases
         self._fences = fences
-        self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
+        self._placement = PlacementRequests(bus, clock, config.claim_timeout_s, lambda: store.set_back.incarnation)
         self._search = search
         self._unsearched: dict[str, PendingQuestion] = {}
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
@@ -200,7 +200,7 @@ class Engine:
 
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
-        now, heard = self._clock.time(), self._leases.heard_incarnation()
+        now, heard = self._clock.time(), self._heard_incarnation()
         if not await self._store.has_due(now) and (heard or 0) <= self._store.set_back.incarnation:
             return 0
         await self._fences.ensure_known()
@@ -225,6 +225,10 @@ class Engine:
             await self._ask_placement(due_questions(due, recorded, again=due.keys()))
         return len(due)
 
+    def _heard_incarnation(self) -> int | None:
+        heard = self._leases.heard_incarnation()
+        return None if heard is None else max(heard, self._placement.heard_incarnation)
+
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
         await self._fences.ensure_known()
@@ -241,7 +245,7 @@ class Engine:
             begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
-                    change = await transaction.recognise(self._leases.heard_incarnation())
+                    change = await transaction.recognise(self._heard_incarnation())
                     if change is None:
                         fresh = await self._fresh(transaction, incoming)
                         known = await transaction.lock(uuids)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import Bus
-from bus.clock import Clock
+from bus.clock import Clock, LogInterval
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import (
     MAX_RING_MEMBERS,
@@ -47,6 +47,7 @@ KEEP_AGAIN_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
 # For so long after the database may have forgotten commits: the results that they recorded come again first.
 AFTER_LOSS_S = 10.0
+FARTHEST_INCARNATION = 1000  # no database is set back more often than this between two of its copies
 PER_PAGE = 1000
 MAX_PAGES = 100
 PURGE_BATCH = 1000
@@ -107,7 +108,8 @@ class LeaseKeeper:
         self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
         self._incarnation = 0  # the highest that was heard of
-        self._listens_until: float | None = None  # by then each service would have been heard that there is (monotonic)
+        self._unbelieved = LogInterval(clock)
+        self._runs_since: float | None = None  # monotonic
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
@@ -125,7 +127,8 @@ class LeaseKeeper:
         """The highest incarnation of the cell's database that services have been commanded by, or conductors go by;
         None: this conductor has not listened for long enough.
         """
-        is_early = self._listens_until is None or self._clock.monotonic() < self._listens_until
+        listens_s = max(self._table.listens_s, LISTEN_BEATS * DEFAULT_BEAT_S)  # also one that is starting
+        is_early = self._runs_since is None or self._clock.monotonic() - self._runs_since < listens_s
         return None if is_early and self._table.up is None else self._incarnation
 
     def forgotten(self) -> Collection[str]:
@@ -154,7 +157,7 @@ class LeaseKeeper:
             if getattr(message, "cell", "") != self._cell:
                 continue
             stated = message.database_incarnation if isinstance(message, Heartbeat) else 0
-            self._incarnation = max(self._incarnation, received.meta.database_incarnation, stated)
+            self._hear(max(received.meta.database_incarnation, stated), by=getattr(message, "service", "conductor"))
             if isinstance(message, ServicesDigest):
                 self._table.follow((message.term, message.number), [_lease_of(one) for one in message.down])
             elif isinstance(message, ServiceGone):
@@ -165,6 +168,17 @@ class LeaseKeeper:
                 lease = self._table.leases[message.service]
                 log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
+
+    def _hear(self, incarnation: int, *, by: str) -> None:
+        """One that is believed and later than the database's ends each conductor that uses it."""
+        if incarnation <= self._incarnation:
+            return
+        own = self._store.set_back.incarnation
+        is_believed = incarnation <= own + FARTHEST_INCARNATION
+        if incarnation > own and (is_believed or self._unbelieved.count()):
+            log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)
+        if is_believed:
+            self._incarnation = incarnation
 
     def _forget(self, gone: ServiceGone) -> None:
         self._table.forget(gone.service)
@@ -205,7 +219,7 @@ class LeaseKeeper:
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""
-        self._listens_until = self._clock.monotonic() + LISTEN_BEATS * DEFAULT_BEAT_S
+        self._runs_since = self._clock.monotonic()
         while True:
             await self._clock.sleep(TICK_S)
             self._assess()

@@ -6,7 +6,7 @@ counts for metrics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
@@ -75,10 +75,13 @@ def due_questions(
 class PlacementRequests:
     """One conductor's requests. For each instance at most one is under way: two at once would be answered twice."""
 
-    def __init__(self, bus: Bus, clock: Clock, timeout_s: float) -> None:
+    def __init__(self, bus: Bus, clock: Clock, timeout_s: float, incarnation: Callable[[], int]) -> None:
+        """`incarnation()`: of the cell's database, by which this conductor decides now."""
         self._bus = bus
         self._clock = clock
         self._timeout_s = timeout_s
+        self._incarnation = incarnation
+        self.heard_incarnation = 0  # placement has this one or a later one, as it has refused the one below
         self._under_way: set[str] = set()  # instances
 
     async def ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
@@ -102,8 +105,11 @@ class PlacementRequests:
             if not asked:
                 continue
             messages, causes = [message for _, message in asked], [one.instance.cause for one, _ in asked]
+            stated = self._incarnation()
             answers = await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
             for (one, _), answer in zip(asked, answers, strict=True):
+                if isinstance(answer, RequestRefused) and answer.code == ORDER_OUTDATED:
+                    self.heard_incarnation = max(self.heard_incarnation, stated + 1)
                 if (event := self._event(one, answer)) is not None:
                     incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming
@@ -174,7 +180,8 @@ class PlacementRequests:
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault | BusError) -> None:
         metrics.ANSWERS.labels(kind, fault.code).inc()
-        log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+        about = {"instance": instance.uuid, "ask": kind, "code": fault.code, "reason": str(fault)}
+        log.warning("instance.unanswered", cause=instance.cause, **about)
 
 
 def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:

@@ -28,7 +28,7 @@ from bus.turns import turn_for
 from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, reshape
-from placement_worker.domain.claim_group import NOBODY, ClaimGroup, numbered
+from placement_worker.domain.claim_group import NOBODY, ClaimGroup, numbered, outdated_by
 from placement_worker.domain.claim_ledger import ClaimReply, Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
@@ -167,16 +167,18 @@ class ResourceBook:
             results += await self._write(partial(report, updates=part, bus=bus), partial(names_of_reports, part))
         return results
 
-    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str, incarnation: int = 0) -> bool:
+    async def release_roots(
+        self, source: str, roots: Sequence[str], *, bus: str, incarnation: int = 0
+    ) -> Refusal | None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
-        over. False: the incarnation of the cell's database, by which that was decided, is below the highest.
+        over. incarnation: of the cell's database, by which that was decided; one below the highest is refused.
         """
         async with self.rows.transaction() as transaction:
-            if await transaction.raise_incarnation(bus, incarnation) > incarnation:
-                return False
+            if (highest := await transaction.raise_incarnation(bus, incarnation)) > incarnation:
+                return outdated_by(highest)
             await transaction.lock_sources(())
             await transaction.release_sources(source, roots, bus)
-        return True
+        return None
 
     async def remove_retired_trees(self, limit: int, *, keep_given_s: float) -> list[str]:
         """Remove retired trees that are no longer used, at most `limit`; what others gave to one is kept so long.

@@ -17,14 +17,13 @@ from bus.clock import Clock, LogInterval, event_or_time
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
-from bus.contracts.base import ORDER_OUTDATED, Message, Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.objects import CellsPage, CellsQuery, ObjectsRevision
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
-from placement_worker.domain.claim_group import OUTDATED
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
@@ -210,9 +209,9 @@ class PlacementHandlers:
 
     async def _release(self, released: messages.InventoryReleased, received: Received) -> Outcome:
         number = received.meta.database_incarnation
-        if await self._store.release_roots(released.source, released.roots, bus=received.bus, incarnation=number):
-            return Done()
-        return Refuse(ORDER_OUTDATED, OUTDATED)
+        bus = received.bus
+        refused = await self._store.release_roots(released.source, released.roots, bus=bus, incarnation=number)
+        return Done() if refused is None else Refuse(refused.code, refused.reason)
 
     async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:
         """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not

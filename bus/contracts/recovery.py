@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Attempt, Label, Message, Resources, Sequence, Uuid, Version, Word, matching
+from .base import Attempt, Incarnation, Label, Message, Resources, Sequence, Uuid, Word, matching
 from .build import BuildState
 from .cell import InstanceSpec
 from .moves import Condition, MoveKind
@@ -37,7 +37,7 @@ class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1
 
     cell: Word
     process: Process
-    database_incarnation: Version
+    database_incarnation: Incarnation
     question: Uuid
     after: Uuid | Literal[""] = ""
     asked: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_ASKED)] = ()
@@ -87,7 +87,7 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
 
     cell: Word
     process: Process
-    database_incarnation: Version
+    database_incarnation: Incarnation
     question: Uuid
     instances: Annotated[tuple[KnownRecord, ...], Bound(max_length=MAX_KNOWN)] = ()
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()

@@ -153,14 +153,18 @@ class LeaseTable:
     def up(self) -> tuple[str, ...] | None:
         """Services that are up; None: that is not known yet. This conductor has not adopted the record, or has not
         listened long enough since to have received a heartbeat of each.
-
-        A service whose interval is unknown is assumed to send its heartbeats about as often as the others.
         """
-        intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
-        listens_s = LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S)
-        if self._listens_since is None or self._clock - self._listens_since < listens_s:
+        if self._listens_since is None or self._clock - self._listens_since < self.listens_s:
             return None
         return tuple(service for service, held in self._held.items() if held.lease.state is LeaseState.UP)
+
+    @property
+    def listens_s(self) -> float:
+        """How long until a heartbeat of each would have come. A service whose interval is unknown is assumed to send
+        its heartbeats about as often as the others.
+        """
+        intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
+        return LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S)
 
     @property
     def heard(self) -> frozenset[str]:

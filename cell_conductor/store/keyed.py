@@ -108,6 +108,10 @@ class KnownDatabase(Struct):
         """What a write is guarded by: its identity, and the incarnation of it."""
         return self.deployment, self.set_back.incarnation
 
+    def highest(self, heard: int | None) -> int:
+        """The highest incarnation that this process knows of. heard: of others; None: that is not known yet."""
+        return max(self.set_back.incarnation, heard or 0)
+
 
 class Unrecognised(Transient):
     """The database was set back, and this process has not recognised that: a sweep will."""
@@ -116,15 +120,6 @@ class Unrecognised(Transient):
 
     def __init__(self) -> None:
         super().__init__("the database was set back, which has to be recognised first")
-
-
-def above(seen: KnownDatabase, heard: int | None) -> int:
-    """The highest incarnation that this process knows of, which that of a database that was set back has to exceed.
-    heard: of others; None: it has not listened for long enough, which raises Unrecognised.
-    """
-    if heard is None:
-        raise Unrecognised
-    return max(seen.set_back.incarnation, heard)
 
 
 class DatabaseOutdated(DatabaseForbidden):
@@ -136,10 +131,10 @@ class DatabaseOutdated(DatabaseForbidden):
     code = "database.outdated"
 
 
-def check_incarnation(found: int, heard: int) -> None:
-    """Raise unless the incarnation on record is as late as any that was heard of. Raises DatabaseOutdated."""
-    if found < heard:
-        raise DatabaseOutdated(f"it is incarnation {found} of the cell's database, and incarnation {heard} commands")
+def check_incarnation(found: int, highest: int) -> None:
+    """Raise unless the incarnation on record is as late as any that is known. Raises DatabaseOutdated."""
+    if found < highest:
+        raise DatabaseOutdated(f"it is incarnation {found} of the cell's database, and incarnation {highest} commands")
 
 
 class RowsContended(Transient):

@@ -31,7 +31,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, in_doubt
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value, above, check_incarnation
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
@@ -188,14 +188,17 @@ class MemoryTransaction:
         """Compare the table with its last known state; if it was set back, its builds are doubted. Raises
         Unrecognised.
         """
-        await self._transaction.statement()
         table, seen = self._table, self._seen
+        highest = seen.highest(heard)  # as of before the row is read
+        await self._transaction.statement()
         check_identity(table.deployment, seen.deployment)
         if table.origin == table.place:
-            check_incarnation(table.incarnation, heard or 0)
+            check_incarnation(table.incarnation, highest)
             seen.set_back = replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation)
             return None
-        incarnation = max(table.incarnation, above(seen, heard)) + 1
+        if heard is None:  # it would not be above what others go by
+            raise Unrecognised
+        incarnation = max(table.incarnation, highest) + 1
         await self._transaction.lock(["identity"])
         if table.origin == table.place:  # another conductor was first
             raise Unrecognised

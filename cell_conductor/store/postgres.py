@@ -44,7 +44,7 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .keyed import KnownDatabase, Unrecognised, above, check_incarnation
+from .keyed import KnownDatabase, Unrecognised, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -234,14 +234,17 @@ class PostgresTransaction:
         Unrecognised.
         """
         seen = self._seen
+        highest = seen.highest(heard)  # as of before the row is read
         row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0, 0)
         found, is_elsewhere, set_back_at, incarnation = row
         check_identity(found, seen.deployment)
         if not is_elsewhere:
-            check_incarnation(incarnation, heard or 0)
+            check_incarnation(incarnation, highest)
             seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
             return None
-        noted = await self._connection.fetchrow(NOTE_SET_BACK, above(seen, heard))
+        if heard is None:  # it would not be above what others go by
+            raise Unrecognised
+        noted = await self._connection.fetchrow(NOTE_SET_BACK, highest)
         if noted is None:  # another conductor was first
             raise Unrecognised
         self.recognised = replace(seen.set_back, at=noted[0], incarnation=noted[1])

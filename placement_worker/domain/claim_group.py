@@ -20,7 +20,6 @@ from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey,
 Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
 
 NOBODY: Holders = {}
-OUTDATED = "the cell's database has a later incarnation than the one by which this was decided"
 MAX_PLAIN, MAX_PLAIN_PROVIDERS = 8, 32  # of a group that one statement may take; a larger one shares its round trips
 MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
@@ -37,6 +36,11 @@ class WantedMembers(Struct, frozen=True):
     moved: list[tuple[str, str, str]]
     together: list[GroupKey]
     most: int
+
+
+def outdated_by(highest: int) -> Refusal:
+    """The refusal of what a lower incarnation of the cell's database has decided."""
+    return Refusal(code=ORDER_OUTDATED, reason=f"the cell has requested by incarnation {highest} of its database")
 
 
 class ClaimGroup:
@@ -104,10 +108,7 @@ class ClaimGroup:
     def with_outdated(self, replies: Sequence[ClaimReply], highest: int) -> list[ClaimReply | Refusal]:
         """The replies to those, and refusals of the others, in order."""
         decided = iter(replies)
-        return [
-            next(decided) if number >= highest else Refusal(code=ORDER_OUTDATED, reason=OUTDATED)
-            for number in self._incarnations
-        ]
+        return [next(decided) if number >= highest else outdated_by(highest) for number in self._incarnations]
 
     def members(self, known: Container[str] | None = None) -> WantedMembers:
         """Return the members that decide about the items. known: the named consumers that are on record, if they were

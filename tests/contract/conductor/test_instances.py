@@ -180,6 +180,26 @@ async def test_an_old_copy_of_the_database_is_left_where_a_later_one_commands(st
     assert store.set_back.incarnation == 1
 
 
+@pytest.mark.parametrize("heard", [None, 0, 1])
+async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_is_left(
+    store: InstanceStore, heard: int | None
+) -> None:
+    await restored(store)
+    async with store.transaction() as transaction:
+        await transaction.recognise(0)
+    assert store.set_back.incarnation == 2
+    if isinstance(store, PostgresInstances):
+        async with store._database.raw() as connection:
+            await connection.execute("UPDATE identity SET database_incarnation = 1")
+    else:
+        store._table.incarnation = 1  # type: ignore[attr-defined]
+    assert await store.has_due(0.0)
+    with pytest.raises(DatabaseOutdated):
+        async with store.transaction() as transaction:
+            await transaction.recognise(heard)
+    assert store.set_back.incarnation == 2
+
+
 @pytest.mark.parametrize("phase", sorted(states_where(lambda row: row.work is Work.MOVE), key=in_text), ids=in_text)
 async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: InstanceStore, phase: Phase) -> None:
     await insert(store, instance(A, phase[0], then=phase[1]), instance(B, State.ACTIVE))

@@ -112,4 +112,5 @@ async def test_the_handlers_refuse_with_the_code(store: ResourceBook, bus: str, 
         assert await outcome(Release(consumer=VMS[0]), 3) == await outcome(claim(1), 3)
         refused = await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 3, of_inventory=True)
         assert isinstance(refused, Refuse) and refused.code == ORDER_OUTDATED
+        assert "incarnation 4 " in refused.reason, "an operator who states which one is the newest has to exceed it"
         assert await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 4, of_inventory=True) == Done()

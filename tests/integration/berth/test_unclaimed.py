@@ -153,7 +153,7 @@ async def requests_to(store: ResourceBook, clock: SystemClock, rng: random.Rando
     await bus.open()
     consumer = Consumer(bus, "placement.requests", handlers.requests)
     await consumer.start()
-    yield PlacementRequests(bus, clock, ASK_S)
+    yield PlacementRequests(bus, clock, ASK_S, lambda: 0)
     await consumer.drain(ASK_S)
     await bus.close()
 

@@ -144,13 +144,20 @@ def test_a_queue_of_one_type_needs_no_type() -> None:
     assert got.meta.id == "new"
 
 
-@pytest.mark.parametrize("name", [wire.PATIENCE, wire.WAITED, wire.SENT_AT, wire.ATTEMPT])
+@pytest.mark.parametrize("name", [wire.PATIENCE, wire.WAITED, wire.SENT_AT, wire.ATTEMPT, wire.INCARNATION])
 @pytest.mark.parametrize("value", ["soon", True, [1], 1e300, float("nan"), float("inf")])
 def test_a_header_of_the_wrong_type_is_named(name: str, value: object) -> None:
     (got,) = read(arrived(msgspec.json.encode(delete()), headers={name: value}))
     assert isinstance(got, wire.Malformed)
     assert got.code == wire.INVALID
     assert name in got.reason
+
+
+@pytest.mark.parametrize("number", [-1, MAX_INCARNATION + 1, 2**31])
+def test_an_incarnation_beyond_its_bound_is_refused_and_not_taken_for_the_highest(number: int) -> None:
+    (got,) = read(arrived(msgspec.json.encode(delete()), headers={wire.INCARNATION: number}))
+    assert isinstance(got, wire.Malformed) and got.code == wire.INVALID and wire.INCARNATION in got.reason
+    assert got.meta.database_incarnation == 0, "its letter is replayed with what stands here"
 
 
 def test_reasons_name_the_path_and_never_the_content() -> None:

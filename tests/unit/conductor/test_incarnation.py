@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
-from bus.contracts.base import ORDER_OUTDATED, Message, Meta
+from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, Message, Meta
 from bus.contracts.cell import FindMachines, ServicesDigest
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
@@ -33,13 +33,17 @@ from tests.unit.conductor.world import (
     Relay,
     beat,
     engine_of,
+    insert,
     opened_store,
     requests_of,
     search_of,
 )
 
 
-async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard() -> None:
+@pytest.mark.parametrize(("interval_s", "listens_s"), [(0.0, 15.0), (1.0, 15.0), (60.0, 90.0)])
+async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard(
+    interval_s: float, listens_s: float
+) -> None:
     now = 100.0
     waiting = asyncio.Event()
     clock: Any = SimpleNamespace(time=lambda: now, monotonic=lambda: now, sleep=lambda _: waiting.wait())
@@ -48,15 +52,18 @@ async def test_the_highest_incarnation_is_known_once_each_service_would_have_bee
     running = asyncio.create_task(keeper.run(ALONE))
     await asyncio.sleep(0)
     heard: list[tuple[Message, int]] = [
-        (beat("s1", 1, 1, database_incarnation=4), 0),
+        (beat("s1", 1, 1, interval_s=interval_s, database_incarnation=4), 0),
         (beat("s2", 1, 1), 0),
         (ServicesDigest(cell="c1", term=1, number=1), 6),
         (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9),
+        (beat("s1", 1, 3, database_incarnation=MAX_INCARNATION), 0),  # nothing could be above it any more
     ]
     for message, number in heard:
         await keeper.handle([Received(message, Meta(id="m", database_incarnation=number), "c1", "conductor.leases")])
     assert keeper.heard_incarnation() is None
-    now += 15.0
+    now += listens_s - 1.0
+    assert keeper.heard_incarnation() is None
+    now += 1.0
     assert keeper.heard_incarnation() == 6
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -98,8 +105,28 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     bus: Any = Refusing()
     question = question_of(waiting)
     assert isinstance(question, kind)
-    assert await PlacementRequests(bus, SystemClock(), 1.0).ask([PendingQuestion(waiting, question)]) == []
+    assert await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1).ask([PendingQuestion(waiting, question)]) == []
     assert bus.requested == [question]
+
+
+@pytest.mark.parametrize("on_record", [1, 2])
+async def test_a_conductor_ends_whose_requests_placement_refuses_unless_its_database_has_passed_on(
+    on_record: int,
+) -> None:
+    """Otherwise what waits for a claim or a release waits for ever, and nobody hears of it: in a cell that was made
+    anew under an old name no service states a later incarnation.
+    """
+    store, clock, bus, relay = await opened_store(), SystemClock(), cast("Any", Refusing()), cast("Any", Relay())
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=ConductorConfig(), cell="c1")
+    await insert(store, replace(record(State.RELEASING, State.FAILED), deadline=clock.time() - 1.0))
+    assert await engine.sweep() == 1
+    store._table.incarnation = on_record  # another conductor has begun it
+    if on_record == 1:
+        with pytest.raises(DatabaseOutdated):
+            await engine.sweep()
+    else:
+        await engine.sweep()
+        assert store.set_back.incarnation == 2
 
 
 async def test_a_service_that_refuses_a_query_as_outdated_has_not_answered() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -583,7 +584,7 @@ async def test_no_build_leaves_a_lost_service_before_the_database_was_compared()
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
         await keeper._fail_over(engine)
-    keeper._listens_until = 0.0
+    keeper._runs_since = -math.inf
 
     async def recorded() -> Instance:
         async with store.transaction() as transaction:
