@@ -229,6 +229,8 @@ def announced_move(
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
+    if is_newest and build.host is None and event.state is MoveState.FINISHING:  # it holds that one by now
+        build = replace(build, host=event.host, host_uuid=host_uuid)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)

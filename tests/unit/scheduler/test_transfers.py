@@ -178,6 +178,15 @@ def test_an_attempt_above_all_that_are_given_out_is_not_read(message: MoveEvent 
 # --- the other cell has it
 
 
+def test_what_has_no_host_has_the_one_that_is_claimed_for_it() -> None:
+    """Until then the quota counts it by its record, and from then on by its claim."""
+    known = on_record(cell="c2", first_attempt=6, transfer=replace(TRANSFER, command=BUILD))
+    claims = MoveEvent(**NAMES, state=MoveState.CLAIMING, sequence=30, host="host-2", host_uuid=THERE.host_uuid)
+    assert applied(known, claims, cell="c2").builds[UUID].host_uuid is None
+    has = applied(known, claims, replace(claims, state=MoveState.FINISHING, sequence=31), cell="c2")
+    assert has.builds[UUID].host_uuid == THERE.host_uuid
+
+
 BUILT_THERE = replace(BUILD, departure=DEPARTURE)
 AWAY = replace(TRANSFER, command=BUILT_THERE, back=(HOME,))
 DONE = MoveEvent(**NAMES, state=MoveState.DONE, sequence=30, terminal=True, condition=Condition.ACTIVE, host="host-2")
