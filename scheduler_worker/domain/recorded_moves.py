@@ -201,8 +201,7 @@ def announced_move(
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
         return move, build, None
-    instance = build.now
-    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
+    instance_after = announced_instance(build, event, has_ended=move.terminal)
     host_uuid, number = event.host_uuid, event.sequence
     event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
     failure = None if move.transfer is None else move.transfer.failure
@@ -226,25 +225,32 @@ def announced_move(
         )
     else:
         after = replace(move, sequence=event.sequence)
+    return after, instance_after, event
+
+
+def announced_instance(build: RecordedBuild, event: MoveEvent, *, has_ended: bool) -> RecordedBuild:
+    """The instance as its cell announces it with a request, on record or not. has_ended: its end is known."""
+    instance, host, host_uuid = build.now, event.host, event.host_uuid
+    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == event.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
     if is_newest and build.host is None and event.state is MoveState.FINISHING:  # it holds that one by now
-        build = replace(build, host=event.host, host_uuid=host_uuid)
+        build = replace(build, host=host, host_uuid=host_uuid)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
-    names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
+    names_what_it_is = event.terminal or (has_ended and event.condition is not Condition.MOVING)
     if names_what_it_is and (is_newest or (event.terminal and is_awaited)):
         if event.condition is Condition.OFFLOADED:
             build = replace(build, host=None, host_uuid=None)
-        elif event.host:
-            build = replace(build, host=event.host, host_uuid=host_uuid)
+        elif host:
+            build = replace(build, host=host, host_uuid=host_uuid)
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
     if instance.under_way is None and instance.condition not in _MAY_CHANGE_FLAVOR:
         instance = replace(instance, new_flavor="", old_flavor="")
-    return after, replace(build, instance=instance, sequence=max(number, build.sequence)), event
+    return replace(build, instance=instance, sequence=max(event.sequence, build.sequence))
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -434,8 +440,7 @@ class Announcements:
         if build is None:
             return AppliedEvent("unknown", event)
         if request is None or request.cell != cell:
-            if (ended := given_up(event, cell, build)) is not None:
-                self.messages.append(ended)
+            self._about_instance(build, event, cell, is_unknown=request is None)
             return AppliedEvent("unknown" if request is None else "foreign", event)
         if move is not None and event.code == OTHER_ATTEMPT:
             return self._depart_again(move, event)
@@ -463,6 +468,16 @@ class Announcements:
         cause = event.instance_uuid if move is None else move.request_id
         self.messages.append(OutboxMessage(API, announced, cause))
         return AppliedEvent(ANNOUNCED, announced)
+
+    def _about_instance(
+        self, build: RecordedBuild, event: BuildEvent | MoveEvent, cell: str, *, is_unknown: bool
+    ) -> None:
+        """What an event says of its instance that is about no request of this cell. No client hears of it."""
+        if (ended := given_up(event, cell, build)) is not None:
+            self.messages.append(ended)
+        elif is_unknown and build.cell == cell and isinstance(event, MoveEvent) and event.code != OTHER_ATTEMPT:
+            # Schedulers that were set back have forgotten the request, and query its cell about the instance.
+            self._add(announced_instance(build, event, has_ended=True), ())
 
     def _depart_again(self, move: RecordedMove, event: BuildEvent | MoveEvent) -> AppliedEvent:
         """The cell has another attempt than was to depart: it is asked again for that one."""

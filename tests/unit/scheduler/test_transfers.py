@@ -287,6 +287,24 @@ def test_a_cell_that_tells_of_what_another_one_has_is_told_that_it_has_given_it_
     assert sent(batch, "api") == [] and batch.builds[UUID].cell == "c2"
 
 
+@pytest.mark.parametrize("under_way", [None, "d0000000-0000-4000-8000-000000000009"])
+def test_the_owner_s_word_counts_though_its_request_is_forgotten(under_way: str | None) -> None:
+    """Schedulers that were set back have queried the next cell about a request that they do not know."""
+    known = on_record(cell="c2", first_attempt=6)
+    assert known.build is not None and known.build.instance is not None
+    instance = replace(known.build.instance, condition=Condition.MOVING, under_way=under_way)
+    known = MoveContext(build=replace(known.build, instance=instance))
+    rests = replace(DONE, state=MoveState.FAILED, condition=Condition.OFFLOADED, host=None)
+    for event, host in ((DONE, "host-2"), (rests, None)):
+        batch = applied(known, event, cell="c2")
+        after = batch.builds[UUID]
+        assert (after.now.condition, after.host, after.sequence) == (event.condition, host, 30)
+        assert batch.messages == [] and after.now.under_way == under_way
+        assert UUID in batch.timelines, "it is written"
+    assert applied(known, DONE, cell="c1").builds[UUID] == known.build, "another cell's counts for nothing"
+    assert applied(known, replace(DONE, sequence=3), cell="c2").builds[UUID] == known.build, "nor does a late one"
+
+
 def test_what_a_cell_ends_of_its_own_is_announced() -> None:
     batch = applied(on_record(transfer=None), DONE)
     assert of_api(batch) == [(MoveState.DONE, "")] and sent(batch, "c1") == []
