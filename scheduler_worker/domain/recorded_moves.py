@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Message, Refusal
+from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
@@ -57,8 +57,7 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A move into another cell, which this record leads (decision 0021).
 
     home, away: the cell that it begins in, and the other one. build: what the other one is commanded for. command: what
-    the cell of the move is to do now. back: the host that the instance had at home. failure: why the other cell has not
-    taken it.
+    the cell of the move is to do now. back: the host that the instance had at home.
     """
 
     home: str
@@ -66,7 +65,6 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     build: CellMove
     command: CellDepart | CellMove
     back: tuple[Selection, ...] = ()
-    failure: Refusal | None = None
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
@@ -204,9 +202,6 @@ def announced_move(
     instance_after = announced_instance(build, event, has_ended=move.terminal)
     host_uuid, number = event.host_uuid, event.sequence
     event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
-    failure = None if move.transfer is None else move.transfer.failure
-    if failure is not None and event.terminal and event.condition is not Condition.DELETED:  # it is home again
-        event = replace(event, state=MoveState.FAILED, code=failure.code, reason=failure.reason)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
     if not move.terminal:
@@ -336,18 +331,18 @@ def _next_of(transfer: Transfer, departure: Departure, hosts_of: HostsOf) -> Tra
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
     had there, or on another one that fits by now.
     """
-    known, build = {"departure": departure, "sequence": departure.sequence}, transfer.build
+    build = transfer.build
     if departure.cell == transfer.away:
         had_host = departure.kind is not MoveKind.UNSHELVE
         back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, **known), back=back)
-    failure = Refusal(code=departure.code or "max_retries_exceeded", reason=departure.reason)
+        return replace(transfer, command=replace(build, departure=departure, sequence=departure.sequence), back=back)
+    failed = replace(departure, code=departure.code or "max_retries_exceeded")
     hosts = {one.host_uuid: one for one in transfer.back}
     for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
         hosts.setdefault(one.host_uuid, one)
     selections = tuple(hosts.values())[:MAX_SELECTIONS]
-    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None, **known)
-    return replace(transfer, command=home, failure=failure)
+    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
+    return replace(transfer, command=replace(home, departure=failed, sequence=departure.sequence))
 
 
 def departure_ended(move: RecordedMove) -> OutboxMessage | None:
@@ -429,7 +424,7 @@ class Announcements:
         build = self.builds.get(event.instance_uuid)
         if build is None or not is_owner(cell, event.departure, build):
             return replace(applied, verdict=LATE)
-        self._transfer(build, event)
+        self._transfer(build, event, event.departure.cell)
         return AppliedEvent(ANNOUNCED, event, event.departure.cell)
 
     def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
@@ -489,14 +484,14 @@ class Announcements:
         self.messages.append(OutboxMessage(move.cell or "", command, move.request_id))
         return AppliedEvent(LATE, event)
 
-    def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
+    def _transfer(self, build: RecordedBuild, event: MoveEvent, to_cell: str) -> None:
         move, after, commands = transferred(self._move_of(event), build, event, self._hosts_of)
         if move is not None:
             self._change(move)
         who = f"conductor {build.cell}"
-        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=after.cell or "")
+        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=to_cell)
         self._add(after, (left,))
-        self.messages += [OutboxMessage(after.cell or "", command, event.request_id) for command in commands]
+        self.messages += [OutboxMessage(to_cell, command, event.request_id) for command in commands]
 
     def _move_of(self, event: MoveEvent) -> RecordedMove | None:
         """The request that an event is about, if it is one about the event's instance."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_ATTEMPT, Refusal
+from bus.contracts.base import MAX_ATTEMPT
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
@@ -175,6 +175,12 @@ def test_an_attempt_above_all_that_are_given_out_is_not_read(message: MoveEvent 
         msgspec.convert(raw, type(message))
 
 
+def test_a_code_that_is_no_code_is_not_read() -> None:
+    raw = msgspec.to_builtins(replace(LEFT, departure=replace(DEPARTURE, code="x" * 256)))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(raw, MoveEvent)
+
+
 # --- the other cell has it
 
 
@@ -208,8 +214,11 @@ COMES_BACK = replace(LEFT, sequence=40, departure=BACK)
 
 
 @pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.UNSHELVE])
+@pytest.mark.parametrize("code", ["image.broken", ""])
 @pytest.mark.parametrize("fitting", [(), (on(3), HOME, *map(on, range(4, 20)))])
-def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind, fitting: tuple[Selection, ...]) -> None:
+def test_what_the_other_cell_does_not_take_comes_home(
+    kind: MoveKind, code: str, fitting: tuple[Selection, ...]
+) -> None:
     """To the host that it had, and then to any other one of its cell that fits by now."""
     asked: list[Any] = []
 
@@ -220,32 +229,22 @@ def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind, fitting: t
     first = applied(on_record(), replace(LEFT, departure=replace(DEPARTURE, kind=kind)), hosts_of=fit)
     assert asked == []
     known = MoveContext(move=first.moves[REQUEST], build=first.builds[UUID])
-    batch = applied(known, COMES_BACK, cell="c2", hosts_of=fit)
+    comes_back = replace(COMES_BACK, departure=replace(BACK, code=code))
+    batch = applied(known, comes_back, cell="c2", hosts_of=fit)
     (command,) = sent(batch, "c1")
     others = tuple(one for one in fitting if one != HOME)
     hosts = (HOME, *others) if kind is MoveKind.MIGRATE else fitting
     assert (command.selections, command.to_cell, command.spec) == (hosts[:9], None, None)
     assert asked == [((REQUEST, UUID), "c1")]
     assert (batch.builds[UUID].cell, batch.builds[UUID].now.first_attempt) == ("c1", 10)
-    assert kept(batch).failure == Refusal(code="image.broken", reason="why")
+    assert command.departure.code == (code or "max_retries_exceeded"), "with it its cell ends the move"
 
 
-@pytest.mark.parametrize(
-    ("condition", "state", "end"),
-    [
-        (Condition.ACTIVE, MoveState.DONE, (MoveState.FAILED, "image.broken")),
-        (Condition.OFFLOADED, MoveState.FAILED, (MoveState.FAILED, "image.broken")),
-        (Condition.DELETED, MoveState.FAILED, (MoveState.FAILED, "instance.deleted")),
-    ],
-)
-def test_a_move_that_ends_at_home_has_failed_as_the_other_cell_has_said(
-    condition: Condition, state: MoveState, end: tuple[MoveState, str]
-) -> None:
-    home = replace(AWAY, command=replace(BUILD, departure=BACK), failure=Refusal(code="image.broken", reason="why"))
-    code = "" if state is MoveState.DONE else "instance.deleted"
-    event = replace(DONE, state=state, sequence=50, condition=condition, code=code)
+def test_a_move_that_ends_at_home_has_failed_as_its_cell_says() -> None:
+    home = replace(AWAY, command=replace(BUILD, departure=BACK))
+    event = replace(DONE, state=MoveState.FAILED, sequence=50, code="image.broken")
     batch = applied(on_record(cell="c1", first_attempt=10, transfer=home), event)
-    assert of_api(batch) == [end]
+    assert of_api(batch) == [(MoveState.FAILED, "image.broken")]
     assert sent(batch, "c2") == [replace(DEPARTS, to_cell="c1", attempt=9, ended=True)]
 
 
