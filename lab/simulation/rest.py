@@ -107,17 +107,15 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
 
 
 def _former_cells_rest(world: World, lost: Collection[str]) -> Iterator[str]:
-    """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten; it runs
-    none of these, and has been told that it may forget what it has given up.
+    """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten; and it
+    has been told that it may forget what it has given up.
     """
     for name, table in world.cells.items():
         for uuid, instance in table.instances.items():
             build = world.builds.recorded.get(uuid)
-            if uuid not in lost and build is not None and build.state is BuildState.ACTIVE:
-                if instance.phase == (State.DEPARTED, None):
-                    yield f"former_cells_rest: {uuid} has left {name}, which still tells {build.cell} of it"
-                if instance.state is State.ACTIVE and build.cell != name:
-                    yield f"map_names_the_owner: {uuid} is active in {name}, and the map has it in {build.cell}"
+            is_active = build is not None and build.state is BuildState.ACTIVE
+            if is_active and uuid not in lost and instance.phase == (State.DEPARTED, None):
+                yield f"former_cells_rest: {uuid} has left {name}, which still tells of it"
             if build is None or build.cell in (None, name) or instance.move is None:
                 continue
             if desire_of(instance).asks is not None:
