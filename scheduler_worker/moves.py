@@ -54,11 +54,13 @@ from scheduler_worker.domain.moves import (
     CHANGED,
     NO_SOURCE,
     SOURCE_UNKNOWN,
+    STAYS_IN_CELL,
     Holding,
     accepted,
     added_by,
     changes_image,
     check_move,
+    is_of_its_cell,
     leaves_source,
     limits_of,
     looks_at_hosts,
@@ -273,7 +275,11 @@ class MoveEngine:
         may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        return self._pick(pending, known, replace(spec, cell=None, key=(*spec.key, "any cell")), located, planned)
+        anywhere = replace(spec, cell=None, key=(*spec.key, "any cell"))
+        if not is_of_its_cell(known):
+            return self._pick(pending, known, anywhere, located, planned)
+        elsewhere = self._pick(pending, known, anywhere, located, planned or {})  # it holds nothing there
+        return chosen if isinstance(elsewhere, NoValidHost) else Chosen(failure=STAYS_IN_CELL, funnel=chosen.funnel)
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None

@@ -29,6 +29,7 @@ from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
+from placement_worker.replica.request import total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
@@ -346,16 +347,17 @@ class Dispatcher:
         return placing, await self._ended_where_held(concluded) if concluded else []
 
     async def _limits(self, projects: Collection[str]) -> Mapping[str, Mapping[str, int]]:
-        """What each project's claims are held to: its quota, of which its offloaded instances, which hold nothing, are
-        instances all the same.
+        """What each project's claims are held to: its quota, less its instances that hold nothing. What is between two
+        hosts keeps its amounts, because it may claim them without limits.
         """
         quotas = {project: self._selector.config.quota_of(project) for project in projects}
-        limited = sorted(project for project, quota in quotas.items() if INSTANCES in quota)
-        offloaded = await self._store.offloaded(limited) if limited else {}
-        return quotas | {
-            project: {**quotas[project], INSTANCES: max(0, quotas[project][INSTANCES] - count)}
-            for project, count in offloaded.items()
-        }
+        limited = sorted(project for project, quota in quotas.items() if quota)
+        for project, flavor, count in await self._store.without_host(limited) if limited else ():
+            parsed = self._selector.flavors.get(flavor)
+            kept = {INSTANCES: 1, **({} if parsed is None else total_resources(parsed.query))}
+            quota = quotas[project]
+            quotas[project] = {name: max(0, most - count * kept.get(name, 0)) for name, most in quota.items()}
+        return quotas
 
     async def _ended_where_held(
         self, concluded: Sequence[tuple[PendingBuild, Conclusion]]

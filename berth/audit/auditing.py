@@ -21,6 +21,11 @@ UNDER_WAY = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'deleting'
     OR instance::json ->> 'under_way' IS NOT NULL OR instance::json ->> 'condition' = 'moving'
 """
+# Of these, what nothing goes on with: two passes in a row see it (`Confirmed`).
+_MOVING = """
+SELECT instance_uuid::text FROM build_requests WHERE terminal AND state = 'active'
+    AND instance::json ->> 'under_way' IS NULL AND instance::json ->> 'condition' = 'moving'
+"""
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
 _ENDED = """
 SELECT b.instance_uuid::text
@@ -69,11 +74,18 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
             held = dict(await connection.fetch(_HELD_BY_BUS))
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
+            moving = {row[0] for row in await connection.fetch(_MOVING)}
             in_doubt = {row[0] for row in await connection.fetch(_ENDED, list(held), list(held.values()))}
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(
-            facts=facts, held_by_bus=held.keys(), busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+            facts=facts,
+            held_by_bus=held.keys(),
+            busy=busy,
+            migrations=migrations,
+            zones=zones,
+            in_doubt=in_doubt,
+            moving=moving,
         )
     finally:
         await scheduler.close()

@@ -42,6 +42,7 @@ class FindingKind(StrEnum):
     UNREQUESTED = "unrequested"  # an instance of a cell that no request led to, or whose request has ended
     MISCOUNTED = "miscounted"  # the book's usage is not the sum of its allocations
     OUTSIDE_ZONE = "outside_zone"  # an instance whose host is not in the availability zone that its request names
+    MOVING_UNREQUESTED = "moving_unrequested"  # an instance that is moving by the schedulers' record, by no request
 
 
 Kind = FindingKind
@@ -59,6 +60,7 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
     Kind.UNREQUESTED: "look where it comes from (a restore?), and have its client request it again: berth show",
     Kind.MISCOUNTED: f"recount: {_BY_AUDIT}",
+    Kind.MOVING_UNREQUESTED: "request what changes nothing: berth start; its cell answers with its state",
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
 DELETED = "deleted"
@@ -91,7 +93,8 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
     instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
-    in_doubt: instances whose request ended and that hold what another run claimed.
+    in_doubt: instances whose request ended and that hold what another run claimed. moving: active ones that are moving,
+    and have no request under way; these are busy, too.
     """
 
     facts: Facts
@@ -100,6 +103,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     migrations: Mapping[str, str]
     zones: Mapping[str, tuple[str, str]] = {}
     in_doubt: AbstractSet[str] = frozenset()
+    moving: AbstractSet[str] = frozenset()
 
 
 class Confirmed:
@@ -140,6 +144,8 @@ def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
     yield from _of_the_book(facts)
     yield from _holdings(audited, alive, settled, unsettled)
     yield from _records(facts, unsettled)
+    for uuid in audited.moving - facts.in_unread_cells():
+        yield _finding(Kind.MOVING_UNREQUESTED, uuid, "moving by the schedulers' record, and no request is under way")
     for uuid, (named, zone) in audited.zones.items():
         if uuid in settled:
             reason = f"requested in zone {named}, and {settled[uuid].host_uuid} is in {zone}: no move takes it there"

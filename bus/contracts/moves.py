@@ -170,7 +170,7 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: MoveKind = MoveKind.UNSHELVE
     is_stopped: bool = False
     at: float = 0.0
-    code: str = ""
+    code: Annotated[str, Bound(max_length=255)] = ""
     reason: Reason = ""
 
 
@@ -235,7 +235,8 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take; a change in
     place that is not answered is given twice as long each time. departure: with
     what it has left its former cell for this one, where it is on record from now on, and is built. to_cell: it leaves
-    for that one where no host takes it (None: it rests offloaded). sequence: its announcements are numbered
+    for that one where no host takes it (None: it rests offloaded, and its move has failed as the departure states).
+    sequence: its announcements are numbered
     above this: no more than the cell has on record, unless that was set back. The other fields: as in MoveRequest.
     fenced_hosts: as in the Claim of an evacuation.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from bus.contracts.base import Refusal
 from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departure, MoveEvent, MoveState
 
 from . import steps
@@ -195,8 +196,10 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
         return (refer if desire.elsewhere else answer_query)(instance, event, context)
     here = _with_departure(instance, event)
     begun = adopt(here, event, source=None, selections=(here.here, *request.selections))
-    move = replace(move_of(begun), began=departure.at, answered=has_ended(here, request.request_id))
-    begun = replace(begun, move=move)
+    comes_home = request.to_cell is None and departure.code
+    failure = Refusal(code=departure.code, reason=departure.reason) if comes_home else None
+    answered = has_ended(here, request.request_id)
+    begun = replace(begun, move=replace(move_of(begun), began=departure.at, answered=answered, failure=failure))
     if context.set_back.may_lack(departure.at):
         reused_from = here.reused_from or here.next_attempt
         claiming = steps.claiming(begun, State.PREPARING, event.at, context)

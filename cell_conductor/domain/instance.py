@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from msgspec import Struct, field
 
-from bus.contracts.base import MAX_ATTEMPT
+from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import Departure, MoveKind, MoveState
@@ -104,6 +104,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
     book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
     instance_released: of an instance that is being deleted, or whose release is under way.
+    failure: of one that has come home: why no host of the other cell has taken it, which is its end.
     to_cell: that it leaves for once it holds nothing here (None: it rests offloaded).
     fenced, force, fenced_hosts: as in the request, of an evacuation.
     """
@@ -127,6 +128,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     resizing_back: bool = False
     lost_code: str = ""
     lost_reason: str = ""
+    failure: Refusal | None = None
     answered: bool = False
     by: str = ""
     by_kind: MoveKind | None = None

@@ -82,10 +82,12 @@ def report_silent(instance: Instance, code: str, silent: Selection, at: float, c
 
 
 def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:
-    """The end of the request that is under way, published once."""
+    """The end of the request that is under way, published once. What has come home has failed, wherever it rests."""
     move = move_of(instance)
     if move.answered:
         return Step(instance)
+    if move.failure is not None and ending.code != DELETED:
+        ending = MoveEnd(MoveState.FAILED, move.failure.code, move.failure.reason)
     kept = replace(instance, move=replace(move, answered=True))
     ended = EndedMove(move.request_id, move.kind, ending.state, ending.code, cut(ending.reason))
     return _end(kept, ended, at, context, move.history)

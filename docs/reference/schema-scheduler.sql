@@ -35,7 +35,7 @@ CREATE INDEX build_requests_of_gang ON build_requests (gang) WHERE gang IS NOT N
 
 CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
 
-CREATE INDEX build_requests_offloaded ON build_requests (project_id) WHERE instance::json ->> 'condition' = 'offloaded';
+CREATE INDEX build_requests_without_host ON build_requests (project_id) WHERE instance::json ->> 'condition' IN ('offloaded', 'moving');
 
 CREATE TABLE moves (
     request_id UUID NOT NULL,

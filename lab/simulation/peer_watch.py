@@ -22,6 +22,7 @@ from scheduler_worker.config import DEFAULT_FLAVORS
 
 OVER_QUOTA = "quota.exceeded"
 OVERLAP_S = 0.1  # between the reads of a transaction of the book and its commit
+HOSTLESS = (State.OFFLOADED, State.DEPARTED)
 
 
 def resources_of_flavor(name: str) -> dict[str, int]:
@@ -50,7 +51,8 @@ class PeerWatch:
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
         self._sources: dict[str, dict[str, Counter[str]]] = {}  # of each project's moves, by migration
         self._fenced: dict[str, None] = {}  # hosts that ever were
-        self._offloaded: dict[str, None] = {}  # instances that ever were: a scheduler may know it late, or no more
+        # Instances that ever had no host: a scheduler may know it late, or no more, or have it between two hosts.
+        self._offloaded: dict[str, None] = {}
         self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # refused for their project's quota
 
@@ -138,7 +140,7 @@ class PeerWatch:
     def machines(self) -> None:
         """After a commit of a cell: what is active keeps the rules too. Raises Breach."""
         for table in self._cells.values():
-            self._offloaded |= {uuid: None for uuid, one in table.instances.items() if one.state is State.OFFLOADED}
+            self._offloaded |= {uuid: None for uuid, one in table.instances.items() if one.state in HOSTLESS}
         self._groups(
             {
                 uuid: instance.host_uuid
@@ -192,9 +194,12 @@ class PeerWatch:
         alone = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
         requested = {name: order.count * amount for name, amount in alone.items()}
         quota = self._plan.quota_of(order.project)
-        offloaded = sum(self._orders[one].project == order.project for one in self._offloaded if one in self._orders)
+        offloaded = Counter[str]()
+        for one in filter(self._orders.__contains__, self._offloaded):
+            if self._orders[one].project == order.project:
+                offloaded.update({INSTANCES: 1, **resources_of_flavor(self._orders[one].flavor)})
         for held in self._held_since(order.project, self._since[uuid]):
-            held[INSTANCES] += offloaded
+            held.update(offloaded)
             if any(held[name] + requested.get(name, 0) > most for name, most in quota.items() if name in requested):
                 return
         raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")

@@ -10,6 +10,7 @@ import msgspec
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
+from bus.contracts.moves import Condition
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
@@ -68,7 +69,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     # burns down a second time does not get.
     burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
-    found += list(_former_cells_rest(world))
+    found += list(_former_cells_rest(world, burnt | set(lost)))
     found += list(forgotten_have_ends(world, _stranded(world) | _left_to_the_audit(world)))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
@@ -101,13 +102,20 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     for uuid, build in world.builds.recorded.items():
         if build.now.under_way is not None and uuid not in burnt:
             yield f"one_terminal_event: {build.now.under_way} of {uuid} is still under way"
+        elif build.state is BuildState.ACTIVE and build.now.condition is Condition.MOVING and uuid not in burnt:
+            yield f"one_terminal_event: {uuid} is moving at the top, and nothing is under way"
 
 
-def _former_cells_rest(world: World) -> Iterator[str]:
-    """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten."""
+def _former_cells_rest(world: World, lost: Collection[str]) -> Iterator[str]:
+    """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten; and it
+    has been told that it may forget what it has given up.
+    """
     for name, table in world.cells.items():
         for uuid, instance in table.instances.items():
             build = world.builds.recorded.get(uuid)
+            is_active = build is not None and build.state is BuildState.ACTIVE
+            if is_active and uuid not in lost and instance.phase == (State.DEPARTED, None):
+                yield f"former_cells_rest: {uuid} has left {name}, which still tells of it"
             if build is None or build.cell in (None, name) or instance.move is None:
                 continue
             if desire_of(instance).asks is not None:

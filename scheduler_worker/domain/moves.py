@@ -15,6 +15,7 @@ from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
+    ACROSS_CELLS,
     CHOOSES_HOSTS,
     Condition,
     MoveAccepted,
@@ -178,6 +179,16 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
 
 # Requests by which an instance may leave its cell, where moves across cells are allowed.
 _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
+
+
+# An instance may have things that are its cell's own: said here before a move begins, and checked by the cell.
+STAYS_IN_CELL = Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
+
+
+def is_of_its_cell(known: MoveContext) -> bool:
+    """Whether it can leave its cell by no request."""
+    built = known.build_request
+    return built is not None and bool(built.networks or built.volumes)
 
 
 def may_leave_cell(request: MoveRequest) -> bool:

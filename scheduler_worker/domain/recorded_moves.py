@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Message, Refusal
+from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
@@ -57,8 +57,7 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A move into another cell, which this record leads (decision 0021).
 
     home, away: the cell that it begins in, and the other one. build: what the other one is commanded for. command: what
-    the cell of the move is to do now. back: the host that the instance had at home. failure: why the other cell has not
-    taken it.
+    the cell of the move is to do now. back: the host that the instance had at home.
     """
 
     home: str
@@ -66,7 +65,6 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     build: CellMove
     command: CellDepart | CellMove
     back: tuple[Selection, ...] = ()
-    failure: Refusal | None = None
 
 
 class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
@@ -218,13 +216,9 @@ def announced_move(
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
         return move, build, None
-    instance = build.now
-    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == move.request_id
+    instance_after = announced_instance(build, event, has_ended=move.terminal)
     host_uuid, number = event.host_uuid, event.sequence
     event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
-    failure = None if move.transfer is None else move.transfer.failure
-    if failure is not None and event.terminal and event.condition is not Condition.DELETED:  # it is home again
-        event = replace(event, state=MoveState.FAILED, code=failure.code, reason=failure.reason)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
     if not move.terminal:
@@ -243,23 +237,32 @@ def announced_move(
         )
     else:
         after = replace(move, sequence=event.sequence)
+    return after, instance_after, event
+
+
+def announced_instance(build: RecordedBuild, event: MoveEvent, *, has_ended: bool) -> RecordedBuild:
+    """The instance as its cell announces it with a request, on record or not. has_ended: its end is known."""
+    instance, host, host_uuid = build.now, event.host, event.host_uuid
+    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == event.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
+    if is_newest and build.host is None and event.state is MoveState.FINISHING:  # it holds that one by now
+        build = replace(build, host=host, host_uuid=host_uuid)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
-    names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
+    names_what_it_is = event.terminal or (has_ended and event.condition is not Condition.MOVING)
     if names_what_it_is and (is_newest or (event.terminal and is_awaited)):
         if event.condition is Condition.OFFLOADED:
             build = replace(build, host=None, host_uuid=None)
-        elif event.host:
-            build = replace(build, host=event.host, host_uuid=host_uuid)
+        elif host:
+            build = replace(build, host=host, host_uuid=host_uuid)
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
     if instance.under_way is None and instance.condition not in _MAY_CHANGE_FLAVOR:
         instance = replace(instance, new_flavor="", old_flavor="")
-    return after, replace(build, instance=instance, sequence=max(number, build.sequence)), event
+    return replace(build, instance=instance, sequence=max(event.sequence, build.sequence))
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -345,18 +348,18 @@ def _next_of(transfer: Transfer, departure: Departure, hosts_of: HostsOf) -> Tra
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
     had there, or on another one that fits by now.
     """
-    known, build = {"departure": departure, "sequence": departure.sequence}, transfer.build
+    build = transfer.build
     if departure.cell == transfer.away:
         had_host = departure.kind is not MoveKind.UNSHELVE
         back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, **known), back=back)
-    failure = Refusal(code=departure.code or "max_retries_exceeded", reason=departure.reason)
+        return replace(transfer, command=replace(build, departure=departure, sequence=departure.sequence), back=back)
+    failed = replace(departure, code=departure.code or "max_retries_exceeded")
     hosts = {one.host_uuid: one for one in transfer.back}
     for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
         hosts.setdefault(one.host_uuid, one)
     selections = tuple(hosts.values())[:MAX_SELECTIONS]
-    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None, **known)
-    return replace(transfer, command=home, failure=failure)
+    home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
+    return replace(transfer, command=replace(home, departure=failed, sequence=departure.sequence))
 
 
 def departure_ended(move: RecordedMove) -> OutboxMessage | None:
@@ -438,7 +441,7 @@ class Announcements:
         build = self.builds.get(event.instance_uuid)
         if build is None or not is_owner(cell, event.departure, build):
             return replace(applied, verdict=LATE)
-        self._transfer(build, event)
+        self._transfer(build, event, event.departure.cell)
         return AppliedEvent(ANNOUNCED, event, event.departure.cell)
 
     def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
@@ -449,8 +452,7 @@ class Announcements:
         if build is None:
             return AppliedEvent("unknown", event)
         if request is None or request.cell != cell:
-            if (ended := given_up(event, cell, build)) is not None:
-                self.messages.append(ended)
+            self._about_instance(build, event, cell, is_unknown=request is None)
             return AppliedEvent("unknown" if request is None else "foreign", event)
         if move is not None and event.code == OTHER_ATTEMPT:
             return self._depart_again(move, event)
@@ -479,6 +481,16 @@ class Announcements:
         self.messages.append(OutboxMessage(API, announced, cause))
         return AppliedEvent(ANNOUNCED, announced)
 
+    def _about_instance(
+        self, build: RecordedBuild, event: BuildEvent | MoveEvent, cell: str, *, is_unknown: bool
+    ) -> None:
+        """What an event says of its instance that is about no request of this cell. No client hears of it."""
+        if (ended := given_up(event, cell, build)) is not None:
+            self.messages.append(ended)
+        elif is_unknown and build.cell == cell and isinstance(event, MoveEvent) and event.code != OTHER_ATTEMPT:
+            # Schedulers that were set back have forgotten the request, and query its cell about the instance.
+            self._add(announced_instance(build, event, has_ended=True), ())
+
     def _depart_again(self, move: RecordedMove, event: BuildEvent | MoveEvent) -> AppliedEvent:
         """The cell has another attempt than was to depart: it is asked again for that one."""
         transfer = move.transfer
@@ -489,14 +501,14 @@ class Announcements:
         self.messages.append(OutboxMessage(move.cell or "", command, move.request_id))
         return AppliedEvent(LATE, event)
 
-    def _transfer(self, build: RecordedBuild, event: MoveEvent) -> None:
+    def _transfer(self, build: RecordedBuild, event: MoveEvent, to_cell: str) -> None:
         move, after, commands = transferred(self._move_of(event), build, event, self._hosts_of)
         if move is not None:
             self._change(move)
         who = f"conductor {build.cell}"
-        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=after.cell or "")
+        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=to_cell)
         self._add(after, (left,))
-        self.messages += [OutboxMessage(after.cell or "", command, event.request_id) for command in commands]
+        self.messages += [OutboxMessage(to_cell, command, event.request_id) for command in commands]
 
     def _move_of(self, event: MoveEvent) -> RecordedMove | None:
         """The request that an event is about, if it is one about the event's instance."""

@@ -106,16 +106,23 @@ class MemoryBuilds(UnitStore):
             ]
             return min(len(found), limit)
 
-    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
         """A scan."""
         async with self._session.transaction():
-            return Counter(
-                build.project_id
-                for build in self._table.recorded.values()
+            found = Counter(
+                (
+                    build.project_id,
+                    present_flavor(self._table.records[uuid].flavor, build.instance)
+                    if build.now.condition is Condition.MOVING
+                    else "",
+                )
+                for uuid, build in self._table.recorded.items()
                 if build.project_id in projects
                 and build.state is BuildState.ACTIVE
-                and build.now.condition is Condition.OFFLOADED
+                and build.now.condition in {Condition.OFFLOADED, Condition.MOVING}
+                and build.host is None
             )
+            return [(*key, count) for key, count in found.items()]
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""

@@ -178,8 +178,10 @@ class SchedulerStore(Flushed, Protocol):
         `limit`. A cell has one, too, that an instance moves to, or may go back to. Reads all builds.
         """
 
-    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
-        """How many instances of each of these projects are offloaded; of those that have one. Along an index."""
+    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
+        """(project, flavor, how many) of the instances of these projects that have no host: between two hosts by the
+        flavor that they have, and offloaded by none (""). Along an index.
+        """
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and moves that ended, and last changed before this time: the

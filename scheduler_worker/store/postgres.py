@@ -99,9 +99,11 @@ WITH gone AS (
 SELECT count(*), (SELECT count(*) FROM moved), coalesce(max(created_at), $3) FROM gone
 """
 
-OFFLOADED = f"""
-SELECT project_id, count(*) FROM build_requests
-WHERE project_id = ANY($1::text[]) AND state = 'active' AND {tables.IS_OFFLOADED} GROUP BY project_id
+WITHOUT_HOST = f"""
+SELECT project_id, CASE instance::json ->> 'condition' WHEN 'moving' THEN {tables.FLAVOR} ELSE '' END, count(*)
+FROM build_requests
+WHERE project_id = ANY($1::text[]) AND {tables.MAY_HAVE_NO_HOST} AND host IS NULL AND state = 'active'
+GROUP BY 1, 2
 """
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
@@ -335,10 +337,10 @@ class PostgresBuilds(UnitStore):
             ((found,),) = await fetch(connection, objects.machines(limit, flavor, group, cell))
         return int(found)
 
-    async def offloaded(self, projects: Sequence[str]) -> dict[str, int]:
+    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
         """Along the index of them."""
         async with self._database.raw() as connection:
-            return dict(await connection.fetch(OFFLOADED, projects))
+            return [tuple(row) for row in await connection.fetch(WITHOUT_HOST, projects)]
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""

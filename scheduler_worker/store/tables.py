@@ -57,7 +57,8 @@ def _request_columns() -> list[Column[Any]]:
     ]
 
 
-IS_OFFLOADED = "instance::json ->> 'condition' = 'offloaded'"
+# Of those that have no host: that is written with each build, and in no index.
+MAY_HAVE_NO_HOST = "instance::json ->> 'condition' IN ('offloaded', 'moving')"
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
@@ -84,7 +85,7 @@ build_requests = Table(
     Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
-    Index("build_requests_offloaded", "project_id", postgresql_where=text(IS_OFFLOADED)),
+    Index("build_requests_without_host", "project_id", postgresql_where=text(MAY_HAVE_NO_HOST)),
     Index("build_requests_of_gang", "gang", postgresql_where=text("gang IS NOT NULL")),
     postgresql_with={"fillfactor": 50},
 )

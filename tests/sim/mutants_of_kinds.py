@@ -348,7 +348,7 @@ MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 )
 TRANSFERS_FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
-    "map_names_the_former_cell": 19,
+    "map_names_the_former_cell": 1,
     "leaves_with_its_machine": 1,
     "leaves_without_an_image": 1,
 }

@@ -242,23 +242,29 @@ async def test_an_instance_counts_for_each_flavor_that_it_may_have_next(
 
 
 @pytest.mark.parametrize(
-    ("state", "condition", "counted"),
+    ("state", "condition", "host", "counted"),
     [
-        (BuildState.ACTIVE, Condition.OFFLOADED, {"p": 1}),
-        (BuildState.ACTIVE, Condition.SHELVED, {}),
-        (BuildState.DELETED, Condition.OFFLOADED, {}),
+        (BuildState.ACTIVE, Condition.OFFLOADED, None, [("p", "", 1)]),
+        (BuildState.ACTIVE, Condition.MOVING, None, [("p", "large", 1)]),
+        (BuildState.ACTIVE, Condition.MOVING, "host-1", []),
+        (BuildState.ACTIVE, Condition.SHELVED, None, []),
+        (BuildState.DELETED, Condition.OFFLOADED, None, []),
     ],
 )
-async def test_the_offloaded_instances_of_projects_are_counted(
-    built: SchedulerStore, state: BuildState, condition: Condition, counted: dict[str, int]
+async def test_the_instances_of_projects_that_have_no_host_are_counted(
+    built: SchedulerStore,
+    state: BuildState,
+    condition: Condition,
+    host: str | None,
+    counted: list[tuple[str, str, int]],
 ) -> None:
     async with built.operation() as unit:
         build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
         assert build is not None
-        instance = SinceBuild(condition=condition)
-        await unit.update([BuildUpdate(build=replace(build, state=state, instance=instance))], 1.0)
-    assert await built.offloaded(["other", "p"]) == counted
-    assert await built.offloaded(["other"]) == {}
+        instance = SinceBuild(condition=condition, flavor="large")
+        await unit.update([BuildUpdate(build=replace(build, state=state, host=host, instance=instance))], 1.0)
+    assert await built.without_host(["other", "p"]) == counted
+    assert await built.without_host(["other"]) == []
 
 
 async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:

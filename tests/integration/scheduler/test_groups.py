@@ -53,6 +53,7 @@ from tests.integration.scheduler.steps import (
     one_active,
     refused_change,
 )
+from tests.integration.scheduler.test_moves import departing, departure_of
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -350,6 +351,27 @@ async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world:
     assert world.builds[-1][1].limits == {"INSTANCES": 1, "VCPU": 2}, "of its alternates, too"
     unshelve = world.move(built, MoveKind.UNSHELVE)
     assert (await world.commanded(unshelve)).limits == {"VCPU": 2}, "it is no other instance"
+
+
+async def test_what_is_between_two_cells_is_of_its_projects_quota_with_all_that_it_had(world: World) -> None:
+    quotas = {"demo": {"INSTANCES": 2, "VCPU": 3}}
+    built = await one_active(world, config=replace(WARM, quotas=quotas, moves_across_cells=True))
+    move = world.move(built, MoveKind.MIGRATE, host="c2-0")
+    departure = departure_of(await departing(world, move))
+    await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
+    await world.move_announced("c1", move, MoveState.MIGRATING, 16, departure=departure)
+    await until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    limits = []
+    for (state, number), other in zip(
+        ((None, 0), (MoveState.FINISHING, 20)), (world.request(), world.request()), strict=True
+    ):
+        if state is not None:
+            await world.move_announced("c2", move, state, number, host="c2-0", condition=Condition.MOVING)
+            await world.moved(move, state)
+        await world.ask(other)
+        await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)
+        limits.append(world.builds[-1][1].limits)
+    assert limits == [{"INSTANCES": 1, "VCPU": 2}, quotas["demo"]], "from its claim on that is what counts"
 
 
 # --- Requests for several machines that start together or not at all, from the message to the book.

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.deploy import NetworkRequest
 from bus.contracts.moves import (
     CellDepart,
     Condition,
@@ -223,6 +224,14 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     assert [cell for cell, _ in deletes] == ["c2"]
 
 
+async def test_what_has_things_of_its_cell_is_refused_before_it_leaves(world: World) -> None:
+    config = replace(WARM, moves_across_cells=True)
+    network = NetworkRequest(network="e0000000-0000-4000-8000-000000000001")
+    built = await one_active(world, config=config, networks=(network,))
+    assert await refused(world, world.move(built, MoveKind.MIGRATE, host="c2-0")) == "move.across_cells"
+    assert world.departs == []
+
+
 async def test_what_the_other_cell_does_not_take_is_home_again_and_its_move_has_failed(world: World) -> None:
     built = await one_active(world, config=replace(WARM, moves_across_cells=True))
     move = world.move(built, MoveKind.MIGRATE, host="c2-0")
@@ -234,7 +243,8 @@ async def test_what_the_other_cell_does_not_take_is_home_again_and_its_move_has_
     (home,) = await until(lambda: [one for cell, one in world.moves if cell == "c1" and one.departure is not None])
     assert (home.to_cell, home.selections[0].host) == (None, "c1-0")
     assert {one.host for one in home.selections[1:]} == {one.name for one in world.hosts["c1"].values()}
-    await world.move_announced("c1", move, MoveState.DONE, 40, host="c1-0", **DONE)
+    assert home.departure is not None and home.departure.code == "image.broken"
+    await world.move_announced("c1", move, MoveState.FAILED, 40, host="c1-0", **DONE | {"code": "image.broken"})
     end = await world.moved(move)
     assert (end.state, end.code, end.cell) == (MoveState.FAILED, "image.broken", "c1")
     assert (await ended(world, move))[0] == "c2"

@@ -181,8 +181,12 @@ def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
     former.apply(arrives(back, MoveKind.RESIZE, 1, to_cell=None, spec=None))
     assert building(former, 1).spawns[-1].spec == active().spec
     former.apply(spawned(n=1, attempt=former.instance.attempt, at=270.0))
-    assert (former.instance.state, former.instance.power) == (State.ACTIVE, Power.RUNNING)
-    assert former.terminals == [(MoveKind.RESIZE, MoveState.DONE, "")], "that it has failed is said by the schedulers"
+    assert (former.instance.state, former.terminals) == (
+        State.ACTIVE,
+        [(MoveKind.RESIZE, MoveState.FAILED, "image.broken")],
+    )
+    former.apply(departs(active()))  # its schedulers' database was set back to the first step
+    assert [one[1:] for one in former.terminals] == [(MoveState.FAILED, "image.broken")] * 2
 
 
 def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> None:

@@ -350,7 +350,7 @@ def look(**more: Any) -> AuditFacts:
     """One instance that is as it should be, and what differs."""
     held_by_bus = more.pop("held_by_bus", {A, B, FINDINGS_MOVE})
     busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
-    zones, in_doubt = more.pop("zones", {}), more.pop("in_doubt", frozenset())
+    zones, sets = more.pop("zones", {}), {name: more.pop(name, frozenset()) for name in ("in_doubt", "moving")}
     facts: dict[str, Any] = {
         "inventories": (),
         "allocations": HELD,
@@ -364,9 +364,7 @@ def look(**more: Any) -> AuditFacts:
         "unheard": (),
     }
     gathered = Facts(**{**facts, **more})
-    return AuditFacts(
-        facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
-    )
+    return AuditFacts(facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones, **sets)
 
 
 FULL = InventoryFact(FINDINGS_HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
@@ -423,6 +421,8 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
     ({"running": None}, []),
     ({"zones": {A: ("west", "east")}}, [(K.OUTSIDE_ZONE, A)]),
+    ({"moving": {A}, "busy": {A}}, [(K.MOVING_UNREQUESTED, A)]),
+    ({"moving": {A}, "busy": {A}, "unread": {"cell1"}}, []),
     ({"zones": {A: ("west", "east")}, "busy": {A}}, []),
     ({"running": (RUNS, RunningFact(A, 2, FINDINGS_OTHER))}, [(K.DOUBLED, A)]),
     ({"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER))}, [(K.MACHINE_WITHOUT_INSTANCE, B)]),

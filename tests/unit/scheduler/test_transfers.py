@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_ATTEMPT, Refusal
+from bus.contracts.base import MAX_ATTEMPT
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
@@ -175,7 +175,22 @@ def test_an_attempt_above_all_that_are_given_out_is_not_read(message: MoveEvent 
         msgspec.convert(raw, type(message))
 
 
+def test_a_code_that_is_no_code_is_not_read() -> None:
+    raw = msgspec.to_builtins(replace(LEFT, departure=replace(DEPARTURE, code="x" * 256)))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(raw, MoveEvent)
+
+
 # --- the other cell has it
+
+
+def test_what_has_no_host_has_the_one_that_is_claimed_for_it() -> None:
+    """Until then the quota counts it by its record, and from then on by its claim."""
+    known = on_record(cell="c2", first_attempt=6, transfer=replace(TRANSFER, command=BUILD))
+    claims = MoveEvent(**NAMES, state=MoveState.CLAIMING, sequence=30, host="host-2", host_uuid=THERE.host_uuid)
+    assert applied(known, claims, cell="c2").builds[UUID].host_uuid is None
+    has = applied(known, claims, replace(claims, state=MoveState.FINISHING, sequence=31), cell="c2")
+    assert has.builds[UUID].host_uuid == THERE.host_uuid
 
 
 BUILT_THERE = replace(BUILD, departure=DEPARTURE)
@@ -199,8 +214,11 @@ COMES_BACK = replace(LEFT, sequence=40, departure=BACK)
 
 
 @pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.UNSHELVE])
+@pytest.mark.parametrize("code", ["image.broken", ""])
 @pytest.mark.parametrize("fitting", [(), (on(3), HOME, *map(on, range(4, 20)))])
-def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind, fitting: tuple[Selection, ...]) -> None:
+def test_what_the_other_cell_does_not_take_comes_home(
+    kind: MoveKind, code: str, fitting: tuple[Selection, ...]
+) -> None:
     """To the host that it had, and then to any other one of its cell that fits by now."""
     asked: list[Any] = []
 
@@ -211,32 +229,22 @@ def test_what_the_other_cell_does_not_take_comes_home(kind: MoveKind, fitting: t
     first = applied(on_record(), replace(LEFT, departure=replace(DEPARTURE, kind=kind)), hosts_of=fit)
     assert asked == []
     known = MoveContext(move=first.moves[REQUEST], build=first.builds[UUID])
-    batch = applied(known, COMES_BACK, cell="c2", hosts_of=fit)
+    comes_back = replace(COMES_BACK, departure=replace(BACK, code=code))
+    batch = applied(known, comes_back, cell="c2", hosts_of=fit)
     (command,) = sent(batch, "c1")
     others = tuple(one for one in fitting if one != HOME)
     hosts = (HOME, *others) if kind is MoveKind.MIGRATE else fitting
     assert (command.selections, command.to_cell, command.spec) == (hosts[:9], None, None)
     assert asked == [((REQUEST, UUID), "c1")]
     assert (batch.builds[UUID].cell, batch.builds[UUID].now.first_attempt) == ("c1", 10)
-    assert kept(batch).failure == Refusal(code="image.broken", reason="why")
+    assert command.departure.code == (code or "max_retries_exceeded"), "with it its cell ends the move"
 
 
-@pytest.mark.parametrize(
-    ("condition", "state", "end"),
-    [
-        (Condition.ACTIVE, MoveState.DONE, (MoveState.FAILED, "image.broken")),
-        (Condition.OFFLOADED, MoveState.FAILED, (MoveState.FAILED, "image.broken")),
-        (Condition.DELETED, MoveState.FAILED, (MoveState.FAILED, "instance.deleted")),
-    ],
-)
-def test_a_move_that_ends_at_home_has_failed_as_the_other_cell_has_said(
-    condition: Condition, state: MoveState, end: tuple[MoveState, str]
-) -> None:
-    home = replace(AWAY, command=replace(BUILD, departure=BACK), failure=Refusal(code="image.broken", reason="why"))
-    code = "" if state is MoveState.DONE else "instance.deleted"
-    event = replace(DONE, state=state, sequence=50, condition=condition, code=code)
+def test_a_move_that_ends_at_home_has_failed_as_its_cell_says() -> None:
+    home = replace(AWAY, command=replace(BUILD, departure=BACK))
+    event = replace(DONE, state=MoveState.FAILED, sequence=50, code="image.broken")
     batch = applied(on_record(cell="c1", first_attempt=10, transfer=home), event)
-    assert of_api(batch) == [end]
+    assert of_api(batch) == [(MoveState.FAILED, "image.broken")]
     assert sent(batch, "c2") == [replace(DEPARTS, to_cell="c1", attempt=9, ended=True)]
 
 
@@ -276,6 +284,24 @@ def test_a_cell_that_tells_of_what_another_one_has_is_told_that_it_has_given_it_
     ends = sent(batch, "c1")
     assert [(one.ended, one.attempt, one.to_cell) for one in ends] == ([] if told is None else [(True, told, "c2")])
     assert sent(batch, "api") == [] and batch.builds[UUID].cell == "c2"
+
+
+@pytest.mark.parametrize("under_way", [None, "d0000000-0000-4000-8000-000000000009"])
+def test_the_owner_s_word_counts_though_its_request_is_forgotten(under_way: str | None) -> None:
+    """Schedulers that were set back have queried the next cell about a request that they do not know."""
+    known = on_record(cell="c2", first_attempt=6)
+    assert known.build is not None and known.build.instance is not None
+    instance = replace(known.build.instance, condition=Condition.MOVING, under_way=under_way)
+    known = MoveContext(build=replace(known.build, instance=instance))
+    rests = replace(DONE, state=MoveState.FAILED, condition=Condition.OFFLOADED, host=None)
+    for event, host in ((DONE, "host-2"), (rests, None)):
+        batch = applied(known, event, cell="c2")
+        after = batch.builds[UUID]
+        assert (after.now.condition, after.host, after.sequence) == (event.condition, host, 30)
+        assert batch.messages == [] and after.now.under_way == under_way
+        assert UUID in batch.timelines, "it is written"
+    assert applied(known, DONE, cell="c1").builds[UUID] == known.build, "another cell's counts for nothing"
+    assert applied(known, replace(DONE, sequence=3), cell="c2").builds[UUID] == known.build, "nor does a late one"
 
 
 def test_what_a_cell_ends_of_its_own_is_announced() -> None:
