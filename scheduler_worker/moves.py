@@ -89,17 +89,12 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
-
-
 Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingMove]], Awaitable[Sequence[PendingMove]]]
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
-    """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
-    funnel. fenced_hosts: see CellMove.
-    """
+    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel."""
 
     selections: tuple[Selection, ...] = ()
     failure: Refusal | None = None
@@ -224,7 +219,7 @@ class MoveEngine:
             return SOURCE_UNKNOWN if pending.delivery.may_be_early else Chosen(failure=NO_SOURCE)
         if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
-            return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
+            return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
         if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
         fenced_hosts: tuple[str, ...] = ()
