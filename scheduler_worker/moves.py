@@ -54,19 +54,18 @@ from scheduler_worker.domain.moves import (
     CHANGED,
     NO_SOURCE,
     SOURCE_UNKNOWN,
-    STAYS_IN_CELL,
     Holding,
     accepted,
     added_by,
     changes_image,
     check_move,
-    is_of_its_cell,
     leaves_source,
     limits_of,
     looks_at_hosts,
     may_leave_cell,
     overtaken,
     placed_as,
+    stays_in_cell,
     under_way,
 )
 from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after
@@ -271,10 +270,9 @@ class MoveEngine:
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
         anywhere = replace(spec, cell=None, key=(*spec.key, "any cell"))
-        if not is_of_its_cell(known):
-            return self._pick(pending, known, anywhere, located, planned)
-        elsewhere = self._pick(pending, known, anywhere, located, planned or {})  # it holds nothing there
-        return chosen if isinstance(elsewhere, NoValidHost) else Chosen(failure=STAYS_IN_CELL, funnel=chosen.funnel)
+        stays = stays_in_cell(known)  # then its choice holds nothing there
+        elsewhere = self._pick(pending, known, anywhere, located, planned if stays is None else planned or {})
+        return Chosen(failure=stays, funnel=chosen.funnel) if stays and isinstance(elsewhere, Chosen) else elsewhere
 
     def _spec(
         self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
@@ -475,8 +473,7 @@ class MoveEngine:
     ) -> tuple[RecordedMove, CellMove | CellDepart | None]:
         """The record of a request, and the command to its cell if there is one."""
         if refusal is not None:
-            more = {"code": refusal.code, "reason": refusal.reason}
-            return recorded(pending, MoveState.REFUSED, author, **more), None
+            return recorded(pending, MoveState.REFUSED, author, code=refusal.code, reason=refusal.reason), None
         assert chosen is not None
         if chosen.failure is not None:
             why = chosen.failure
@@ -484,10 +481,9 @@ class MoveEngine:
             return recorded(pending, state, author, code=why.code, reason=why.reason, funnel=chosen.funnel), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
-        first = chosen.selections[0] if chosen.selections else None
         command = self._command(request, known, chosen)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
-        if first is not None:
+        for first in chosen.selections[:1]:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell is None or chosen.cell == known.build.cell:
             return move, command

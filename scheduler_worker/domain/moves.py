@@ -181,14 +181,11 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
 _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 
 
-# An instance may have things that are its cell's own: said here before a move begins, and checked by the cell.
-STAYS_IN_CELL = Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
-
-
-def is_of_its_cell(known: MoveContext) -> bool:
-    """Whether it can leave its cell by no request."""
-    built = known.build_request
-    return built is not None and bool(built.networks or built.volumes)
+def stays_in_cell(known: MoveContext) -> Refusal | None:
+    """Why the instance can leave its cell by no request: said before a move begins, and checked again by the cell."""
+    if known.build_request is None or not (known.build_request.networks or known.build_request.volumes):
+        return None
+    return Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
 
 
 def may_leave_cell(request: MoveRequest) -> bool:

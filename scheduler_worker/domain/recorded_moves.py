@@ -487,7 +487,12 @@ class Announcements:
         """What an event says of its instance that is about no request of this cell. No client hears of it."""
         if (ended := given_up(event, cell, build)) is not None:
             self.messages.append(ended)
-        elif is_unknown and build.cell == cell and isinstance(event, MoveEvent) and event.code != OTHER_ATTEMPT:
+        elif (
+            is_unknown
+            and build.cell == cell
+            and isinstance(event, MoveEvent)
+            and event.condition is not Condition.MOVING
+        ):
             # Schedulers that were set back have forgotten the request, and query its cell about the instance.
             self._add(announced_instance(build, event, has_ended=True), ())
 
