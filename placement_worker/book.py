@@ -92,7 +92,7 @@ class ResourceBook:
         self.head, self.trim, self.close = rows.head, rows.trim, rows.close
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
-        self._incarnations: dict[str, int] = {}  # of each cell's database, as this process has recorded it
+        self._incarnations: dict[str, int] = {}  # of each cell's database, as the last group has read it
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
@@ -122,7 +122,7 @@ class ResourceBook:
             replies = await self._write(lambda transaction: self._claim(transaction, group, bus))
         except port.PassedMeanwhile:
             replies = await self._write(lambda transaction: self._claim(transaction, group, bus, alone=True))
-        self._incarnations[bus] = max(group.incarnation, self._incarnations.get(bus, 0))
+        self._incarnations[bus] = group.highest
         return replies
 
     async def _claim(
@@ -379,7 +379,7 @@ async def claim(
     # A cell learns nothing of others' consumers.
     lost = decision.lost if bus == ABOVE_CELLS else {}
     holders = await transaction.newest_holders(lost) if lost else NOBODY
-    return group.with_outdated(numbered(decision.replies, sequence, bus, holders), locked.incarnation)
+    return group.with_outdated(numbered(decision.replies, sequence, bus, holders))
 
 
 async def report(

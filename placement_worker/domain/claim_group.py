@@ -54,6 +54,7 @@ class ClaimGroup:
     def __init__(self, items: Sequence[ClaimItem], incarnations: Sequence[int] = ()) -> None:
         self.items = items
         self.incarnation = max(incarnations, default=0)
+        self.highest = 0  # on record, once it was read
         self._incarnations = incarnations or [0] * len(items)
         self.consumers: dict[str, ConsumerState] = {}
         self.providers: set[str] = set()
@@ -103,12 +104,13 @@ class ClaimGroup:
 
     def of_incarnation(self, highest: int) -> list[ClaimItem]:
         """The items that were decided by the highest incarnation of their cell's database, or by none."""
+        self.highest = highest
         return [item for item, number in zip(self.items, self._incarnations, strict=True) if number >= highest]
 
-    def with_outdated(self, replies: Sequence[ClaimReply], highest: int) -> list[ClaimReply | Refusal]:
+    def with_outdated(self, replies: Sequence[ClaimReply]) -> list[ClaimReply | Refusal]:
         """The replies to those, and refusals of the others, in order."""
         decided = iter(replies)
-        return [next(decided) if number >= highest else outdated_by(highest) for number in self._incarnations]
+        return [next(decided) if number >= self.highest else outdated_by(self.highest) for number in self._incarnations]
 
     def members(self, known: Container[str] | None = None) -> WantedMembers:
         """Return the members that decide about the items. known: the named consumers that are on record, if they were

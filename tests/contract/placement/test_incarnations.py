@@ -16,6 +16,7 @@ from bus.contracts.base import ORDER_OUTDATED, Message, Meta, Refusal
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryReleased, Release, ReleaseResult
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
+from placement_worker.store.memory_rows import MemoryBookRows
 from tests.contract.books import HOSTS, VMS, Books, claimed, revert
 
 OPTION = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}}, host=HOSTS[0])
@@ -78,6 +79,19 @@ async def test_what_one_process_was_told_counts_in_all_of_them(make: Books, stor
     again = make()
     await again.open()
     assert await requested(again, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
+
+
+async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_it(store: ResourceBook) -> None:
+    await claimed(store, claim(0), claim(1))
+    assert await requested(store, (claim(2), 2)) == ["claimed"]
+    if isinstance(store.rows, MemoryBookRows):
+        store.rows.table.incarnations.clear()
+    else:
+        async with store.rows.transaction() as transaction:
+            await transaction.connection.execute("DELETE FROM cells")  # type: ignore[attr-defined]
+    for vm in (3, 4):
+        assert await requested(store, (claim(vm), 2)) == ["claimed"]
+    assert await requested(store, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
 
 
 async def test_many_that_raise_it_at_once_are_all_taken(make: Books, store: ResourceBook) -> None:
