@@ -122,13 +122,14 @@ class Guard:
         return events
 
     async def _end_reset(self, report: ComputeHosts, found: Differences) -> None:
-        """What a reset allows is over for machines that a report of all hosts finds as they are on record."""
+        """No reset allows what a report of all hosts finds as it is on record."""
         breaker = await self._store.safety.breaker(report.service)
         if breaker is None:
             return
         hosts = {host.uuid for host in report.hosts if host.running is not None}
         kept = {Finding(uuid, event).key for uuid, event in found.harmful}
         kept.update(key_of(uuid, host) for host, uuid in found.harmful_rescans)
+        kept.update(key_of(one.uuid, one.host_uuid) for one in found.unexplained)
         left = breaker.after_scan(hosts, kept)
         if left != breaker:
             await self._store.safety.trip(left, over=breaker)
@@ -223,7 +224,9 @@ class Guard:
         recent = self._recent.of(service, self._clock.monotonic())
         verdict = assess(service, findings, quarantined, breaker, limit=self._limit, now=now, recent=recent)
         self._recent.add(service, verdict.counted, self._clock.monotonic())
-        if verdict.tripped is not None:
+        if verdict.tripped is not None and breaker is not None and breaker.is_open:
+            await safety.trip(verdict.tripped, over=breaker)  # a reset meanwhile was of fewer machines
+        elif verdict.tripped is not None:
             await safety.trip(verdict.tripped)
             self._recent.clear(service)
             metrics.TRIPPED.labels(service).inc()

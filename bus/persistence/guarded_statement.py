@@ -18,9 +18,6 @@ import asyncpg
 # A setting of the implicit transaction: read at its commit, gone after it.
 ASYNCHRONOUS_COMMIT = "set_config('synchronous_commit', 'off', true) AS asynchronous_commit"
 
-# An error is the only way for a plain statement to roll itself back. This text is no number, and the server logs it.
-ROLLED_BACK = "berth: a row has changed meanwhile, the work is repeated with locks"
-
 # Locks the rows that were read, in the order of their keys, if they still have the version that was read.
 _HELD = """
 SELECT t.{key} FROM {table} t JOIN unnest({{}}::uuid[], {{}}::xid[]) AS v (key, version) ON t.{key} = v.key
@@ -88,15 +85,13 @@ class GuardedStatement:
     async def execute(self, connection: asyncpg.Connection, *, durable: bool = True) -> asyncpg.Record:
         """Run it on a connection outside of any transaction. Raises PreconditionFailed."""
         is_whole = f"({self._met} OR {' + '.join(self._written) or '0'} = 0)"
-        not_in_part = f"CASE WHEN {is_whole} THEN '1' ELSE '{ROLLED_BACK}' END::int AS not_in_part"
+        not_in_part = f"CASE WHEN {is_whole} THEN 1 ELSE rolled_back() END AS not_in_part"
         columns = [f"{self._met} AS met", not_in_part, *self._columns]
         if not durable:
             columns.append(ASYNCHRONOUS_COMMIT)
         try:
             row = await connection.fetchrow(f"WITH {', '.join(self._parts)} SELECT {', '.join(columns)}", *self._values)
-        except asyncpg.InvalidTextRepresentationError as error:
-            if ROLLED_BACK not in str(error):
-                raise
+        except asyncpg.SerializationError as error:
             raise PreconditionFailed from error
         if not row["met"]:
             raise PreconditionFailed

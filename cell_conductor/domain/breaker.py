@@ -71,9 +71,9 @@ NONE_COUNTED: Mapping[str, CountedAs] = MappingProxyType({})
 
 
 class Breaker(Struct, frozen=True, kw_only=True):
-    """The record of one service's breaker. lost, quarantined, over: how many machines were, in the report that opened
-    it and in earlier ones of the window. machines: the keys of those of the report; after a reset, of those that it
-    still allows.
+    """The record of one service's breaker. lost, quarantined, over: how many machines were, in the reports of the
+    window that opened it and in those since. machines: the keys of those that the newest reports have, without those of
+    the window; after a reset, of those that it still allows. tripped_at: when a report last named more of them.
 
     reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
     """
@@ -93,18 +93,16 @@ class Breaker(Struct, frozen=True, kw_only=True):
         return not self.reset_at
 
     def after_scan(self, hosts: Collection[str], found: Collection[str]) -> Breaker:
-        """As it is after a scan of these hosts. found: the keys of the machines that it found to be lost or over, or
-        that are scanned again. What a reset allows is over for the others: one that is found again later is counted.
+        """As it is after a scan of these hosts. found: the keys of the machines that it found to be lost, over or
+        unexplained, or that are scanned again. No reset allows the others: one that is found later is counted.
         """
-        if self.is_open:
-            return self
         machines = (key for key in self.machines if key in found or key.rpartition("@")[2] not in hosts)
         return replace(self, machines=tuple(machines))
 
 
 class BreakerVerdict(Struct, frozen=True):
-    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now. counted:
-    the machines that take effect and count for the reports that follow within the window.
+    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now, or is open
+    and names too few. counted: the machines that take effect and count for the reports that follow within the window.
     """
 
     go: tuple[Finding, ...] = ()
@@ -128,24 +126,29 @@ def assess(
 
     All or nothing: up to the limit, losses count as failures; more of them at once suggest a wrong database.
     """
-    if breaker is not None and breaker.is_open:
-        return BreakerVerdict(held=len(findings))
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
     new = dict(_counted(findings, quarantined, passed))
-    earlier = {key: kind for key, kind in recent.items() if key not in new and key not in passed}
-    if not new or len(new) + len(earlier) <= limit:
+    if breaker is not None and breaker.is_open:
+        before, earlier = breaker, {}
+    else:
+        before = Breaker(service=service, tripped_at=now)
+        earlier = {key: kind for key, kind in recent.items() if key not in new and key not in passed}
+    if before is not breaker and (not new or len(new) + len(earlier) <= limit):
         return BreakerVerdict(go=tuple(findings), counted=new)
-    kinds = Counter([*new.values(), *earlier.values()])
-    # Findings that were passed before count, too: one reset is for a whole report, or the next report would need
+    # Findings that were passed before count, too: one reset is for all that is lost, or the next report would need
     # another.
-    machines = sorted({*(finding.key for finding in findings if not finding.ordered), *new})[:MAX_NAMED]
-    tripped = Breaker(
-        service=service,
+    named = {*before.machines, *(finding.key for finding in findings if not finding.ordered), *new}
+    machines = tuple(sorted(named)[:MAX_NAMED])
+    if machines == before.machines:
+        return BreakerVerdict(held=len(findings))
+    kinds = Counter([*new.values(), *earlier.values()])
+    tripped = replace(
+        before,
         tripped_at=now,
-        lost=kinds[CountedAs.LOST],
-        quarantined=kinds[CountedAs.QUARANTINED],
-        over=kinds[CountedAs.OVER],
-        machines=tuple(machines),
+        lost=before.lost + kinds[CountedAs.LOST],
+        quarantined=before.quarantined + kinds[CountedAs.QUARANTINED],
+        over=before.over + kinds[CountedAs.OVER],
+        machines=machines,
     )
     return BreakerVerdict(held=len(findings), tripped=tripped)
 

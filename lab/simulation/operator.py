@@ -56,7 +56,8 @@ class Operator:
                         world.event_log.record("order", f"go {service} {len(breaker.machines)}")
                         world.breaker_watch.go(breaker)
                         store = MemoryInstances(table.session())
-                        await store.safety.reset(service, "operator", world.clock.time())
+                        seen = breaker.tripped_at
+                        await store.safety.reset(service, "operator", world.clock.time(), tripped_at=seen)
 
     async def release_quarantine(self) -> None:
         """Decide about what is in quarantine of an instance whose delete has waited long enough: destroy it, or, on

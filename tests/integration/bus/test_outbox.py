@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.resources import files
 from typing import Any, TypeVar, cast
 
 import asyncpg
@@ -65,6 +66,8 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
     connect = partial(asyncpg.connect, empty_database, server_settings={"search_path": "owner"})
     async with migrating(connect) as (core, _):
         await core.run_sync(create_tables, metadata)
+    async with database.raw() as connection:
+        await connection.execute(files("bus.persistence").joinpath("guarded_statement.sql").read_text(encoding="utf-8"))
     yield database
     await database.close()
 

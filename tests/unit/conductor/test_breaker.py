@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -48,7 +49,7 @@ from cell_conductor.store.keyed import MAX_TRIES, RowsContended
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_report import CONFIG, MANY, MOVED_AT, SERVICE, SOURCE, guarded, moved, report_of_source
-from tests.unit.conductor.world import Silent, engine_of, hosts_of, insert, listing, opened_store
+from tests.unit.conductor.world import Relay, Silent, engine_of, hosts_of, insert, listing, opened_store
 
 # --- The breaker: how much of one report may be done without an operator's word.
 
@@ -153,7 +154,7 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
         found = Differences(harmful=((active(number).uuid, missing),))
         taken += await guard.assess(report, found)
     assert len(taken) == limit
-    assert [breaker.lost for breaker in await store.safety.breakers()] == [limit + 1]
+    assert [breaker.lost for breaker in await store.safety.breakers()] == [BUSY_MANY]
 
 
 class Kept(Silent):
@@ -190,13 +191,16 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     assert len(again) == MAX_RESCANS and again[0] == rescan_id(deleting)
 
 
-async def test_what_a_false_alarm_has_named_is_counted_when_it_is_missing_again() -> None:
-    """Ironic was wrong for an hour, nothing was lost, and the breaker was reset. Wrong once more, it lost them all."""
+Report = Callable[..., Awaitable[list[int]]]  # (sequence, machines, rescans): the machines named by open breakers
+
+
+async def reporting(machines: int) -> tuple[MemoryInstances, tuple[Running, ...], Report]:
+    """A cell with instances, their machines, and the report of all hosts of their service."""
     clock, config, bus = SystemClock(), ConductorConfig(), cast(Bus, Silent())
     store = await opened_store(clock)
-    instances = [active(number) for number in range(BUSY_MANY)]
+    instances = [active(number) for number in range(machines)]
     await insert(store, *instances)
-    engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    engine = engine_of(store=store, bus=bus, relay=cast(Sender, Relay()), clock=clock, config=config, cell=CELL)
     hosts = hosts_of(engine, store, clock, config, bus)
     there = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
     rescans = tuple(rescan_id(one) for one in instances)
@@ -207,13 +211,34 @@ async def test_what_a_false_alarm_has_named_is_counted_when_it_is_missing_again(
         await hosts.hosts([Received(made, Meta(id=str(sequence)), CELL, "conductor.hosts")])
         return [len(one.machines) for one in await store.safety.breakers() if one.is_open]
 
+    return store, there, report
+
+
+async def test_what_a_false_alarm_has_named_is_counted_when_it_is_missing_again() -> None:
+    """Ironic was wrong for an hour, nothing was lost, and the breaker was reset. Wrong once more, it lost them all."""
+    store, there, report = await reporting(BUSY_MANY)
     assert await report(1, ()) == [BUSY_MANY]
-    assert await store.safety.reset(BUSY_SERVICE, "ann", clock.time())
+    assert await store.safety.reset(BUSY_SERVICE, "ann", 1.0)
     assert await report(2, (), ()) == [], "they are scanned again, and the reset holds until then"
     assert [len(one.machines) for one in await store.safety.breakers()] == [BUSY_MANY]
     assert await report(3, there) == []
     assert await report(4, ()) == [BUSY_MANY]
     assert {one.state for one in store._table.instances.values()} == {State.ACTIVE}
+
+
+async def test_a_reset_allows_what_was_lost_while_the_breaker_was_open() -> None:
+    """A rack failed host by host: each reset allowed the first hosts' machines, and the next report tripped it anew."""
+    store, there, report = await reporting(2 * BUSY_MANY)
+    assert await report(1, there[BUSY_MANY:]) == [BUSY_MANY]
+    (seen,) = await store.safety.breakers()
+    assert await report(2, there[-1:]) == [2 * BUSY_MANY - 1]
+    assert not await store.safety.reset(BUSY_SERVICE, "ann", 1.0, tripped_at=seen.tripped_at), "more are lost by now"
+    (seen,) = await store.safety.breakers()
+    assert seen.lost == 2 * BUSY_MANY - 1
+    assert await report(3, there[-1:]) == [2 * BUSY_MANY - 1]
+    assert await store.safety.reset(BUSY_SERVICE, "ann", 1.0, tripped_at=seen.tripped_at)
+    assert await report(4, there[-1:]) == []
+    assert [one.state for one in store._table.instances.values()].count(State.ACTIVE) == 1
 
 
 class FailsOnce(Kept):
@@ -389,6 +414,7 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
 
 L, Q, O = CountedAs.LOST, CountedAs.QUARANTINED, CountedAs.OVER  # noqa: E741
 RESET = Breaker(service="s", tripped_at=1.0, machines=tuple(f"i{n}@{HOST}" for n in (1, 2)), reset_at=2.0)
+OPEN = replace(RESET, reset_at=0.0, lost=1, over=1)
 
 
 def ordered(*numbers: int) -> list[Finding]:
@@ -413,7 +439,9 @@ def ordered(*numbers: int) -> list[Finding]:
         (lost(3), (), RESET, {1: L}, 1, {3: L}, None),
         (lost(1, 3, 4), (), RESET, {}, 1, {}, (2, 0, 0, [1, 3, 4])),
         ([], (1, 2), RESET, {}, 1, {}, (0, 2, 0, [1, 2])),
-        (lost(1), (), replace(RESET, reset_at=0.0), {}, 9, {}, None),
+        (lost(1), (), OPEN, {}, 9, {}, None),
+        (lost(1, 3), (4,), OPEN, {9: O}, 9, {}, (2, 1, 1, [1, 2, 3, 4])),
+        ([*ordered(3), *lost(2)], (), OPEN, {}, 0, {}, None),
     ],
 )
 def test_the_findings_of_a_report_take_effect_all_or_none(
@@ -444,13 +472,12 @@ def test_the_findings_of_a_report_take_effect_all_or_none(
     ("hosts", "found", "left"),
     [((), (), (1, 2)), ((HOST,), (), ()), ((HOST,), (2,), (2,)), (("other",), (1,), (1, 2))],
 )
+@pytest.mark.parametrize("breaker", [RESET, OPEN])
 def test_a_reset_allows_what_a_scan_does_not_find_again_no_more(
-    hosts: tuple[str, ...], found: tuple[int, ...], left: tuple[int, ...]
+    hosts: tuple[str, ...], found: tuple[int, ...], left: tuple[int, ...], breaker: Breaker
 ) -> None:
-    after = RESET.after_scan(hosts, [f"i{n}@{HOST}" for n in found])
-    assert after == replace(RESET, machines=tuple(f"i{n}@{HOST}" for n in left))
-    is_open = replace(RESET, reset_at=0.0)
-    assert is_open.after_scan(hosts, ()) == is_open
+    after = breaker.after_scan(hosts, [f"i{n}@{HOST}" for n in found])
+    assert after == replace(breaker, machines=tuple(f"i{n}@{HOST}" for n in left))
 
 
 def test_machines_beyond_the_bound_are_counted_and_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

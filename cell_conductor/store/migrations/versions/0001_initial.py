@@ -21,3 +21,4 @@ def upgrade() -> None:
     """Create everything."""
     create_tables(op.get_bind(), METADATA)
     apply_sql("bus.persistence", "origin.sql")
+    apply_sql("bus.persistence", "guarded_statement.sql")

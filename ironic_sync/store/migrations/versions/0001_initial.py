@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from alembic import op
 
+from bus.persistence.migrations import apply_sql
 from bus.persistence.tables import create_tables
 from ironic_sync.store.tables import METADATA
 
@@ -19,3 +20,4 @@ depends_on = None
 def upgrade() -> None:
     """Create everything."""
     create_tables(op.get_bind(), METADATA)
+    apply_sql("bus.persistence", "guarded_statement.sql")
