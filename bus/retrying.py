@@ -6,6 +6,7 @@ both. A policy without a bound continues until a call succeeds or the task is ca
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,7 +16,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import DatabaseRightsMissing, Transient
-from bus.port import BusError, BusForbidden, BusRightsMissing
+from bus.port import BusError, BusForbidden, BusRightsMissing, Unroutable
 
 T = TypeVar("T")
 
@@ -87,6 +88,11 @@ def passes_with_time(error: BaseException) -> bool:
 def passes_with_a_grant(error: BaseException) -> bool:
     """Whether a server knows this process and refuses it rights, which a person grants meanwhile."""
     return isinstance(error, DatabaseRightsMissing | BusRightsMissing)
+
+
+def level_of(error: BaseException) -> int:
+    """Of the log line about a retry: a message without a queue only waits for another worker's start."""
+    return logging.INFO if isinstance(error, Unroutable) else logging.WARNING
 
 
 def doubled_s(first_s: float, longest_s: float, times: int) -> float:

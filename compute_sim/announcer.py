@@ -16,7 +16,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeResult
 from bus.contracts.moves import MachineChanged
-from bus.retrying import Retrying, RetryPolicy
+from bus.retrying import Retrying, RetryPolicy, level_of
 from bus.tracing.context import traceparent_of
 from compute_sim import metrics
 
@@ -132,4 +132,5 @@ class ResultSender:
         metrics.RESULTS.labels(self._service).inc(len(batch))
 
     def _log_state(self, error: BaseException, _failures: int) -> None:
-        log.warning("results.not_published", waiting=len(self._waiting), code=getattr(error, "code", ""))
+        code = getattr(error, "code", "")
+        log.log(level_of(error), "results.not_published", waiting=len(self._waiting), code=code)

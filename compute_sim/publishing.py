@@ -10,7 +10,7 @@ import structlog
 
 from bus.clock import Clock
 from bus.contracts.base import Message
-from bus.retrying import Retrying, RetryPolicy, passes_with_time
+from bus.retrying import Retrying, RetryPolicy, level_of, passes_with_time
 from compute_sim.driver import DriverUnavailable
 from compute_sim.host_changes import PendingReport
 
@@ -72,4 +72,5 @@ class PendingPublisher:
 
 
 def _log_failure(error: BaseException, failures: int) -> None:
-    log.warning("report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=failures)
+    code = getattr(error, "code", "")
+    log.log(level_of(error), "report.not_published", code=code, reason=str(error), attempt=failures)

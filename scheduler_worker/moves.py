@@ -25,7 +25,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildRequest, FunnelStep
+from bus.contracts.build import BuildRequest, FunnelStep, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     MAX_SELECTIONS,
@@ -68,7 +68,7 @@ from scheduler_worker.domain.moves import (
     stays_in_cell,
     under_way,
 )
-from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after
+from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after, scores_of
 from scheduler_worker.domain.recorded_moves import (
     MoveContext,
     PendingMove,
@@ -99,6 +99,7 @@ class Chosen(Struct, frozen=True, kw_only=True):
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
+    scores: tuple[HostScore, ...] = ()
     cell: str | None = None
     fenced_hosts: tuple[str, ...] = ()
 
@@ -336,7 +337,8 @@ class MoveEngine:
         if planned is None:
             self._hold(request.request_id, added_by(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
-        return Chosen(selections=selections, passed=choice.passed, cell=cell)
+        scores = scores_of(selections, choice.weights_of_hosts) or (HostScore(host=selections[0].host),)
+        return Chosen(selections=selections, passed=choice.passed, scores=scores, cell=cell)
 
     def choose_now(self, pending: PendingMove, known: MoveContext) -> Sequence[Selection]:
         """Hosts for what has none, by what is known here now. Its server group is judged with each claim."""
@@ -452,6 +454,7 @@ class MoveEngine:
             assert chosen is not None
             build = build if command is None else replace(build, instance=under_way(request, found))
             entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
+            entry = replace(entry, scores=chosen.scores)
             await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)
             batch.builds[request.instance_uuid] = build
         if command is not None:
@@ -541,4 +544,4 @@ def _detail(move: RecordedMove, chosen: Chosen) -> str:
         return f"to cell {move.cell}"
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell
-    return f"to cell {cell}: {names} of {chosen.passed} candidates"
+    return f"to cell {cell}: {names} of {chosen.passed} candidates, request {move.request_id}"

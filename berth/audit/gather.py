@@ -88,6 +88,15 @@ SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{mov
        coalesce(record #>> '{{move,source,service}}', '')
 FROM instances WHERE state = '{RESIZED}'
 """
+# What has not had its time yet: since the last step began, as long as one may take, by the request or the settings.
+_SETTLED = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+_STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{move,step_timeout_s}')::float8, $2)"""
+_WITHIN_TIME = f"SELECT uuid::text FROM instances WHERE state NOT IN ({_SETTLED}) AND since + {_STEP_S} > $1"
+_OPEN = "state NOT IN ('active', 'failed', 'refused', 'deleted')"
+_REQUESTED = f"""
+SELECT instance_uuid::text FROM build_requests WHERE {_OPEN} AND updated_at + $2 > $1
+UNION SELECT instance_uuid::text FROM moves WHERE NOT terminal AND updated_at + $2 > $1
+"""
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
 # Whether a member was dispatched is in its timeline: the cell of one that was not may be that of an older allocation.
@@ -142,6 +151,8 @@ async def gather(
 
 async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
     """Read the databases and the hosts, one after the other."""
+    step_s = site.settings.scheduler.build_timeout_s
+    began = await _within_time(scheduler, cells, site.clock.time(), step_s)
     instances = await _instances(cells)
     leases = await _leases(cells)
     running, down, named, unheard = await _running(site, cells, instances, leases)
@@ -162,8 +173,16 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
         services=leases.keys() | down.keys(),
         down=[fact for _, fact in sorted(down.items())],
+        under_way=began | await _within_time(scheduler, cells, site.clock.time(), step_s),
         unheard=unheard,
     )
+
+
+async def _within_time(scheduler: Database, cells: dict[str, Database], now: float, step_s: float) -> set[str]:
+    rows = await _rows(scheduler, _REQUESTED, now, step_s)
+    for database in cells.values():
+        rows += await _rows(database, _WITHIN_TIME, now, step_s)
+    return {str(uuid) for (uuid,) in rows}
 
 
 def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
@@ -218,11 +237,10 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
 
 
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
-    open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
-    settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+    open_requests = f"SELECT count(*) FROM build_requests WHERE {_OPEN}"
     # A record leaves out that a service is up.
     down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE record ->> 'state' <> 'up')"
-    under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
+    under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({_SETTLED})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     for database in cells.values():
         going, down = (await _rows(database, under_way))[0]

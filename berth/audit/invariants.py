@@ -155,7 +155,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     or None. services: (cell, service) of every compute service on record, or None: unknown. down: those of them that do
     not report what their hosts run, so that it is not judged, or None: unknown.
     unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or None: unknown.
-    unread: cells that could not be read; what may be theirs is not judged. namesakes: (host, name, the host that has
+    unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose build, move or
+    delete is within its time; they are not judged. namesakes: (host, name, the host that has
     it) of hosts that a service reports and the book refuses, because it has the name as another's.
     """
 
@@ -180,7 +181,14 @@ class Facts(Struct, frozen=True, kw_only=True):
     moves: Sequence[MoveFact] | None = None
     gangs: Sequence[GangFact] | None = None
     unread: AbstractSet[str] = frozenset()
+    under_way: AbstractSet[str] = frozenset()
     namesakes: Sequence[tuple[str, str, str]] | None = None
+
+    def may_wait(self) -> set[str]:
+        """Instances of which something may be open: within its time, at a service that is down, in an unread cell."""
+        silent = _down(self)
+        at_silent = {one.instance_uuid for one in self.instances if (one.cell, one.service) in silent}
+        return at_silent | self.in_unread_cells() | self.under_way
 
     def in_unread_cells(self) -> set[str]:
         """Instances on record, and consumers of the book, that may be of a cell which could not be read."""
@@ -244,11 +252,9 @@ def _silent_services(facts: Facts) -> Iterator[str]:
 
 
 def _open_moves(facts: Facts) -> Iterator[str]:
-    """Requests at a compute service that is down wait for it."""
-    silent = _down(facts)
-    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent} | facts.in_unread_cells()
+    may_wait = facts.may_wait()
     for move in facts.moves or ():
-        if not move.terminal and move.instance_uuid not in down:
+        if not move.terminal and move.instance_uuid not in may_wait:
             yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
 
 
@@ -292,11 +298,9 @@ def _terminal(facts: Facts) -> Iterator[str]:
     for uuid in facts.accepted:
         if uuid not in facts.requests:
             yield f"{uuid}: accepted, but no scheduler has it on record"
-    silent = _down(facts)
-    down = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
-    down |= facts.in_unread_cells()
+    may_wait = facts.may_wait()
     for uuid, state in facts.requests.items():
-        if state not in settled and uuid not in down:
+        if state not in settled and uuid not in may_wait:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
@@ -312,7 +316,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
         if (
             len(terminals[uuid] - {0} or terminals[uuid]) != 1
             and facts.requests.get(uuid) != BuildState.DELETED
-            and uuid not in down
+            and uuid not in may_wait
         ):
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
@@ -359,11 +363,11 @@ def _twice(facts: Facts) -> Iterator[str]:
 
 
 def _agreement(facts: Facts) -> Iterator[str]:
-    alive = {i.instance_uuid: i for i in facts.instances if i.state in ALIVE}
-    unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
+    unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST} | facts.under_way
+    alive = {i.instance_uuid: i for i in facts.instances if i.state in ALIVE and i.instance_uuid not in unsettled}
     silent = _down(facts)
     down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
-    for uuid in sorted(unsettled - down - facts.in_unread_cells()):
+    for uuid in sorted(unsettled - facts.may_wait()):
         yield f"{uuid}: not at rest"
     yield from _held(facts, alive, unsettled)
     if facts.running is not None:

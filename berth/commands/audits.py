@@ -62,7 +62,7 @@ async def check(
     else:
         if not at_rest:
             err.print(
-                "[yellow]the system is not at rest; requests under way count as a breach[/yellow]", soft_wrap=True
+                "[yellow]the system is not at rest; what is within its time is not judged[/yellow]", soft_wrap=True
             )
         render_verdicts(verdicts, out)
         _show_unread(unread)

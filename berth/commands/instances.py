@@ -481,7 +481,9 @@ def show_record(record: BuildRecord, *, history: bool) -> None:
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
     render_funnel(record.funnel, out)
-    render_scores([line.scores for line in record.timeline if line.scores][-1:], out)
+    if (choice := record.choice) is not None:
+        print_line(f"  {choice.what}: {choice.detail}")
+        render_scores([choice.scores], out)
     for attempt in record.history:
         outcome = " ".join(part for part in (attempt.outcome, attempt.code, attempt.reason) if part)
         print_line(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")

@@ -331,14 +331,15 @@ class Pages:
         """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
+        moves = (await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves
         return self._page(
             request,
             "build.html",
             build=found,
             stages=stages_of(found),
-            scores=next((line.scores for line in reversed(found.timeline) if line.scores), ()),
+            unplaced=next((one for one in moves[:1] if one.funnel), None),
             lost=lost_claims(found),
-            moves=(await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves,
+            moves=moves,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,

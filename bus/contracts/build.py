@@ -271,6 +271,11 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
         """For a list: how the instance is now, which its build does not tell once something was done to it."""
         return (self.condition if self.state is BuildState.ACTIVE else "") or self.state.value
 
+    @property
+    def choice(self) -> TimelineEntry | None:
+        """The newest choice of hosts for it: its build's, or that of a request about it."""
+        return next((line for line in reversed(self.timeline) if line.scores), None)
+
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The weights of a host at its choice, by weigher, its multiplier in it; their sum is the score."""
@@ -282,9 +287,10 @@ class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
-    stamps: with the end of the build, when each of its stages ended. scores: with the choice, of the chosen host and
-    then of its alternates. holders: of `not_claimed`, the consumers that hold what was lost, newest first; HTTP shows a
-    project its own. `waiting` is the last line, and there only while the build waits for what manages its host.
+    stamps: with the end of the build, when each of its stages ended. scores: with each choice, the build's or a later
+    request's, of the chosen host and then of its alternates. holders: of `not_claimed`, the consumers that hold what
+    was lost, newest first; HTTP shows a project its own. `waiting` is the last line, and there only while the build
+    waits for what manages its host.
     """
 
     at: float

@@ -5,7 +5,7 @@ A claim that holds is the last: the build goes where it is, whichever run of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -338,7 +338,7 @@ def claimed(
         now=now,
         passed=choice.passed,
         score=selected.score,
-        weights=dict(zip((host.uuid for host in (selected, *choice.alternates)), choice.weights, strict=False)),
+        weights=choice.weights_of_hosts,
     )
     instead = selected.options[option].allocations if option else None
     return PlacementStep(replace(state, result=result), Settled(answer.generations, answer.sequence, instead))
@@ -397,11 +397,16 @@ def _host_claimed(
         claimed_at=now,
         attempt=held.attempt,
         limits=state.limits,
-        scores=tuple(
-            HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
-            for one in selections
-            if (found := (weights or {}).get(one.host_uuid))
-        ),
+        scores=scores_of(selections, weights or {}),
+    )
+
+
+def scores_of(selections: Iterable[Selection], weights: Mapping[str, Weights]) -> tuple[HostScore, ...]:
+    """What hosts weighed at their choice, as it is put on record."""
+    return tuple(
+        HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
+        for one in selections
+        if (found := weights.get(one.host_uuid))
     )
 
 

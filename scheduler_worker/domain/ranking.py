@@ -131,6 +131,11 @@ class Choice(Struct, frozen=True):
     passed: int
     weights: tuple[Weights, ...] = ()
 
+    @property
+    def weights_of_hosts(self) -> dict[str, Weights]:
+        """The weights, by host."""
+        return dict(zip((host.uuid for host in (self.selected, *self.alternates)), self.weights, strict=False))
+
 
 class GroupExclusions:
     """The hosts that are full with members of one anti-affinity group, for all of its members in one round.

@@ -207,6 +207,25 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
     await watched.until(("orphaned", unknown), gone=True)
 
 
+async def test_what_is_under_way_is_not_judged_until_its_time_has_passed(watched: Watched) -> None:
+    """A build of an hour, which began half an hour ago, and one of the default five minutes."""
+    place, now = watched.place, watched.place.clock.time()
+    long, stuck, begun = (
+        Instance(uuid=new_uuid(RNG), state=State.BUILDING, attempt=1, since=since, build_timeout_s=timeout_s)
+        for since, timeout_s in ((now - 1_800, 3_600.0), (now - 1_800, 300.0), (now, 300.0))
+    )
+    database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
+    async with database.raw() as connection:
+        await connection.execute(numbered(INSERT), *columns([long, stuck, begun]))
+    facts = await gather(place)
+    (agreement,) = [one for one in check_invariants(facts) if one.name == "hosts_instances_allocations_agree"]
+    async with database.raw() as connection:
+        await connection.execute("DELETE FROM instances WHERE state = 'building'")
+    await database.close()
+    assert facts.under_way == {long.uuid, begun.uuid}
+    assert agreement.examples == (f"{stuck.uuid}: not at rest",)
+
+
 async def test_a_move_that_is_confirmed_while_the_facts_are_read_breaks_nothing(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,15 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
         system.processes.stop()
 
 
+def test_a_start_with_all_rights_warns_of_nothing(system: Roles) -> None:
+    asyncio.run(system.grant())
+    system.start()
+    boot(system)
+    system.processes.stop()
+    lines = [json.loads(line) for line in system.logs().splitlines()]
+    assert lines and [one for one in lines if one["level"] != "info"] == []
+
+
 async def _make_nobody(url: str) -> None:
     connection = await asyncpg.connect(url)
     await connection.execute(f"DROP ROLE IF EXISTS {NOBODY}")

@@ -64,6 +64,9 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     assert ends == [MoveState.DONE]
     record = await world.show(built.instance_uuid)
     assert record is not None and (record.host, record.under_way, record.condition) == (target, None, "active")
+    choice = record.choice
+    assert choice is not None and choice.what == "migrate scheduled" and move.request_id in choice.detail
+    assert [one.host for one in choice.scores] == [one.host for one in command.selections]
     what = [line.what for line in record.timeline if " " in line.what]
     assert what[0] == "migrate scheduled" and what[-1] == "confirm done" and what.count("migrate done") == 1
     other = world.move(built, MoveKind.START, request_id=move.request_id)

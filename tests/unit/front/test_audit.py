@@ -320,6 +320,19 @@ def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_s
     assert "moves_end" not in broken(replace(SOUND, moves=[waits], instances=at_s, down=down))
 
 
+@pytest.mark.parametrize("state", ["building", "deleting"])
+def test_what_is_under_way_is_a_breach_only_when_its_time_has_passed(state: str) -> None:
+    changing = replace(
+        SOUND,
+        requests={**SOUND.requests, ONE: state},
+        instances=[replace(SOUND.instances[0], state="building"), *SOUND.instances[1:]],
+        moves=[MoveFact("move", ONE, "migrate", "finishing", terminal=False)],
+    )
+    assert {"one_terminal_state", "moves_end", AGREE} <= broken(changing)
+    assert broken(replace(changing, under_way={ONE})) == set()
+    assert {"one_terminal_state", "moves_end", AGREE} <= broken(replace(changing, under_way={TWO}))
+
+
 @pytest.mark.parametrize(
     ("sent", "withdrawn", "whole"),
     [(0, 0, True), (1, 0, False), (2, 0, True), (3, 0, True), (1, 1, False), (1, 2, True)],

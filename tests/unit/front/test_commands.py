@@ -35,7 +35,7 @@ from berth.site import Site
 from bus.clock import SystemClock
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostsPage, TimelineEntry
+from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostScore, HostsPage, TimelineEntry
 from bus.contracts.drains import DrainFailure, DrainProgress, DrainsPage, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
@@ -580,6 +580,23 @@ def test_what_a_build_waits_for_is_shown_while_it_does(capsys: pytest.CaptureFix
     )
     show_record(record, history=False)
     assert "  waiting  since 00:00:02.500: waits for Ironic: ConnectError\n" in capsys.readouterr().out
+
+
+def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        TimelineEntry(at=at, who="scheduler s", what=what, detail=detail, scores=(HostScore(host=host),))
+        for at, what, detail, host in (
+            (1.0, "chosen", "node1 of 2 candidates", "node1"),
+            (2.0, "evacuate scheduled", f"to cell c1: node2 of 1 candidates, request {OTHER}", "node2"),
+        )
+    ]
+    record = BuildRecord(
+        instance_uuid=UUID, project_id="p", flavor="f", state=BuildState.ACTIVE, timeline=(*lines, BUILDING)
+    )
+    show_record(record, history=False)
+    shown = capsys.readouterr().out
+    assert f"  evacuate scheduled: to cell c1: node2 of 1 candidates, request {OTHER}\n" in shown
+    assert "node1" not in shown
 
 
 def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from berth.web.pages import LostClaim, Now
 from berth.web.problems import Problem
 from berth.web.quarantine import BreakerView, QuarantinePage
 from berth.web.rendering import TEMPLATES
-from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord, HostScore
+from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress
 from bus.contracts.moves import MoveKind, MoveRecord
 from bus.contracts.objects import ObjectKind, ObjectLogEntry, StoredObject
@@ -69,7 +69,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "build.html": {
         "build": BuildRecord,
         "stages": list[tuple[str, float, float]],
-        "scores": tuple[HostScore, ...],
+        "unplaced": MoveRecord,
         "lost": list[LostClaim],
         "moves": tuple[MoveRecord, ...],
         "kinds": list[MoveKind],
