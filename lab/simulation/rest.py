@@ -102,15 +102,14 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     for uuid, build in world.builds.recorded.items():
         if build.now.under_way is not None and uuid not in burnt:
             yield f"one_terminal_event: {build.now.under_way} of {uuid} is still under way"
+        elif build.state is BuildState.ACTIVE and build.now.condition is Condition.MOVING and uuid not in burnt:
+            yield f"one_terminal_event: {uuid} is moving at the top, and nothing is under way"
 
 
 def _former_cells_rest(world: World, lost: Collection[str]) -> Iterator[str]:
     """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten; and it
     has been told that it may forget what it has given up.
     """
-    for uuid, one in world.builds.recorded.items():
-        if one.state is BuildState.ACTIVE and one.now.condition is Condition.MOVING and uuid not in lost:
-            yield f"one_terminal_event: {uuid} is moving at the top, and nothing is under way"
     for name, table in world.cells.items():
         for uuid, instance in table.instances.items():
             build = world.builds.recorded.get(uuid)

@@ -210,13 +210,13 @@ def announced_move(
     move: RecordedMove, build: RecordedBuild, event: MoveEvent
 ) -> tuple[RecordedMove, RecordedBuild, MoveEvent | None]:
     """Apply what its cell announces of a request; returns the request, the instance, and the event to publish (None: it
-    is outdated).
+    is outdated). A cell that was set back to the middle of a request ends it again: that is news of the instance alone.
     """
+    instance_after = announced_instance(build, event, move.cell, has_ended=move.terminal)
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
     if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
-        return move, build, None
-    instance_after = announced_instance(build, event, has_ended=move.terminal)
+        return move, instance_after, None
     host_uuid, number = event.host_uuid, event.sequence
     event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
@@ -240,10 +240,13 @@ def announced_move(
     return after, instance_after, event
 
 
-def announced_instance(build: RecordedBuild, event: MoveEvent, *, has_ended: bool) -> RecordedBuild:
-    """The instance as its cell announces it with a request, on record or not. has_ended: its end is known."""
+def announced_instance(build: RecordedBuild, event: MoveEvent, cell: str | None, *, has_ended: bool) -> RecordedBuild:
+    """The instance as a cell announces it with a request, on record or not: what it is, its own cell alone says.
+    has_ended: the end of the request is known.
+    """
     instance, host, host_uuid = build.now, event.host, event.host_uuid
-    is_newest, is_awaited = is_newer(event, build.sequence), instance.under_way == event.request_id
+    is_newest = build.cell == cell and is_newer(event, build.sequence)
+    is_awaited = instance.under_way == event.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
@@ -262,7 +265,7 @@ def announced_instance(build: RecordedBuild, event: MoveEvent, *, has_ended: boo
         instance = replace(instance, under_way=None)
     if instance.under_way is None and instance.condition not in _MAY_CHANGE_FLAVOR:
         instance = replace(instance, new_flavor="", old_flavor="")
-    return replace(build, instance=instance, sequence=max(event.sequence, build.sequence))
+    return replace(build, instance=instance, sequence=event.sequence if is_newest else build.sequence)
 
 
 # --- Requests that end in another cell than they begin in (decision 0021).
@@ -452,7 +455,7 @@ class Announcements:
         if build is None:
             return AppliedEvent("unknown", event)
         if request is None or request.cell != cell:
-            self._about_instance(build, event, cell, is_unknown=request is None)
+            self._about_instance(build, event, cell)
             return AppliedEvent("unknown" if request is None else "foreign", event)
         if move is not None and event.code == OTHER_ATTEMPT:
             return self._depart_again(move, event)
@@ -468,8 +471,8 @@ class Announcements:
             if announced is not None and announced.stamps is not None:
                 announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
         if announced is None:
-            # It changes nothing, but the timeline shows it. A repeated entry is shown once.
-            self._add(build, timeline_of(replace(event, cell=cell), len(event.history), self._now))
+            # The timeline shows what is no news of its request, too. A repeated entry is shown once.
+            self._add(after, timeline_of(replace(event, cell=cell), len(event.history), self._now))
             return AppliedEvent(LATE, event)
         is_shown = move is not None or not is_known(build, after)
         self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
@@ -481,20 +484,14 @@ class Announcements:
         self.messages.append(OutboxMessage(API, announced, cause))
         return AppliedEvent(ANNOUNCED, announced)
 
-    def _about_instance(
-        self, build: RecordedBuild, event: BuildEvent | MoveEvent, cell: str, *, is_unknown: bool
-    ) -> None:
+    def _about_instance(self, build: RecordedBuild, event: BuildEvent | MoveEvent, cell: str) -> None:
         """What an event says of its instance that is about no request of this cell. No client hears of it."""
         if (ended := given_up(event, cell, build)) is not None:
             self.messages.append(ended)
-        elif (
-            is_unknown
-            and build.cell == cell
-            and isinstance(event, MoveEvent)
-            and event.condition is not Condition.MOVING
-        ):
-            # Schedulers that were set back have forgotten the request, and query its cell about the instance.
-            self._add(announced_instance(build, event, has_ended=True), ())
+        elif build.cell == cell and isinstance(event, MoveEvent) and event.condition is not Condition.MOVING:
+            # Schedulers that were set back have forgotten the request; or the cell was, to the middle of one that has
+            # ended in another cell since.
+            self._add(announced_instance(build, event, cell, has_ended=True), ())
 
     def _depart_again(self, move: RecordedMove, event: BuildEvent | MoveEvent) -> AppliedEvent:
         """The cell has another attempt than was to depart: it is asked again for that one."""

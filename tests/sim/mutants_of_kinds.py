@@ -13,7 +13,6 @@ from bus.bus import API
 from bus.cell_links import CellLinks
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import CellDelete
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
 from bus.persistence.outbox import OutboxMessage
@@ -37,8 +36,6 @@ from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_dele
 from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.placing import Placer
-from scheduler_worker.unanswered import UnansweredRequests
-from tests.sim.mutants_of_disks import unwatched
 
 
 def placement_stays_with_its_settings() -> AbstractContextManager[Any]:
@@ -313,23 +310,6 @@ def leaves_without_an_image() -> AbstractContextManager[Any]:
         return move_rules.offload(instance, at, context)
 
     return patch.object(departure_rules, "change", begin)
-
-
-def delete_does_not_follow() -> AbstractContextManager[Any]:
-    """The delete of an instance that has left its cell meanwhile is not sent to its next cell.
-
-    Without the watch of builds, which repeats a delete until it has ended, and so mends this.
-    """
-    original = recorded_moves.transferred
-
-    def transferred(*arguments: Any) -> Any:
-        move, build, commands = original(*arguments)
-        return move, build, [one for one in commands if not isinstance(one, CellDelete)]
-
-    patches = ExitStack()
-    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
-    patches.enter_context(patch.object(recorded_moves, "transferred", transferred))
-    return patches
 
 
 def in_table(state: State, event: type[Any], rule: Callable[..., Step], *to: State) -> AbstractContextManager[Any]:

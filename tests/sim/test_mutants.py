@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import pytest
-from msgspec.structs import replace
 
-from bus.contracts.moves import MoveKind
 from lab.simulation.draw import plan_of
-from lab.simulation.event_log import EventLog
-from lab.simulation.plan import Action, Cell, Order, Plan
+from lab.simulation.plan import Plan
 from lab.simulation.run import run, simulate
 from lab.simulation.widening import Widening
 from tests.sim import mutants_of_kinds as kinds
 from tests.sim.mutants import MUTANTS, Mutant
-from tests.sim.plans import plan_of_case
 from tests.sim.seeds_to_find import MAX_SEEDS, recorded
 from tests.sim.test_fences import KINDS
 from tests.sim.test_forgotten_builds import builds_forgotten, requests_forgotten, transfers
@@ -74,29 +70,3 @@ def test_a_defect_of_one_kind_is_found(plan: PlanOf, mutant: Mutant, seed: int, 
 def test_without_a_defect_the_same_seeds_find_nothing(plan: PlanOf, seed: int) -> None:
     held = run(plan(seed))
     assert held.breach == "", held.detail
-
-
-INSTANCE = "a0000000-0000-4000-8000-000000000001"
-
-
-def deleted_as_it_leaves(delete_at: float | None) -> Plan:
-    """An instance migrates to another cell, and is deleted at this time."""
-    cells = tuple(Cell(name=f"cell{n}", conductors=1, services=((f"s{n}0", 1),), metal=()) for n in range(2))
-    build = Order(at=5.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red")
-    uuid = "b0000000-0000-4000-8000-000000000001"
-    move = Order(at=15.0, action=Action.MOVE, verb=MoveKind.MIGRATE, uuid=uuid, instance=INSTANCE)
-    delete = [] if delete_at is None else [replace(build, at=delete_at, action=Action.DELETE)]
-    plan = plan_of_case(1, cells, (build, move, *delete), (), builds_s=0.5)
-    return replace(plan, widenings=(Widening.TRANSFERS,), load_s=60.0)
-
-
-def test_a_delete_that_does_not_follow_its_instance_is_found() -> None:
-    """The cell has given the instance away, and the schedulers have not read that, when the delete comes."""
-    event_log = EventLog(keep=True)
-    run(deleted_as_it_leaves(None), event_log=event_log)
-    [departs_at] = [float(line.split()[0]) for line in map(str, event_log.lines) if '"departure":' in line]
-    plan = deleted_as_it_leaves(departs_at - 0.003)
-    held = run(plan)
-    assert held.breach == "", held.detail
-    with kinds.delete_does_not_follow():
-        assert run(plan).breach == "liveness"

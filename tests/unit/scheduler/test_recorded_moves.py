@@ -139,9 +139,15 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
             (OVER | {"sequence": 21}, ENDED_THERE, THERE),
         ),
         # second end
-        (END, (ENDED, GOING), None),
+        (replace(END, sequence=11), (ENDED, replace(GOING, under_way=None)), None),
+        # the same, by a cell that was set back to the middle of it, and of a refusal since
+        (END, (ENDED, replace(GOING, under_way=None)), (None, ACTIVE | NOW_BIG, THERE)),
+        (END, (ENDED, replace(GOING, under_way="y")), (None, ACTIVE | NOW_BIG, THERE)),
+        # the same, by a cell that the instance has left
+        (END, (replace(ENDED, cell="c2"), replace(GOING, under_way=None)), None),
         # after the end
         (AFTER, (ENDED, replace(GOING, under_way=None)), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
+        (AFTER, (replace(ENDED, cell="c2"), replace(GOING, under_way=None)), ({"sequence": 12}, {}, {})),
         # the same, before the end
         (AFTER, (RECORD, GOING), (PROGRESS | {"state": MoveState.SOURCE_GONE}, ACTIVE, {})),
         # after the end, while another moves it
@@ -166,11 +172,14 @@ def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMov
         return
     of_move, of_instance, of_build = after
     found, instance_after, event = applied
-    assert found == replace(move, **of_move)
+    assert found == replace(move, **(of_move or {}))
     number = of_instance.pop("sequence", BUILD.sequence)
     assert instance_after == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
+    if of_move is None:  # no news of its request
+        assert event is None
+        return
     number = of_move["sequence"] if told.sequence == 0 else told.sequence
-    shown = {"cell": "c1", "project_id": "p", "departure": None, "host_uuid": None}
+    shown = {"cell": move.cell, "project_id": "p", "departure": None, "host_uuid": None}
     assert event == replace(told, sequence=number, **shown)
 
 

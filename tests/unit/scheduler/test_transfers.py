@@ -286,13 +286,21 @@ def test_a_cell_that_tells_of_what_another_one_has_is_told_that_it_has_given_it_
     assert sent(batch, "api") == [] and batch.builds[UUID].cell == "c2"
 
 
+ELSEWHERE = on_record(terminal=True, transfer=None, state=MoveState.FAILED).move
+
+
+@pytest.mark.parametrize("move", [None, ELSEWHERE])
 @pytest.mark.parametrize("under_way", [None, "d0000000-0000-4000-8000-000000000009"])
-def test_the_owner_s_word_counts_though_its_request_is_forgotten(under_way: str | None) -> None:
-    """Schedulers that were set back have queried the next cell about a request that they do not know."""
+def test_the_owner_s_word_counts_whatever_is_known_of_its_request(
+    under_way: str | None, move: RecordedMove | None
+) -> None:
+    """Schedulers that were set back have queried it about a request that they do not know; or it was set back to the
+    middle of one that has ended in another cell.
+    """
     known = on_record(cell="c2", first_attempt=6)
     assert known.build is not None and known.build.instance is not None
     instance = replace(known.build.instance, condition=Condition.MOVING, under_way=under_way)
-    known = MoveContext(build=replace(known.build, instance=instance))
+    known = MoveContext(build=replace(known.build, instance=instance), move=move)
     rests = replace(DONE, state=MoveState.FAILED, condition=Condition.OFFLOADED, host=None)
     for event, host in ((DONE, "host-2"), (rests, None)):
         batch = applied(known, event, cell="c2")
