@@ -103,7 +103,8 @@ class HostEmptier:
         return next_moves(level, held, ended, begun, self._clock.time())
 
     async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
-        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots.
+        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots with
+        what was not refused yet.
 
         everything: look at all that they hold. Raises Transient, or RequestRefused.
         """
@@ -113,7 +114,7 @@ class HostEmptier:
         for page in [list(hosts.values())] if everything else self._holders.pages(hosts, now):
             held += await self._holders.held_on(page, everything=everything)
             found = await self.found(of, of.level, held, begun)
-            if len(found.moves) >= free_slots(of.level, begun, now):
+            if sum(not one.refused_at for one in found.moves) >= free_slots(of.level, begun, now):
                 break
         if found.moves:
             await self._request(of, found.moves)

@@ -123,10 +123,11 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
 
 
 class NextMove(Struct, frozen=True):
-    """A move that may be requested now."""
+    """A move that may be requested now. refused_at: the last one (0: none was)."""
 
     held: HeldInstance
     request: MoveRequest
+    refused_at: float = 0.0
 
 
 class WaitingInstance(Struct, frozen=True, kw_only=True):
@@ -155,17 +156,14 @@ def next_moves(
     begun: BegunMoves,
     now: float,
 ) -> NextMoves:
-    """The moves that begin now, in the order of what is held. ended: by instance, the newest first."""
-    most = free_slots(level, begun, now)
-    moves: list[NextMove] = []
-    waiting: list[WaitingInstance] = []
-    for one in _each_once(held):
-        move, waits = _next_of(level, one, ended.get(one.instance_uuid, ()), now)
-        if move is not None and len(moves) < most:
-            moves.append(move)
-        else:
-            waiting.append(waits)
-    return NextMoves(tuple(moves), tuple(waiting))
+    """The moves that begin now: those that were not refused yet, in the order of what is held, then those whose refusal
+    is the longest ago, so that what cannot move keeps no others from their turn. ended: by instance, the newest first.
+    """
+    found = [_next_of(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(held)]
+    due = sorted((move for move, _ in found if move is not None), key=lambda one: one.refused_at)
+    moves = due[: max(0, free_slots(level, begun, now))]
+    begin = {one.held.instance_uuid for one in moves}
+    return NextMoves(tuple(moves), tuple(waits for _, waits in found if waits.held.instance_uuid not in begin))
 
 
 def end_of(record: DrainRecord, begun: BegunMoves, now: float, *, is_empty: bool) -> str | None:
@@ -214,7 +212,8 @@ def _next_of(
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
         is_due = not is_last and now >= last.updated_at + pause_s
     ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
-    return (NextMove(one, _request(level, kind, one, ident)) if is_due else None), waits
+    refused_at = refused[0].updated_at if refused else 0.0
+    return (NextMove(one, _request(level, kind, one, ident), refused_at) if is_due else None), waits
 
 
 def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:

@@ -285,6 +285,18 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_at: float, un
     assert waiting == [(B, "service.down"), *((one.instance_uuid, "") for one in held[begun:])]
 
 
+@pytest.mark.parametrize(("fields", "began"), [({"per_minute": 1}, 60.0), ({"at_once": 1}, 0.1)])
+def test_what_is_refused_for_ever_keeps_no_other_from_its_turn(fields: dict[str, Any], began: float) -> None:
+    """The first was due again with each slot of a minute, and nothing else moved while the drain went on."""
+    level, uuids = level_of(replace(RECORD, **fields), NOW), (A, B, H2)
+    held = [replace(ACTIVE, instance_uuid=uuid) for uuid in uuids]
+    requests = {A: tries(60.0, *range(90, 99)), B: tries(61.0, *range(90, 99))}
+    for left, first in ((held, H2), (held[:2], B), (held[:1], A)):
+        found = next_moves(level, left, requests, BegunMoves(0, NOW - began), NOW)
+        assert [one.request.instance_uuid for one in found.moves] == [first]
+        assert len(found.waiting) == len(left) - 1
+
+
 def test_what_was_refused_keeps_its_reason_where_it_could_be_tried_again_and_no_move_begins() -> None:
     """It was shown as one that waits for its turn, once a minute for a moment."""
     for count in (1, 2, 3, 4):

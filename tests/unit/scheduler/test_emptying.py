@@ -218,6 +218,24 @@ async def test_what_has_happened_since_the_look_counts(
     assert it.engine.admitted == [VMS[at] for at in admitted], what
 
 
+async def test_the_look_goes_on_behind_what_was_refused() -> None:
+    """Of two pages the first is full of what is refused for ever, and due with every slot."""
+    it, record = Emptying(), replace(RECORD, per_minute=1)
+    await it.put(record)
+    await it.built()
+    for uuid in VMS[:3]:
+        await it.begins(uuid, ended=True)
+    whole, pages = it.holders.held_on, [[DrainedHost(HOST, name, drain=DRAIN)] for name in ("h", "i")]
+
+    async def held_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+        found = await whole(hosts, everything=everything)
+        return found[:3] if hosts == pages[0] else found[3:]
+
+    it.holders.pages, it.holders.held_on = lambda *_: pages, held_on  # type: ignore[method-assign]
+    await it.emptier.step(it.drains._emptied(DRAIN, record), BegunMoves(0, 2.0))
+    assert it.engine.admitted == [VMS[3]]
+
+
 @pytest.mark.parametrize("target", [DrainTarget.CELL, DrainTarget.HOST])
 async def test_what_a_drain_has_done_is_read_from_its_requests_and_its_hosts(target: DrainTarget) -> None:
     """Of a cell also what is left without a host: it ended as done over an instance that no host has."""
