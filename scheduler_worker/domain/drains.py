@@ -195,6 +195,7 @@ def _next_of(
     level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float
 ) -> tuple[NextMove | None, WaitingInstance]:
     """Its move if it may begin now; and why it waits, where it does not."""
+    ended = _as_followed(one, ended)
     refused = _refused(one.source.drain, ended)
     counted = sum(request.code not in (BUSY, NOT_RUNNING) for request in refused)
     why = _blocked(level, one)
@@ -214,6 +215,20 @@ def _next_of(
     ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
     refused_at = refused[0].updated_at if refused else 0.0
     return (NextMove(one, _request(level, kind, one, ident), refused_at) if is_due else None), waits
+
+
+def _as_followed(one: HeldInstance, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
+    """The newest first, also where a clock stepped back or schedulers' clocks differ: a request is newer than the one
+    that its id follows from. Else its id would be made again, which is on record and moves nothing.
+    """
+    by_id, found = {request.request_id: request for request in ended}, list(ended)
+    while found:
+        later = by_id.pop(request_id(one.source.drain, one.instance_uuid, found[0].request_id), None)
+        if later is None:
+            break
+        found.remove(later)
+        found.insert(0, later)
+    return found
 
 
 def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:

@@ -148,6 +148,20 @@ def test_the_id_of_a_try_follows_from_the_newest_request_that_has_ended() -> Non
     assert ids[1] == request_id(DRAIN, A, ended(99).request_id)
 
 
+@pytest.mark.parametrize("code", ["instance.not_running", "no_valid_host", ""])
+def test_a_request_that_a_late_clock_has_made_is_newer_than_that_which_it_follows(code: str) -> None:
+    """Its id was made again for ever, as that of the next one: it is on record, and moved nothing."""
+    client = ended(5, drain=None)  # made by a scheduler whose clock is ahead of the others'
+    first = replace(ended(6, code), request_id=request_id(DRAIN, A, client.request_id))
+    second = replace(ended(7, "no_valid_host"), request_id=request_id(DRAIN, A, first.request_id))
+    for requests in ([client, first], [client, first, second]):
+        found = decided(ACTIVE, requests)
+        assert isinstance(found, MoveRequest)
+        assert found.request_id == request_id(DRAIN, A, requests[-1].request_id)
+        is_cold = requests[-1].code == "instance.not_running"
+        assert found.kind is (MoveKind.MIGRATE if is_cold else MoveKind.LIVE_MIGRATE)
+
+
 STILL, STUCK = {"is_stuck": False}, {"is_stuck": True}
 REFUSED = {"code": "no_valid_host", "reason": "why"}
 TOLD = {"code": "instance.building", "reason": "its build"}
