@@ -217,7 +217,7 @@ class EvacuationController:
         if free_slots(level, begun, self._clock.time()) <= 0:
             return LOOK_S
         found, pause_s = await self._emptier.step(of, begun), LOOK_S
-        if not (found.moves or found.waiting or begun.under_way):
+        if not (found.moves or begun.under_way) and all(one.is_last for one in found.waiting):
             found, pause_s = await self._emptier.step(of, begun, everything=True), READ_ALL_S
         if found.moves:
             log.warning("evacuations.requested", count=len(found.moves), waiting=len(found.waiting))
