@@ -59,12 +59,12 @@ LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
 
 
 class Emptied(Struct, kw_only=True):
-    """The hosts of one level. hosts: as they are now, by uuid. lock: the level, once its row is locked. includes: which
-    of what they hold is moved.
+    """The hosts of one level. drain: None: of all fences. hosts: as they are now, by uuid. lock: the level, once its
+    row is locked. includes: which of what they hold is moved.
     """
 
     level: Level
-    drains: Collection[str]
+    drain: str | None
     hosts: Callable[[], Mapping[str, DrainedHost]]
     lock: LockedLevel
     includes: Callable[[HeldInstance], bool] = lambda _: True
@@ -90,10 +90,10 @@ class HostEmptier:
         self._warmup = warmup
         self._clock = clock
 
-    async def begun(self, drains: Collection[str]) -> BegunMoves:
-        """Their requests on record. Raises Transient."""
+    async def begun(self, drain: str | None) -> BegunMoves:
+        """The requests of a level on record. Raises Transient."""
         async with self._store.operation() as unit:
-            return await unit.begun(drains)
+            return await unit.begun(drain)
 
     async def found(self, of: Emptied, level: Level, held: Iterable[HeldInstance], begun: BegunMoves) -> NextMoves:
         """What is next of these instances; nothing is requested. Raises Transient."""
@@ -130,7 +130,7 @@ class HostEmptier:
             level = await of.lock(unit)
             if level is None:
                 return ()
-            begun, hosts = await unit.begun(of.drains), of.hosts()
+            begun, hosts = await unit.begun(of.drain), of.hosts()
             known = await unit.known([one.key for one in ready], lock=True)
             same = [
                 one
@@ -208,12 +208,12 @@ class EvacuationController:
 
         of = Emptied(
             level=level,
-            drains={host.drain for host in hosts.values()},
+            drain=None,
             hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},
             lock=lock,
             includes=lambda one: not one.code and is_restarted(one.known, self._selector.config),
         )
-        begun = await self._emptier.begun(of.drains)
+        begun = await self._emptier.begun(of.drain)
         if free_slots(level, begun, self._clock.time()) <= 0:
             return LOOK_S
         found, pause_s = await self._emptier.step(of, begun), LOOK_S

@@ -223,7 +223,7 @@ async def test_what_has_happened_since_the_look_counts(
     await it.built()
     it.engine.before = partial(before, it)
     of = it.drains._emptied(DRAIN, RECORD)
-    found = await it.emptier.step(of, await it.emptier.begun(of.drains))
+    found = await it.emptier.step(of, await it.emptier.begun(of.drain))
     assert (len(found.moves), len(found.waiting)) == (3, 3)
     assert it.engine.admitted == [VMS[at] for at in admitted], what
 
@@ -298,6 +298,19 @@ async def test_an_instance_that_was_given_up_keeps_no_other_from_its_evacuation(
     it.holders.held_on = held_on  # type: ignore[method-assign]
     assert await fenced.evacuations._pass("") == LOOK_S
     assert it.engine.admitted == VMS[1:]
+
+
+@pytest.mark.parametrize(("at_once", "admitted"), [(2, 0), (3, 1)])
+async def test_evacuations_under_a_fence_that_was_put_on_again_count(at_once: int, admitted: int) -> None:
+    """As many as may be under way were begun a second time, because a new fence has other ids."""
+    fenced = Fenced(at_once)
+    await fenced.on_record()
+    for number in (0, 1):
+        await fenced.requested(VMS[number], number, ended=False)
+    fence = fenced.registry.fences[HOST]
+    fenced.registry.fences = {HOST: replace(fence, version=3, acknowledged=3)}
+    await fenced.evacuations._pass("")
+    assert len(fenced.it.engine.admitted) == admitted
 
 
 @pytest.mark.parametrize("target", [DrainTarget.CELL, DrainTarget.HOST])
