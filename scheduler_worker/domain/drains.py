@@ -36,7 +36,7 @@ ARRIVING = "instance.arriving"  # a request that brings it to the host is under 
 RELEASING = "instance.releasing"  # it is being deleted
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
-MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
+MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one, or none has it
 # These end by themselves. Any other reason is that of an instance that cannot move.
 PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
 # Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
@@ -388,8 +388,8 @@ _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUIL
 
 
 def is_migration(holder: TreeHolder) -> bool:
-    """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number; without one
-    it was written by a client of placement's API, which is no concern of a drain.
+    """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number (attempt);
+    without one it was written by a client of placement's API, which is no concern of a drain.
     """
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
@@ -397,7 +397,7 @@ def is_migration(holder: TreeHolder) -> bool:
 def held_on(
     host: DrainedHost, known: MoveContext, by: RecordedMove | None = None, holder: TreeHolder | None = None
 ) -> HeldInstance | None:
-    """The instance of which a host holds something; None: it is no instance on record.
+    """The instance of which a host holds something; None: it is none, on record or claimed.
 
     by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
     allocation. holder: by the book. Of a migration whose records are lost the move is unconfirmed; where its request is
@@ -407,8 +407,11 @@ def held_on(
     if build is not None:
         code, reason = _why_held(host, known, build, by)
         uuid, project_id = build.instance_uuid, build.project_id
-    elif holder is not None and is_migration(holder):
-        code, reason = UNCONFIRMED, f"migration {holder.consumer} keeps a source here, and its request is not on record"
+    elif holder is not None and holder.attempt > 0:
+        code, reason = MISPLACED, "the book has it here, and it is not on record"
+        if is_migration(holder):
+            code = UNCONFIRMED
+            reason = f"migration {holder.consumer} keeps a source here, and its request is not on record"
         uuid, project_id = holder.consumer if by is None else by.instance_uuid, holder.project_id
     else:
         return None

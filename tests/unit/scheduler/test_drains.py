@@ -465,6 +465,11 @@ def test_an_instance_whose_source_a_migration_keeps_is_named(
 def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer_type: str, attempt: int) -> None:
     holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type=consumer_type, attempt=attempt)
     assert not is_migration(holder)
+    held = held_on(DRAINED, MoveContext(), None, holder)
+    if not attempt:
+        assert held is None
+    else:  # a claim whose record was lost: the drain ended as done while its machine may run there
+        assert held is not None and (held.instance_uuid, held.project_id, held.code) == (R, "p", "instance.misplaced")
 
 
 def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there() -> None:
