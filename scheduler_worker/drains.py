@@ -227,7 +227,7 @@ class DrainController:
         if record is None:
             return IDLE_S
         of, is_running = self._emptied(drain, record), record.state is DrainState.RUNNING
-        begun = await self._emptier.begun(of.drains)
+        begun = await self._emptier.begun(drain)
         found, is_empty, pause_s = NextMoves(), False, PASS_S if is_running else IDLE_S
         has_slots = free_slots(of.level, begun, self._clock.time()) > 0
         if is_running and has_slots:
@@ -247,7 +247,7 @@ class DrainController:
 
         return Emptied(
             level=level_of(record, self._clock.time()),
-            drains=(drain,),
+            drain=drain,
             hosts=partial(self._holders.of_drain, drain),
             lock=lock,
         )
@@ -261,7 +261,7 @@ class DrainController:
             author = ChangeAuthor(self._who, code, now)
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
             record = None if body is None else msgspec.convert(body, DrainRecord)
-            if record is None or end_of(record, await unit.begun((drain,)), now, is_empty=code == DONE) != code:
+            if record is None or end_of(record, await unit.begun(drain), now, is_empty=code == DONE) != code:
                 return (), author  # a command, or another scheduler, was first
             after, is_first = replace(record, state=DrainState.ENDED, code=code), True
             return [changed_object(ObjectKind.DRAIN, drain, record, after)], author

@@ -59,12 +59,12 @@ LockedLevel: TypeAlias = Callable[[OperationUnit], Awaitable[Level | None]]
 
 
 class Emptied(Struct, kw_only=True):
-    """The hosts of one level. hosts: as they are now, by uuid. lock: the level, once its row is locked. includes: which
-    of what they hold is moved.
+    """The hosts of one level. drain: None: of all fences. hosts: as they are now, by uuid. lock: the level, once its
+    row is locked. includes: which of what they hold is moved.
     """
 
     level: Level
-    drains: Collection[str]
+    drain: str | None
     hosts: Callable[[], Mapping[str, DrainedHost]]
     lock: LockedLevel
     includes: Callable[[HeldInstance], bool] = lambda _: True
@@ -90,10 +90,10 @@ class HostEmptier:
         self._warmup = warmup
         self._clock = clock
 
-    async def begun(self, drains: Collection[str]) -> BegunMoves:
-        """Their requests on record. Raises Transient."""
+    async def begun(self, drain: str | None) -> BegunMoves:
+        """The requests of a level on record. Raises Transient."""
         async with self._store.operation() as unit:
-            return await unit.begun(drains)
+            return await unit.begun(drain)
 
     async def found(self, of: Emptied, level: Level, held: Iterable[HeldInstance], begun: BegunMoves) -> NextMoves:
         """What is next of these instances; nothing is requested. Raises Transient."""
@@ -103,7 +103,8 @@ class HostEmptier:
         return next_moves(level, held, ended, begun, self._clock.time())
 
     async def step(self, of: Emptied, begun: BegunMoves, *, everything: bool = False) -> NextMoves:
-        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots.
+        """Request the next moves of a part of the hosts; the look ends with the page that fills the free slots with
+        what was not refused yet.
 
         everything: look at all that they hold. Raises Transient, or RequestRefused.
         """
@@ -113,7 +114,7 @@ class HostEmptier:
         for page in [list(hosts.values())] if everything else self._holders.pages(hosts, now):
             held += await self._holders.held_on(page, everything=everything)
             found = await self.found(of, of.level, held, begun)
-            if len(found.moves) >= free_slots(of.level, begun, now):
+            if sum(not one.refused_at for one in found.moves) >= free_slots(of.level, begun, now):
                 break
         if found.moves:
             await self._request(of, found.moves)
@@ -129,7 +130,7 @@ class HostEmptier:
             level = await of.lock(unit)
             if level is None:
                 return ()
-            begun, hosts = await unit.begun(of.drains), of.hosts()
+            begun, hosts = await unit.begun(of.drain), of.hosts()
             known = await unit.known([one.key for one in ready], lock=True)
             same = [
                 one
@@ -207,16 +208,16 @@ class EvacuationController:
 
         of = Emptied(
             level=level,
-            drains={host.drain for host in hosts.values()},
+            drain=None,
             hosts=lambda: {uuid: one for uuid, one in fenced_hosts(self._registry.fences).items() if uuid in hosts},
             lock=lock,
             includes=lambda one: not one.code and is_restarted(one.known, self._selector.config),
         )
-        begun = await self._emptier.begun(of.drains)
+        begun = await self._emptier.begun(of.drain)
         if free_slots(level, begun, self._clock.time()) <= 0:
             return LOOK_S
         found, pause_s = await self._emptier.step(of, begun), LOOK_S
-        if not (found.moves or found.waiting or begun.under_way):
+        if not (found.moves or begun.under_way) and all(one.is_last for one in found.waiting):
             found, pause_s = await self._emptier.step(of, begun, everything=True), READ_ALL_S
         if found.moves:
             log.warning("evacuations.requested", count=len(found.moves), waiting=len(found.waiting))

@@ -409,11 +409,12 @@ class MoveEngine:
         if not moves:
             return {}
         outcomes: dict[int, Outcome] = {}
-        batch = WrittenMoves(Author(self._who, self._clock.time()))
         async with self._store.operation() as unit:
             if admit is not None:
                 moves = await admit(unit, moves)
             now = await unit.known([one.key for one in moves], lock=True)
+            # Once all is locked: of a drain with a rate the next move waits from this time on.
+            batch = WrittenMoves(Author(self._who, self._clock.time()))
             for pending in moves:
                 found = batch.as_left(now[pending.key], pending.request)
                 outcomes[pending.position] = await self._write_one(

@@ -18,7 +18,7 @@ from bus.contracts.drains import (
     DrainStart,
     DrainState,
 )
-from bus.faults import RequestTimeout
+from bus.faults import RequestRefused, RequestTimeout
 
 PLAN_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 30.0
@@ -56,18 +56,20 @@ async def follow(
 ) -> DrainProgress:
     """Look at a drain until it has ended, or nothing left of it can move, at most this long; its state at the last.
 
-    Raises RequestTimeout when no scheduler answered before the time ran out.
+    Raises RequestTimeout when no scheduler answered before the time ran out, or RequestRefused (`drain.unknown`).
     """
     give_up_at, stuck_at = clock.monotonic() + timeout_s, inf
-    seen: DrainProgress | None = None
     while True:
         asked_at = clock.monotonic()
         try:
-            (seen,) = await drains(bus, DrainsQuery(drain=drain))
+            found = await drains(bus, DrainsQuery(drain=drain))
         except RequestTimeout:
             if clock.monotonic() >= give_up_at:
                 raise
             continue
+        if not found:  # the schedulers' database was set back
+            raise RequestRefused(f"no drain {drain} is on record", code="drain.unknown")
+        (seen,) = found
         on_progress(seen)
         now = clock.monotonic()
         stuck_at = min(stuck_at, now + STUCK_S) if is_stuck(seen) else inf

@@ -36,7 +36,7 @@ ARRIVING = "instance.arriving"  # a request that brings it to the host is under 
 RELEASING = "instance.releasing"  # it is being deleted
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
-MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
+MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one, or none has it
 # These end by themselves. Any other reason is that of an instance that cannot move.
 PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
 # Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
@@ -123,10 +123,11 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
 
 
 class NextMove(Struct, frozen=True):
-    """A move that may be requested now."""
+    """A move that may be requested now. refused_at: the last one (0: none was)."""
 
     held: HeldInstance
     request: MoveRequest
+    refused_at: float = 0.0
 
 
 class WaitingInstance(Struct, frozen=True, kw_only=True):
@@ -155,17 +156,14 @@ def next_moves(
     begun: BegunMoves,
     now: float,
 ) -> NextMoves:
-    """The moves that begin now, in the order of what is held. ended: by instance, the newest first."""
-    most = free_slots(level, begun, now)
-    moves: list[NextMove] = []
-    waiting: list[WaitingInstance] = []
-    for one in _each_once(held):
-        move, waits = _next_of(level, one, ended.get(one.instance_uuid, ()), now)
-        if move is not None and len(moves) < most:
-            moves.append(move)
-        else:
-            waiting.append(waits)
-    return NextMoves(tuple(moves), tuple(waiting))
+    """The moves that begin now: those that were not refused yet, in the order of what is held, then those whose refusal
+    is the longest ago, so that what cannot move keeps no others from their turn. ended: by instance, the newest first.
+    """
+    found = [_next_of(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(held)]
+    due = sorted((move for move, _ in found if move is not None), key=lambda one: one.refused_at)
+    moves = due[: max(0, free_slots(level, begun, now))]
+    begin = {one.held.instance_uuid for one in moves}
+    return NextMoves(tuple(moves), tuple(waits for _, waits in found if waits.held.instance_uuid not in begin))
 
 
 def end_of(record: DrainRecord, begun: BegunMoves, now: float, *, is_empty: bool) -> str | None:
@@ -197,6 +195,7 @@ def _next_of(
     level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float
 ) -> tuple[NextMove | None, WaitingInstance]:
     """Its move if it may begin now; and why it waits, where it does not."""
+    ended = _as_followed(one, ended)
     refused = _refused(one.source.drain, ended)
     counted = sum(request.code not in (BUSY, NOT_RUNNING) for request in refused)
     why = _blocked(level, one)
@@ -214,7 +213,22 @@ def _next_of(
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
         is_due = not is_last and now >= last.updated_at + pause_s
     ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
-    return (NextMove(one, _request(level, kind, one, ident)) if is_due else None), waits
+    refused_at = refused[0].updated_at if refused else 0.0
+    return (NextMove(one, _request(level, kind, one, ident), refused_at) if is_due else None), waits
+
+
+def _as_followed(one: HeldInstance, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
+    """The newest first, also where a clock stepped back or schedulers' clocks differ: a request is newer than the one
+    that its id follows from. Else its id would be made again, which is on record and moves nothing.
+    """
+    by_id, found = {request.request_id: request for request in ended}, list(ended)
+    while found:
+        later = by_id.pop(request_id(one.source.drain, one.instance_uuid, found[0].request_id), None)
+        if later is None:
+            break
+        found.remove(later)
+        found.insert(0, later)
+    return found
 
 
 def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
@@ -374,8 +388,8 @@ _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUIL
 
 
 def is_migration(holder: TreeHolder) -> bool:
-    """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number; without one
-    it was written by a client of placement's API, which is no concern of a drain.
+    """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number (attempt);
+    without one it was written by a client of placement's API, which is no concern of a drain.
     """
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
@@ -383,7 +397,7 @@ def is_migration(holder: TreeHolder) -> bool:
 def held_on(
     host: DrainedHost, known: MoveContext, by: RecordedMove | None = None, holder: TreeHolder | None = None
 ) -> HeldInstance | None:
-    """The instance of which a host holds something; None: it is no instance on record.
+    """The instance of which a host holds something; None: it is none, on record or claimed.
 
     by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
     allocation. holder: by the book. Of a migration whose records are lost the move is unconfirmed; where its request is
@@ -393,8 +407,11 @@ def held_on(
     if build is not None:
         code, reason = _why_held(host, known, build, by)
         uuid, project_id = build.instance_uuid, build.project_id
-    elif holder is not None and is_migration(holder):
-        code, reason = UNCONFIRMED, f"migration {holder.consumer} keeps a source here, and its request is not on record"
+    elif holder is not None and holder.attempt > 0:
+        code, reason = MISPLACED, "the book has it here, and it is not on record"
+        if is_migration(holder):
+            code = UNCONFIRMED
+            reason = f"migration {holder.consumer} keeps a source here, and its request is not on record"
         uuid, project_id = holder.consumer if by is None else by.instance_uuid, holder.project_id
     else:
         return None

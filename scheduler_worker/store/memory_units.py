@@ -12,7 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRecord, TimelineEntry
-from bus.contracts.moves import MoveState
+from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
@@ -240,10 +240,13 @@ class MemoryUnit:
         stored = self._table.objects.present.objects.get((kind, name))
         return None if stored is None else stored.body
 
-    async def begun(self, drains: Collection[str]) -> BegunMoves:
+    async def begun(self, drain: str | None) -> BegunMoves:
         """A scan."""
         await self._transaction.statement()
-        found = [one for one, _ in self._table.moves.values() if one.drain in drains]
+        made = [one for one, _ in self._table.moves.values() if one.drain is not None]
+        if drain is None:
+            return BegunMoves(sum(one.kind is MoveKind.EVACUATE and not one.terminal for one in made))
+        found = [one for one in made if one.drain == drain]
         return BegunMoves(sum(not one.terminal for one in found), max((one.created_at for one in found), default=0.0))
 
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:

@@ -164,10 +164,11 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
 
 LOCK = "SELECT body FROM objects WHERE kind = $1 AND name = $2 FOR UPDATE"
 BEGUN = """
-SELECT (SELECT count(*) FROM moves WHERE drain = ANY($1::uuid[]) AND NOT terminal), coalesce(max(m.created_at), 0)
-FROM unnest($1::uuid[]) u(drain) CROSS JOIN (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
-    SELECT created_at FROM moves WHERE drain = u.drain AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
+SELECT (SELECT count(*) FROM moves WHERE drain = $1 AND NOT terminal), coalesce(max(m.created_at), 0)
+FROM (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
+    SELECT created_at FROM moves WHERE drain = $1 AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
 """
+EVACUATING = "SELECT count(*) FROM moves WHERE NOT terminal AND kind = 'evacuate' AND drain IS NOT NULL"
 ENDED = f"""
 SELECT m.* FROM unnest($1::uuid[]) u(uuid) CROSS JOIN LATERAL (
     SELECT {", ".join(EndedRequest.__struct_fields__)} FROM moves
@@ -212,9 +213,11 @@ class ObjectRows:
         """By its row."""
         return _body(await self._connection.fetchval(LOCK, kind.value, name))
 
-    async def begun(self, drains: Collection[str]) -> BegunMoves:
-        """Along the index of drains: those under way, and two rows of each drain."""
-        return BegunMoves(*await self._connection.fetchrow(BEGUN, sorted(drains)))
+    async def begun(self, drain: str | None) -> BegunMoves:
+        """Along the index of drains: those under way, and two rows. Evacuations: along that of all under way."""
+        if drain is None:
+            return BegunMoves(await self._connection.fetchval(EVACUATING))
+        return BegunMoves(*await self._connection.fetchrow(BEGUN, drain))
 
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """Along the index of instances."""

@@ -7,7 +7,7 @@ Those of moves: each by the seed on record, or another of the first with moves i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -58,8 +58,8 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
     """The end of a move that a drain has begun is never read."""
 
-    async def begun(self: MemoryUnit, drains: Collection[str]) -> BegunMoves:
-        made = [one for one, _ in self._table.moves.values() if one.drain in drains]
+    async def begun(self: MemoryUnit, drain: str | None) -> BegunMoves:
+        made = [one for one, _ in self._table.moves.values() if one.drain is not None and drain in (None, one.drain)]
         return BegunMoves(len(made), max((one.created_at for one in made), default=0.0))
 
     return patch.object(MemoryUnit, "begun", begun)
@@ -83,7 +83,7 @@ def drains_end_without_a_look_at_their_hosts() -> AbstractContextManager[Any]:
 def moves_of_drains_have_no_bound() -> AbstractContextManager[Any]:
     """Requests are put on record without a look at those that are there."""
 
-    async def begun(self: MemoryUnit, drains: Collection[str]) -> BegunMoves:
+    async def begun(self: MemoryUnit, drain: str | None) -> BegunMoves:
         return BegunMoves()
 
     return patch.object(MemoryUnit, "begun", begun)

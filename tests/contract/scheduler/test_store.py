@@ -334,16 +334,24 @@ async def drains(store: SchedulerStore) -> SchedulerStore:
 
 async def test_the_requests_of_drains_are_counted(drains: SchedulerStore) -> None:
     async with drains.operation() as unit:
-        assert await unit.begun([DRAIN]) == BegunMoves(2, 10.0)
-        assert await unit.begun([OTHER]) == BegunMoves(1, 9.0)
-        assert await unit.begun([DRAIN, UNKNOWN, OTHER]) == BegunMoves(3, 10.0)
-        assert await unit.begun([UNKNOWN]) == await unit.begun([]) == BegunMoves(0, 0.0)
+        assert await unit.begun(DRAIN) == BegunMoves(2, 10.0)
+        assert await unit.begun(OTHER) == BegunMoves(1, 9.0)
+        assert await unit.begun(UNKNOWN) == await unit.begun(None) == BegunMoves(0, 0.0)
         newest = [next(one for one, _ in ASKED if one.created_at == at) for at in (8, 10, 5)]
         assert await unit.newest(DRAIN, 10) == newest and await unit.newest(DRAIN, 2) == newest[:2]
         assert await unit.newest(UNKNOWN, 10) == []
         counts = {(DRAIN, False): 2, (DRAIN, True): 2, (OTHER, False): 1}
         assert dict(await unit.moved_counts([DRAIN, OTHER, UNKNOWN])) == counts
         assert dict(await unit.moved_counts([])) == {}
+
+
+async def test_evacuations_under_way_are_counted_of_whatever_fence(drains: SchedulerStore) -> None:
+    """Of no client, and none that has ended."""
+    made = [asked(20, 5, GOES), asked(21, 6, GOES, OTHER), asked(22, 7, GOES, None), asked(23, 8, DONE)]
+    async with drains.operation() as unit:
+        await unit.insert_moves([replace(one, kind=MoveKind.EVACUATE) for one, _ in made], 30.0)
+    async with drains.operation() as unit:
+        assert await unit.begun(None) == BegunMoves(2, 0.0)
 
 
 async def test_the_requests_of_an_instance_that_have_ended_come_newest_first(drains: SchedulerStore) -> None:
@@ -371,7 +379,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerSto
             order.append("waits")
             begun.set()
             assert await unit.lock_object(ObjectKind.DRAIN, DRAIN) == msgspec.to_builtins(RECORD)
-            order.append((await unit.begun([DRAIN])).under_way)
+            order.append((await unit.begun(DRAIN)).under_way)
 
     waiting = asyncio.create_task(second())
     async with drains.operation() as unit:

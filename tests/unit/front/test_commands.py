@@ -50,7 +50,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, DEAD
-from bus.faults import DatabaseUnavailable
+from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, PublishRefused
 from bus.wire import SENT_AT
@@ -434,6 +434,19 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     with pytest.raises(Stop) as stopped:
         _ended(seen, as_json=False)
     assert (stopped.value.status, stopped.value.code) == (status, code)
+
+
+@on_virtual_time
+async def test_a_drain_that_its_schedulers_have_forgotten_is_followed_no_more() -> None:
+    """Their database was set back: the command died of an empty page."""
+
+    class Answering:
+        async def request(self, *_: object, **__: object) -> DrainsPage:
+            return DrainsPage()
+
+    with pytest.raises(RequestRefused) as refused:
+        await follow(cast("Any", Answering()), DRAIN, clock=SystemClock(), timeout_s=100.0)
+    assert refused.value.code == "drain.unknown"
 
 
 # --- `berth quotas|rules|cells set`: what an operator names is done, or refused with a word

@@ -148,6 +148,20 @@ def test_the_id_of_a_try_follows_from_the_newest_request_that_has_ended() -> Non
     assert ids[1] == request_id(DRAIN, A, ended(99).request_id)
 
 
+@pytest.mark.parametrize("code", ["instance.not_running", "no_valid_host", ""])
+def test_a_request_that_a_late_clock_has_made_is_newer_than_that_which_it_follows(code: str) -> None:
+    """Its id was made again for ever, as that of the next one: it is on record, and moved nothing."""
+    client = ended(5, drain=None)  # made by a scheduler whose clock is ahead of the others'
+    first = replace(ended(6, code), request_id=request_id(DRAIN, A, client.request_id))
+    second = replace(ended(7, "no_valid_host"), request_id=request_id(DRAIN, A, first.request_id))
+    for requests in ([client, first], [client, first, second]):
+        found = decided(ACTIVE, requests)
+        assert isinstance(found, MoveRequest)
+        assert found.request_id == request_id(DRAIN, A, requests[-1].request_id)
+        is_cold = requests[-1].code == "instance.not_running"
+        assert found.kind is (MoveKind.MIGRATE if is_cold else MoveKind.LIVE_MIGRATE)
+
+
 STILL, STUCK = {"is_stuck": False}, {"is_stuck": True}
 REFUSED = {"code": "no_valid_host", "reason": "why"}
 TOLD = {"code": "instance.building", "reason": "its build"}
@@ -283,6 +297,18 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_at: float, un
     assert [one.request.instance_uuid for one in found.moves] == [one.instance_uuid for one in held[:begun]]
     waiting = [(one.held.instance_uuid, one.code) for one in found.waiting]
     assert waiting == [(B, "service.down"), *((one.instance_uuid, "") for one in held[begun:])]
+
+
+@pytest.mark.parametrize(("fields", "began"), [({"per_minute": 1}, 60.0), ({"at_once": 1}, 0.1)])
+def test_what_is_refused_for_ever_keeps_no_other_from_its_turn(fields: dict[str, Any], began: float) -> None:
+    """The first was due again with each slot of a minute, and nothing else moved while the drain went on."""
+    level, uuids = level_of(replace(RECORD, **fields), NOW), (A, B, H2)
+    held = [replace(ACTIVE, instance_uuid=uuid) for uuid in uuids]
+    requests = {A: tries(60.0, *range(90, 99)), B: tries(61.0, *range(90, 99))}
+    for left, first in ((held, H2), (held[:2], B), (held[:1], A)):
+        found = next_moves(level, left, requests, BegunMoves(0, NOW - began), NOW)
+        assert [one.request.instance_uuid for one in found.moves] == [first]
+        assert len(found.waiting) == len(left) - 1
 
 
 def test_what_was_refused_keeps_its_reason_where_it_could_be_tried_again_and_no_move_begins() -> None:
@@ -439,6 +465,11 @@ def test_an_instance_whose_source_a_migration_keeps_is_named(
 def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer_type: str, attempt: int) -> None:
     holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type=consumer_type, attempt=attempt)
     assert not is_migration(holder)
+    held = held_on(DRAINED, MoveContext(), None, holder)
+    if not attempt:
+        assert held is None
+    else:  # a claim whose record was lost: the drain ended as done while its machine may run there
+        assert held is not None and (held.instance_uuid, held.project_id, held.code) == (R, "p", "instance.misplaced")
 
 
 def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there() -> None:

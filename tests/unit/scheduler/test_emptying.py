@@ -17,14 +17,24 @@ from bus.consuming.outcome import Outcome
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveState
-from bus.contracts.objects import ChangedObject, ObjectKind
+from bus.contracts.objects import ChangedObject, FenceRecord, ObjectKind
 from bus.contracts.operations import EvacuationPolicy
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.drains import BegunMoves, DrainedHost, HeldInstance, evacuating, next_moves, request_id
+from scheduler_worker.domain.drains import (
+    MAX_REFUSALS,
+    BegunMoves,
+    DrainedHost,
+    HeldInstance,
+    evacuating,
+    fenced_hosts,
+    next_moves,
+    request_id,
+)
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.drains import DrainController
-from scheduler_worker.emptying import HostEmptier
+from scheduler_worker.emptying import LOOK_S, EvacuationController, HostEmptier
 from scheduler_worker.moves import Admit
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -87,7 +97,7 @@ class Engine:
     async def process(self, moves: Sequence[PendingMove], admit: Admit) -> dict[int, Outcome]:
         if self.before is not None:
             await self.before()
-        assert {one.drain for one in moves} == {DRAIN}
+        assert len({one.drain for one in moves}) == 1
         async with self._store.operation() as unit:
             self.admitted = [one.request.instance_uuid for one in await admit(unit, moves)]
         return {}
@@ -213,9 +223,94 @@ async def test_what_has_happened_since_the_look_counts(
     await it.built()
     it.engine.before = partial(before, it)
     of = it.drains._emptied(DRAIN, RECORD)
-    found = await it.emptier.step(of, await it.emptier.begun(of.drains))
+    found = await it.emptier.step(of, await it.emptier.begun(of.drain))
     assert (len(found.moves), len(found.waiting)) == (3, 3)
     assert it.engine.admitted == [VMS[at] for at in admitted], what
+
+
+async def test_the_look_goes_on_behind_what_was_refused() -> None:
+    """Of two pages the first is full of what is refused for ever, and due with every slot."""
+    it, record = Emptying(), replace(RECORD, per_minute=1)
+    await it.put(record)
+    await it.built()
+    for uuid in VMS[:3]:
+        await it.begins(uuid, ended=True)
+    whole, pages = it.holders.held_on, [[DrainedHost(HOST, name, drain=DRAIN)] for name in ("h", "i")]
+
+    async def held_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+        found = await whole(hosts, everything=everything)
+        return found[:3] if hosts == pages[0] else found[3:]
+
+    it.holders.pages, it.holders.held_on = lambda *_: pages, held_on  # type: ignore[method-assign]
+    await it.emptier.step(it.drains._emptied(DRAIN, record), BegunMoves(0, 2.0))
+    assert it.engine.admitted == [VMS[3]]
+
+
+class Fenced:
+    """A fenced host with six instances to restart, of which some may be evacuated at a time."""
+
+    def __init__(self, at_once: int) -> None:
+        self.it = Emptying()
+        fence = FenceRecord(host="h", version=1, acknowledged=1, token="t")
+        self.registry = SimpleNamespace(fences={HOST: fence})
+        config = SchedulerConfig(evacuations_at_once=at_once, on_host_failure=EvacuationPolicy.RESTART)
+        registry, selector = cast("Any", self.registry), cast("Any", SimpleNamespace(config=config))
+        self.evacuations = EvacuationController(
+            registry, selector, self.it.emptier, clock=SystemClock(), rng=random.Random(1)
+        )
+
+    @property
+    def drain(self) -> str:
+        """What the requests under the fence have on record as theirs."""
+        return fenced_hosts(self.registry.fences)[HOST].drain
+
+    async def on_record(self) -> None:
+        await self.it.built()
+        async with self.it.store.operation() as unit:
+            present = await unit.lock_objects()
+            assert not present.objects
+            body = msgspec.to_builtins(self.registry.fences[HOST])
+            fence = ChangedObject(kind=ObjectKind.FENCE, name=HOST, before=None, after=body)
+            await unit.write_objects([fence], ChangeAuthor("ann", "", 1.0))
+
+    async def requested(self, uuid: str, number: int, *, ended: bool) -> None:
+        move = RecordedMove(
+            request_id=f"{number:08}{uuid[8:]}", instance_uuid=uuid, project_id="p", kind=MoveKind.EVACUATE, digest=b"",
+            state=MoveState.FAILED if ended else MoveState.SCHEDULED, sequence=2, terminal=ended, drain=self.drain,
+            code="no_valid_host" if ended else "", created_at=float(number),
+        )  # fmt: skip
+        async with self.it.store.operation() as unit:
+            await unit.insert_moves([move], float(number))
+
+
+async def test_an_instance_that_was_given_up_keeps_no_other_from_its_evacuation() -> None:
+    """Of many fenced hosts a pass sees a part: it rested for a minute because all that it saw was given up."""
+    fenced = Fenced(6)
+    it = fenced.it
+    await fenced.on_record()
+    for number in range(MAX_REFUSALS):
+        await fenced.requested(VMS[0], number, ended=True)
+    whole = it.holders.held_on
+
+    async def held_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+        return (await whole(hosts, everything=everything))[: 6 if everything else 1]
+
+    it.holders.held_on = held_on  # type: ignore[method-assign]
+    assert await fenced.evacuations._pass("") == LOOK_S
+    assert it.engine.admitted == VMS[1:]
+
+
+@pytest.mark.parametrize(("at_once", "admitted"), [(2, 0), (3, 1)])
+async def test_evacuations_under_a_fence_that_was_put_on_again_count(at_once: int, admitted: int) -> None:
+    """As many as may be under way were begun a second time, because a new fence has other ids."""
+    fenced = Fenced(at_once)
+    await fenced.on_record()
+    for number in (0, 1):
+        await fenced.requested(VMS[number], number, ended=False)
+    fence = fenced.registry.fences[HOST]
+    fenced.registry.fences = {HOST: replace(fence, version=3, acknowledged=3)}
+    await fenced.evacuations._pass("")
+    assert len(fenced.it.engine.admitted) == admitted
 
 
 @pytest.mark.parametrize("target", [DrainTarget.CELL, DrainTarget.HOST])

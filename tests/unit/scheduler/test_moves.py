@@ -25,6 +25,7 @@ from bus.contracts.moves import (
     MoveAccepted,
     MoveEvent,
     MoveKind,
+    MoveQuery,
     MoveRequest,
     MoveState,
     ResizePolicy,
@@ -40,13 +41,14 @@ from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
 from scheduler_worker.domain.moves import CELL_DRAIN_USER, CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
-from scheduler_worker.domain.requests import OVERTAKES, RETRIES, RequestDelivery
+from scheduler_worker.domain.requests import LAST, OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
+from scheduler_worker.store.port import OperationUnit
 from tests.contract.rig import REQUESTS
 from tests.kit.claims import BookClaims
 from tests.kit.sent import Sent
@@ -483,6 +485,15 @@ class Follower:
         return True
 
 
+class Stepping(SystemClock):
+    """A clock of a day that is set."""
+
+    at = 1.0
+
+    def time(self) -> float:
+        return self.at
+
+
 @pytest.fixture
 async def store() -> Contended:
     made = Contended()
@@ -509,6 +520,23 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
         delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
     )
     return (await engine.process([pending]))[0]
+
+
+async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
+    """A drain with a rate waits from then on; with a long wait for the lock two of its moves began at once."""
+    store, clock, hosts = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), Stepping(), Hosts([PLENTY])
+    store.publish_through(Sent())
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
+    more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
+    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more)
+
+    async def admit(_: OperationUnit, ready: Sequence[PendingMove]) -> Sequence[PendingMove]:
+        clock.at += 100.0
+        return ready
+
+    await engine.process([PendingMove(position=0, request=requested(), taken_at=1.0, delivery=LAST)], admit)
+    (made,) = await store.moves(MoveQuery(request_id=MOVE))
+    assert made.created_at == 101.0
 
 
 async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_nothing_is_written(
