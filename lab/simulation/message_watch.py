@@ -11,11 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from bus.bus import API
-from bus.contracts.base import MAX_AMOUNT, encode, tag_of
+from bus.contracts.base import MAX_AMOUNT, ORDER_OUTDATED, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim, ClaimAll
+from bus.key_trust import CODE
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
 from bus.port import Outgoing
@@ -68,7 +69,9 @@ class MessageWatch:
             tag = _tagged.decode(body).type
             if tag == MOVE_TAG and (bus != API or self._world.plan.through_schedulers):
                 self._moved(_moved.decode(body), bus)
-            self._world.listener.message(bus, message.exchange, message.routing_key, tag)
+            # What a cell commanded before its database was set back is refused, and nobody awaits it any more.
+            if message.headers.get(CODE) != ORDER_OUTDATED:
+                self._world.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self._world.machines.result(_result.decode(body))
             if tag == CLAIM_TAG and self._world.probing:
