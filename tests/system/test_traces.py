@@ -63,6 +63,7 @@ HOPS = {
     ("scheduler", "scheduler.builds"),
     ("client", "client.feed.{process}"),
 }
+BY_HTTP = HOPS - {("client", "build"), ("scheduler", "scheduler.requests")} | {("scheduler", "scheduler.door")}
 # The same of a live migration, from the command that requests it.
 MOVE_HOPS = {
     ("cli", "move"),
@@ -253,7 +254,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
     assert spans[0].attributes["berth.move"] == "live-migrate"
     assert_one_tree(spans)
     spans = running.below("web", "POST /api/v1/builds")
-    assert {(span.service, span.name) for span in spans} >= HOPS - {("client", "build")}
+    assert {(span.service, span.name) for span in spans} >= BY_HTTP
     assert spans[0].attributes["http.response.status_code"] == 202
     assert_one_tree(spans)
     spans = [span for span in running.receiver.spans if span.trace == trace.trace_id]

@@ -72,7 +72,14 @@ PROGRAMS = ("client", "a trusted program")
 ANSWERS: dict[tuple[str, Where], tuple[str, ...]] = {
     ("placement_worker", Where.API): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
     ("placement_worker", Where.CELL): (*SERVED, "cell_conductor", "compute_sim", "ironic_sync", *PROGRAMS),
-    ("scheduler_worker", Where.API): (*SERVED, "placement_worker", "compute_sim", "ironic_sync", "gateway", *PROGRAMS),
+    ("scheduler_worker", Where.API): (
+        "operator",
+        "placement_worker",
+        "compute_sim",
+        "ironic_sync",
+        "gateway",
+        *PROGRAMS,
+    ),
     ("scheduler_worker", Where.CELL): ("operator", "compute_sim", "ironic_sync", *PROGRAMS),
     ("cell_conductor", Where.CELL): SERVED,
     ("compute_sim", Where.CELL): ("cell_conductor", "operator"),
