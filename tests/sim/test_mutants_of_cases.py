@@ -164,7 +164,7 @@ def test_a_drain_that_does_not_look_at_its_hosts_is_found(monkeypatch: pytest.Mo
 
 def test_a_drain_that_begins_more_moves_than_it_may_is_found() -> None:
     with moves_of_drains_have_no_bound():
-        assert run(a_build_comes_to_a_host_that_is_being_drained()).breach == "drains_keep_their_bound"
+        assert run(a_build_comes_to_a_host_that_is_being_drained(builds_s=30.0)).breach == "drains_keep_their_bound"
 
 
 MOVES = frozenset({Widening.MOVES})
