@@ -66,6 +66,7 @@ class Bus:
         self.stall_watch = StallWatch() if stall_watch is None else stall_watch
         self.publisher = Publisher(name, transport, limits)
         self._incarnation: Callable[[], int] = lambda: 0
+        self._sent_sequence: Callable[[], int] = lambda: 0
         self._requester = Requester(
             name,
             transport,
@@ -73,7 +74,7 @@ class Bus:
             process=process,
             clock=clock,
             rng=rng,
-            incarnation=self._stated_incarnation,
+            mark=self._mark,
         )
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
@@ -99,12 +100,18 @@ class Bus:
         """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
 
-    def _stated_incarnation(self) -> int:
-        return self._incarnation()
+    def _mark(self, decided_by: int | None = None) -> tuple[int, int]:
+        """What a message that leaves now states of the cell's database. decided_by: None: the incarnation of now."""
+        incarnation = self._incarnation()
+        if decided_by is None or decided_by == incarnation:
+            return incarnation, self._sent_sequence()
+        return decided_by, 0
 
-    def states_incarnation(self, incarnation: Callable[[], int]) -> None:
-        """Have each message state the incarnation of the cell's database by which this process decides."""
-        self._incarnation = incarnation
+    def states_mark(self, incarnation: Callable[[], int], sent_sequence: Callable[[], int] = lambda: 0) -> None:
+        """Have each message state the incarnation of the cell's database by which this process decides, and how many of
+        its commits are certainly on disk.
+        """
+        self._incarnation, self._sent_sequence = incarnation, sent_sequence
 
     async def open(self) -> None:
         """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
@@ -248,13 +255,15 @@ class Bus:
         incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
+        database_incarnation, sent_sequence = self._mark(incarnation)
         meta = Meta(
             id=new_uuid(self.rng),
             cause=cause,
             sent_at=self.clock.time(),
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
-            database_incarnation=self._incarnation() if incarnation is None else incarnation,
+            database_incarnation=database_incarnation,
+            sent_sequence=sent_sequence,
         )
         packed = pack(message, meta)
         # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
@@ -290,16 +299,16 @@ REPLY_PREFETCH = 1_000
 
 class _PendingRequests:
     """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request. incarnation: by which they were decided, however often they are published.
+    request. mark: as of when they were decided, however often they are published.
     """
 
-    def __init__(self, count: int, spans: Mapping[int, Span], incarnation: int) -> None:
+    def __init__(self, count: int, spans: Mapping[int, Span], mark: tuple[int, int]) -> None:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.incarnation = incarnation
+        self.mark = mark
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:
@@ -321,13 +330,13 @@ class Requester:
         process: str,
         clock: Clock,
         rng: random.Random,
-        incarnation: Callable[[], int],
+        mark: Callable[[], tuple[int, int]],
     ) -> None:
         self._transport = transport
         self._publisher = publisher
         self._clock = clock
         self._rng = rng
-        self._incarnation = incarnation
+        self._mark = mark
         self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
         self._codec = Codec(REPLIES, queue=self._queue)
         self._pending: dict[str, tuple[_PendingRequests, int]] = {}
@@ -343,7 +352,7 @@ class Requester:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
-        pending = _PendingRequests(len(messages), _spans(messages, causes), self._incarnation())
+        pending = _PendingRequests(len(messages), _spans(messages, causes), self._mark())
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
@@ -428,7 +437,8 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
-            database_incarnation=pending.incarnation,
+            database_incarnation=pending.mark[0],
+            sent_sequence=pending.mark[1],
         )
         mode = Mode(True, row.persistent, row.mandatory)
         self._publisher.post(*destination(message), mode, pack(message, meta), waiter, until)

@@ -38,6 +38,7 @@ ATTEMPT = "berth-attempt"
 PATIENCE = "berth-patience-ms"
 WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
+SENT_SEQUENCE = "berth-sent-sequence"
 TRACEPARENT = "traceparent"
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
@@ -63,6 +64,7 @@ MAX_REPLY_TO = 200
 # Times in seconds and attempts beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
 MAX_ATTEMPT = 1000
+MAX_WHOLE = 2**53  # a float has each whole number below it
 # A time never leaves later than it was; a value that today's floats cannot distinguish from a whole millisecond stays
 # that one.
 SLACK_MS = 0.0005
@@ -189,6 +191,8 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[TRACEPARENT] = meta.traceparent
     if meta.database_incarnation:
         headers[INCARNATION] = meta.database_incarnation
+    if meta.sent_sequence:
+        headers[SENT_SEQUENCE] = meta.sent_sequence
     return headers
 
 
@@ -389,6 +393,7 @@ def _may_travel(meta: Meta) -> bool:
         and abs(meta.waited_s) < MAX_TIME_S
         and 0 <= meta.attempt <= MAX_ATTEMPT
         and 0 <= meta.database_incarnation <= MAX_INCARNATION
+        and 0 <= meta.sent_sequence < MAX_WHOLE
     )
 
 
@@ -443,6 +448,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
         database_incarnation=max(0, min(MAX_INCARNATION, int(numbers[INCARNATION] or 0))),
+        sent_sequence=max(0, int(numbers[SENT_SEQUENCE] or 0)),
     )
     return meta, problem
 
@@ -460,9 +466,9 @@ def _text(headers: Mapping[str, object], name: str) -> str | None:
 def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
     found: dict[str, float | None] = {}
     problem = ""
-    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT, INCARNATION):
+    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT, INCARNATION, SENT_SEQUENCE):
         value = headers.get(name)
-        sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
+        sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_WHOLE
         found[name] = float(value) if sound else None  # type: ignore[arg-type]
         if value is not None and not sound:
             problem = f"header {name} is not a number"

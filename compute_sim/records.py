@@ -91,15 +91,14 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-class IncarnationRow(Struct, frozen=True, array_like=True, tag="i"):
-    """The highest incarnation of the cell's database by which the service was commanded."""
+class MarkRow(Struct, frozen=True, array_like=True, tag="i"):
+    """The highest incarnation of the cell's database by which the service was commanded, and the highest mark in it."""
 
     database_incarnation: int
+    sent_sequence: int = 0
 
 
-Row = (
-    IncarnationRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
-)
+Row = MarkRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
 
 
 class Records:
@@ -118,7 +117,8 @@ class Records:
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
         self._in_book: dict[str, bool] = {}
         self._undeploying: dict[Key, tuple[int, str]] = {}  # one a node at most
-        self.database_incarnation = 0  # the highest by which it was commanded
+        self.mark = (0, 0)  # incarnation and number: the highest by which it was commanded
+        self._mark_written = self.mark
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -174,13 +174,16 @@ class Records:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write these rows, and the purges that they cause, to the journal."""
-        forgotten: list[Row] = []
+        more: list[Row] = []
+        if rows and self._mark_written != self.mark:
+            more.append(MarkRow(*self.mark))
+            self._mark_written = self.mark
         while len(self._ended) > MAX_ENDED:
             row = PurgeRow(*next(iter(self._ended)))
             self._apply(row)
-            forgotten.append(row)
+            more.append(row)
         if self._journal is not None:
-            self._journal.append([*rows, *forgotten])
+            self._journal.append([*rows, *more])
             if self._journal.rows > REWRITE_AFTER + 4 * len(self._entries):
                 self._journal.rewrite(self._snapshot())
 
@@ -267,15 +270,16 @@ class Records:
             self._apply(row)
             self.write([row])
 
-    def is_outdated(self, database_incarnation: int) -> bool:
+    def is_outdated(self, database_incarnation: int, sent_sequence: int) -> bool:
         """Whether what was decided by this incarnation of the cell's database is refused. A higher one than any before
-        is remembered.
+        is remembered, and a higher mark in it with what is written next.
         """
-        if database_incarnation > self.database_incarnation:
-            row = IncarnationRow(database_incarnation)
-            self._apply(row)
-            self.write([row])
-        return database_incarnation < self.database_incarnation
+        is_later = database_incarnation > self.mark[0]
+        self.mark = max(self.mark, (database_incarnation, sent_sequence))
+        if is_later:
+            self._mark_written = self.mark
+            self.write([MarkRow(*self.mark)])
+        return database_incarnation < self.mark[0]
 
     def failed_builds(self, host: str) -> int:
         """Consecutive failed builds of a host."""
@@ -328,8 +332,8 @@ class Records:
 
     def _apply(self, row: Row) -> None:
         match row:
-            case IncarnationRow(database_incarnation):
-                self.database_incarnation = database_incarnation
+            case MarkRow(database_incarnation, sent_sequence):
+                self.mark = self._mark_written = (database_incarnation, sent_sequence)
             case EntryRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
@@ -373,7 +377,7 @@ class Records:
 
     def _snapshot(self) -> Iterator[Row]:
         yield NumbersRow(self.epoch, self.version, self.starts)
-        yield IncarnationRow(self.database_incarnation)
+        yield MarkRow(*self.mark)
         for host, count in self._failures.items():
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():

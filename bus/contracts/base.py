@@ -120,7 +120,8 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: W3C trace context.
     attempt: how often the consumer has already had this message retried.
     database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
-    is told to do something refuses a lower one than the highest that it knows of that cell.
+    is told to do something refuses a lower one than the highest that it knows of that cell. sent_sequence: a
+    mark that was on disk when this left (0: it does not say); a database that is below it was set back.
     """
 
     id: str
@@ -133,6 +134,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str | None = None
     attempt: int = 0
     database_incarnation: int = 0
+    sent_sequence: int = 0
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):

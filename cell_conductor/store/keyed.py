@@ -98,15 +98,29 @@ class KeyedRows(Protocol):
 
 
 class KnownDatabase(Struct):
-    """The state of its database that a conductor last saw."""
+    """The state of its database that a conductor last saw. sent_sequence: the highest of its own commits in this
+    incarnation that are on disk.
+    """
 
     deployment: str = ""
     set_back: SetBack = SetBack()
+    sent_sequence: int = 0
 
     @property
     def state(self) -> tuple[str, int]:
         """What a write is guarded by: its identity, and the incarnation of it."""
         return self.deployment, self.set_back.incarnation
+
+    def adopt(self, set_back: SetBack) -> None:
+        """This is on record. Of another incarnation nothing is known to have left."""
+        if set_back.incarnation != self.set_back.incarnation:
+            self.sent_sequence = 0
+        self.set_back = set_back
+
+    def note_sent(self, incarnation: int, sent_sequence: int) -> None:
+        """A commit in this incarnation is on disk."""
+        if incarnation == self.set_back.incarnation:
+            self.sent_sequence = max(self.sent_sequence, sent_sequence)
 
 
 class Unrecognised(Transient):

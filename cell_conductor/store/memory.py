@@ -47,6 +47,8 @@ class MemoryInstanceTable(MemoryDatabase):
         "origin",
         "set_back_at",
         "incarnation",
+        "ended_incarnations",
+        "sent_sequence",
         "lease_keeper",
         *(one.name for one in KEYED),
     )
@@ -57,6 +59,8 @@ class MemoryInstanceTable(MemoryDatabase):
         self.origin = self.place
         self.set_back_at = 0.0
         self.incarnation = 1
+        self.ended_incarnations: dict[int, int] = {}
+        self.sent_sequence = 0
         self.made_at = self.clock.time()
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
@@ -195,7 +199,7 @@ class MemoryTransaction:
         check_identity(table.deployment, seen.deployment)
         if table.origin == table.place:
             check_incarnation(table.incarnation, heard or 0)
-            seen.set_back = replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation)
+            seen.adopt(replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation))
             return None
         incarnation = max(table.incarnation, above(seen, heard)) + 1
         await self._transaction.lock(["identity"])
@@ -203,13 +207,15 @@ class MemoryTransaction:
             raise Unrecognised
         now = replace(seen.set_back, at=table.clock.time(), incarnation=incarnation)
         self._transaction.will(partial(setattr, table, "set_back_at", now.at))
+        ended = {**table.ended_incarnations, table.incarnation: table.sent_sequence}
+        self._transaction.will(partial(setattr, table, "ended_incarnations", ended))
         self._transaction.will(partial(setattr, table, "incarnation", now.incarnation))
         under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [in_doubt(table.instances[uuid], now) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
-        self._write(doubted)
-        self._transaction.will(partial(setattr, seen, "set_back", now))
+        _keep(table, self._transaction, doubted)
+        self._transaction.will(partial(seen.adopt, now))
         return DatabaseChange(table.deployment, incarnation, len(doubted))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
@@ -270,6 +276,7 @@ class MemoryTransaction:
 
     def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
+        _mark(self._table, self._transaction, self._seen)
 
 
 class MemoryInstanceRows:
@@ -313,6 +320,8 @@ class MemoryInstanceRows:
             if any(uuid in table.instances for uuid in new):
                 raise PreconditionFailed
             _keep(table, transaction, [*writes.inserts, *writes.updates])
+            if writes.durable:
+                _mark(table, transaction, self._seen)
             rows = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, rows)
 
@@ -329,6 +338,16 @@ def _keep(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, in
     if instances:
         rows = {instance.uuid: instance for instance in instances}
         transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
+
+
+def _mark(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+    incarnation = seen.set_back.incarnation
+
+    def raise_sent() -> None:
+        table.sent_sequence += 1
+        seen.note_sent(incarnation, table.sent_sequence)
+
+    transaction.will(raise_sent)
 
 
 class MemoryInstances(SeenStore):
@@ -348,7 +367,7 @@ class MemoryInstances(SeenStore):
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment = self._table.deployment
-        self._seen.set_back = SetBack(self._table.set_back_at, self._table.made_at, self._table.incarnation)
+        self._seen.adopt(SetBack(self._table.set_back_at, self._table.made_at, self._table.incarnation))
         self.ready = True
 
     async def close(self) -> None:

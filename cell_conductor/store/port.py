@@ -136,6 +136,10 @@ class InstanceStore(Flushed, Protocol):
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
 
+    @property
+    def sent_sequence(self) -> int:
+        """The highest mark of its own commits that are on disk, in this incarnation (0: none)."""
+
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
 
@@ -263,3 +267,8 @@ class SeenStore(FlushedStore):
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
         return self._seen.set_back
+
+    @property
+    def sent_sequence(self) -> int:
+        """The highest mark of its own commits that are on disk, in this incarnation (0: none)."""
+        return self._seen.sent_sequence

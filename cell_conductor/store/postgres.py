@@ -76,7 +76,8 @@ FROM identity
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"""
 {NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()),
-    database_incarnation = greatest(database_incarnation, $1) + 1
+    database_incarnation = greatest(database_incarnation, $1) + 1, ended_incarnations = (ended_incarnations::jsonb
+        || jsonb_build_object(database_incarnation::text, (SELECT sequence FROM sent)))::json
 WHERE origin <> origin_of('instances') RETURNING set_back_at, database_incarnation
 """
 # As `domain.set_back.in_doubt`.
@@ -87,8 +88,8 @@ UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_bui
 WHERE state = ANY($1) AND json_typeof(record) = 'object'
 """
 
-INSERT = tables.numbered(tables.INSERT)
-UPDATE = tables.numbered(tables.UPDATE)
+INSERT = tables.marked(tables.INSERT)
+UPDATE = tables.marked(tables.UPDATE)
 
 READ_VERSIONS = f"SELECT {_ROW}, xmin FROM instances WHERE uuid = ANY($1::uuid[])"
 
@@ -213,9 +214,15 @@ class PostgresInstanceRows:
         if updates:
             columns = tables.columns(updates)
             statement.add("updated", f"{tables.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
+        if writes.durable:
+            statement.add("marked", tables.RAISE_SENT)
+            statement.column("(SELECT sequence FROM marked) AS sent_sequence")
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
+        incarnation = self._seen.set_back.incarnation
         written = await statement.execute(self._connection, durable=writes.durable)
+        if writes.durable:
+            self._seen.note_sent(incarnation, written["sent_sequence"])
         return Committed(written["version"], written["outbox_rows"])
 
 
@@ -229,6 +236,7 @@ class PostgresTransaction:
         self.rows: Sequence[int] = ()
         self.durable = True
         self.recognised: SetBack | None = None
+        self.mark = (0, 0)  # once it has written instances
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
         """Compare the database with its last known state; if it was set back, its builds are doubted. Raises
@@ -240,7 +248,7 @@ class PostgresTransaction:
         check_identity(found, seen.deployment)
         if not is_elsewhere:
             check_incarnation(incarnation, heard or 0)
-            seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
+            seen.adopt(replace(seen.set_back, at=set_back_at, incarnation=incarnation))
             return None
         noted = await self._connection.fetchrow(NOTE_SET_BACK, above(seen, heard))
         if noted is None:  # another conductor was first
@@ -273,16 +281,21 @@ class PostgresTransaction:
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
-        if instances:
-            status: str = await self._connection.execute(INSERT, *tables.columns(instances))
-            if int(status.rsplit(" ", 1)[-1]) != len(instances):
-                raise Conflict
+        if instances and await self._write(INSERT, instances) != len(instances):
+            raise Conflict
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
         if instances:
             self._cache.invalidate([instance.uuid for instance in instances])
-            await self._connection.execute(UPDATE, *tables.columns(instances))
+            await self._write(UPDATE, instances)
+
+    async def _write(self, statement: str, instances: Sequence[Instance]) -> int:
+        incarnation = self._seen.set_back.incarnation
+        written, sequence = await self._connection.fetchrow(statement, *tables.columns(instances))
+        self.mark = (incarnation, sequence)
+        count: int = written
+        return count
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
@@ -317,7 +330,7 @@ class PostgresInstances(SeenStore):
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
             seen = self._seen
             seen.deployment, *set_back = await connection.fetchrow(IDENTITY)
-            seen.set_back = SetBack(*set_back)
+            seen.adopt(SetBack(*set_back))
 
     async def close(self) -> None:
         """Close the pool."""
@@ -334,8 +347,9 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             transaction = PostgresTransaction(connection, self._cache, self._seen)
             yield transaction
+        self._seen.note_sent(*transaction.mark)
         if transaction.recognised is not None:
-            self._seen.set_back = transaction.recognised
+            self._seen.adopt(transaction.recognised)
 
     @asynccontextmanager
     async def optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:

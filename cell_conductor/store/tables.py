@@ -60,12 +60,24 @@ instances = Table(
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. set_back_at: when that was last seen; a build that was
 # requested before may have been handed in before. database_incarnation: the number of this history, which every order
-# and request of the cell carries.
+# and request of the cell carries. ended_incarnations: {number: what `sent` had when this database left it}.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
     needed("set_back_at", Double, default=ZERO),
     needed("database_incarnation", Integer, default=text("1")),
+    needed("ended_incarnations", JSON, default=text("'{}'")),
+)
+
+# Raised by each commit that waits for the disk and whose messages leave afterwards. Every write reads the identity, so
+# this is apart: while something reads for long, all versions of a row that is updated all the time are looked through.
+sent = Table(
+    "sent",
+    METADATA,
+    needed("sequence", BigInteger, default=ZERO),
+    only_row(),
+    info={FIRST_ROW: {}},
+    postgresql_with={"fillfactor": 10},
 )
 
 # When this schema was made; an instance may have come from another cell before, into a schema that was here earlier.
@@ -130,6 +142,19 @@ UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE ins
 
 # As `Instance.service`.
 SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+
+# After the rows of instances, as everywhere.
+RAISE_SENT = "UPDATE sent SET sequence = sequence + 1 WHERE {met} RETURNING sequence"
+
+
+def marked(statement: str) -> str:
+    """A statement that writes instances in a transaction with locks, with the mark of its commit: (how many it has
+    written, the mark).
+    """
+    raised = RAISE_SENT.format(met="(SELECT count(*) FROM written) >= 0")
+    both = f"WITH written AS ({numbered(statement)} RETURNING 1), marked AS ({raised})"
+    return f"{both} SELECT (SELECT count(*) FROM written), (SELECT sequence FROM marked)"
+
 
 _encode = msgspec.json.Encoder().encode
 _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000

@@ -31,8 +31,16 @@ CREATE TABLE identity (
     origin TEXT DEFAULT '' NOT NULL,
     set_back_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
+    ended_incarnations JSON DEFAULT '{}' NOT NULL,
     PRIMARY KEY (one)
 );
+
+CREATE TABLE sent (
+    sequence BIGINT DEFAULT 0 NOT NULL,
+    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    PRIMARY KEY (one)
+)
+ WITH (fillfactor = 10);
 
 CREATE TABLE made (
     at DOUBLE PRECISION DEFAULT extract(epoch FROM clock_timestamp()) NOT NULL,
@@ -111,3 +119,5 @@ INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
 
 INSERT INTO made DEFAULT VALUES RETURNING made.one;
+
+INSERT INTO sent DEFAULT VALUES RETURNING sent.one;

@@ -227,7 +227,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     bus = await house.bus()
     willing = False
     handler = await house.answer(bus, REQUESTS, lambda _: Done() if willing else Refuse("not.now"), concurrency=1)
-    bus.states_incarnation(lambda: 3)
+    bus.states_mark(lambda: 3)
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)

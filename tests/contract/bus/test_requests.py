@@ -357,14 +357,17 @@ async def test_each_message_states_the_incarnation_by_which_it_was_decided(house
     asker, server = await house.bus(), await house.bus()
     handler = await house.answer(server, REQUESTS, accepted)
     await asker.publish(boot(0))
-    incarnations = iter((7, 8))
-    asker.states_incarnation(lambda: next(incarnations, 9))
+    now = [7, 20]
+    asker.states_mark(lambda: now[0], lambda: now[1])
     await asker.publish(boot(1))
+    now[:] = [8, 30]
     await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
+    now[:] = [9, 40]
     await asker.publish_all([(boot(number), "") for number in range(3, 6)])
     waiter = Waiter()
-    asker.post_all([(boot(6), ""), (boot(7), "")], ["", ""], [waiter, waiter], lambda _: None, [3, 0])
+    asker.post_all([(boot(6), ""), (boot(7), "")], ["", ""], [waiter, waiter], lambda _: None, [3, 9])
     await waiter.wait()
     await until(lambda: len(handler.got) == 8)
-    stated = {int(one.message.instance_uuid[-1]): one.meta.database_incarnation for one in handler.got}  # type: ignore[attr-defined]
-    assert stated == {0: 0, 1: 7, 2: 8, 3: 9, 4: 9, 5: 9, 6: 3, 7: 0}
+    metas = {int(one.message.instance_uuid[-1]): one.meta for one in handler.got}  # type: ignore[attr-defined]
+    stated = [(metas[number].database_incarnation, metas[number].sent_sequence) for number in range(8)]
+    assert stated == [(0, 0), (7, 20), (8, 30), (9, 40), (9, 40), (9, 40), (3, 0), (9, 40)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import product
 
 import pytest
 from msgspec.structs import replace
@@ -726,3 +727,61 @@ async def test_a_machine_whose_record_cannot_be_read_is_neither_explained_nor_ov
         unexplained=(Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "its record cannot be read"),)
     )
     await store.close()
+
+
+# --- marks: what leaves carries how many commits are on disk, and never more
+
+
+async def mark_on_record(store: InstanceStore) -> int:
+    """The number that its database has, which is only read."""
+    if isinstance(store, MemoryInstances):
+        return store._table.sent_sequence
+    assert isinstance(store, PostgresInstances)
+    async with store._database.raw() as connection:
+        return int(await connection.fetchval("SELECT sequence FROM sent"))
+
+
+async def changed(store: InstanceStore, *, durable: bool, locking: bool = False) -> None:
+    """One commit."""
+    async with store.transaction() if locking else store.optimistic(()) as transaction:
+        known = (await transaction.lock([A]))[A]
+        transaction.durable = durable or locking
+        await transaction.update([replace(known, attempt=known.attempt + 1, newest=known.attempt + 1)])
+        await transaction.send_later(MESSAGES)
+
+
+async def test_each_commit_that_waits_for_the_disk_raises_the_mark_by_one(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    assert one.sent_sequence == await mark_on_record(one) == 1
+    for store, durable, locking, mark in (
+        (one, True, False, 2),
+        (one, False, False, 2),
+        (other, True, False, 3),
+        (one, True, True, 4),
+    ):
+        await changed(store, durable=durable, locking=locking)
+        assert store.sent_sequence == mark
+    assert await mark_on_record(one) == 4
+    await restored(one)
+    async with one.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    assert one.sent_sequence == 0, "nothing has left in this incarnation"
+    assert other.sent_sequence == 3
+    await changed(one, durable=True)
+    assert one.sent_sequence == await mark_on_record(one) == 5
+
+
+@pytest.mark.parametrize("durable", [one for length in range(6) for one in product((False, True), repeat=length)])
+async def test_a_crash_of_the_database_never_leaves_it_below_a_mark_that_was_stated(durable: Sequence[bool]) -> None:
+    table = MemoryInstanceTable(SystemClock())
+    store = MemoryInstances(table.session())
+    await store.open()
+    await insert(store, instance(A))
+    for one in durable:
+        await changed(store, durable=one)
+    table.crash()
+    assert table.sent_sequence >= store.sent_sequence
+    assert store.sent_sequence == 1 + sum(durable)

@@ -24,7 +24,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 async def _conductor(cell: Cell, incarnation: int) -> Bus:
     made = Bus(CELL, cell.transports(CELL), process=f"conductor-{incarnation}", clock=cell.clock, rng=random.Random(1))
-    made.states_incarnation(lambda: incarnation)
+    made.states_mark(lambda: incarnation)
     await made.open()
     return made
 

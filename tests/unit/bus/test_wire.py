@@ -44,6 +44,7 @@ METAS = st.builds(
     traceparent=st.none() | st.text(min_size=1, max_size=40),
     attempt=st.integers(0, 1000),
     database_incarnation=st.integers(0, MAX_INCARNATION),
+    sent_sequence=st.integers(0, 2**53 - 1),
 )
 
 

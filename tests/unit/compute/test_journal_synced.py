@@ -230,7 +230,7 @@ async def test_a_command_is_acknowledged_and_a_result_published_when_its_record_
         story, service="s", wait_for_capacity=story.wait_for_capacity, on_report_requested=nothing,
         on_heartbeat=nothing, outdated=nothing, on_marker=nothing, reserve=nothing, on_rescan=nothing, find=nothing,
         list_machines=nothing,
-        sync=story.sync, is_outdated=lambda _: False,
+        sync=story.sync, is_outdated=lambda *_: False,
     )  # type: ignore[arg-type]  # fmt: skip
     command = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, deployment=UUID)
     outcomes = await handlers.commands([Received(command, Meta(id="m"), "c", "compute.s")] * 2)
