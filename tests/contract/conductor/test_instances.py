@@ -770,7 +770,7 @@ async def test_each_commit_that_waits_for_the_disk_raises_the_mark_by_one(make: 
         assert await transaction.recognise() is not None
     assert one.sent_sequence == 0, "nothing has left in this incarnation"
     assert other.sent_sequence == 3
-    await changed(one, durable=True)
+    await changed(one, durable=True, locking=True)
     assert one.sent_sequence == await mark_on_record(one) == 5
 
 
