@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 
-class Mark(Struct, frozen=True, order=True):
+class DatabaseMark(Struct, frozen=True, order=True):
     """The highest number that has left a database in this incarnation (0: none has)."""
 
     incarnation: int = 0
     sent_sequence: int = 0
 
 
-def is_recovery_needed(own: Mark, heard: Iterable[Mark], ended: Mapping[int, int]) -> bool:
+def is_recovery_needed(own: DatabaseMark, heard: Iterable[DatabaseMark], ended: Mapping[int, int]) -> bool:
     """Whether a mark that was heard is above what the database has of that incarnation.
 
     own: on record. ended: the number on record when each earlier incarnation ended in this database; one that is not
@@ -27,7 +27,7 @@ def is_recovery_needed(own: Mark, heard: Iterable[Mark], ended: Mapping[int, int
     return any(_is_above(mark, own, ended) for mark in heard if mark.incarnation)
 
 
-def _is_above(mark: Mark, own: Mark, ended: Mapping[int, int]) -> bool:
+def _is_above(mark: DatabaseMark, own: DatabaseMark, ended: Mapping[int, int]) -> bool:
     if mark.incarnation >= own.incarnation:
         return mark > own
     return mark.sent_sequence > ended.get(mark.incarnation, -1)

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from cell_conductor.domain.marks import Mark, is_recovery_needed
+from cell_conductor.domain.marks import DatabaseMark as Mark
+from cell_conductor.domain.marks import is_recovery_needed
 
 
 @pytest.mark.parametrize(
