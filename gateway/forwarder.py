@@ -19,7 +19,7 @@ from bus.contracts.moves import MovePage
 from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
-from bus.port import BusError, BusForbidden
+from bus.port import BusError
 
 M = TypeVar("M", bound=Message)
 
@@ -47,10 +47,7 @@ class RequestForwarder:
         return 0.0 if oldest is None else self._api.clock.monotonic() - oldest
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Send a batch and return the answers. What follows one that was not answered waits, too: it is sent behind it.
-
-        Raises BusForbidden.
-        """
+        """Send a batch and return the answers. What follows one that was not answered waits: it is sent behind it."""
         messages = [of_project(one.message, self._project) for one in batch]
         sizes = [len(encode(one)) for one in messages]
         key = object()
@@ -81,8 +78,6 @@ class RequestForwarder:
                     causes=[_subject_of(one) for one in part],
                     to=self._to,
                 )
-            except BusForbidden:
-                raise
             except BusError as error:
                 return answers, error
             for answer in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import uuid
 from typing import Any
 
@@ -26,7 +27,7 @@ from bus.contracts.build import (
 from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, project_bus
-from bus.port import Outgoing, PublishRefused
+from bus.port import BusForbidden, Outgoing, PublishRefused
 from bus.topology import plan
 from gateway import app, forwarder
 from gateway.config import GatewayConfig
@@ -263,6 +264,25 @@ async def test_a_full_door_sends_the_gateway_back_to_its_turns() -> None:
         async with door.scheduler():
             await until(lambda: door.got)
             assert received(door)[0].instance_uuid == body["instance_uuid"]
+
+
+async def test_a_request_waits_for_a_right_that_its_gateway_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its project is not begun anew, which would leave channels on the connection that all projects use."""
+    monkeypatch.setattr(app, "READ_PROJECTS_S", math.inf)
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        route, refusals = door.brokers[API].route, [1]
+
+        def refuse_first(message: Outgoing, *more: Any) -> None:
+            if message.routing_key == "door.request.demo" and refusals:
+                refusals.pop()
+                raise BusForbidden("no right to this key")
+            route(message, *more)
+
+        monkeypatch.setattr(door.brokers[API], "route", refuse_first)
+        await client.publish(body := request())
+        await until(lambda: received(door))
+        assert received(door)[0].instance_uuid == body["instance_uuid"]
 
 
 async def test_what_a_full_door_refuses_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
