@@ -37,7 +37,7 @@ from bus.port import (
 )
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.channels import CLOSE_TIMEOUT_S, CONFIRM_TIMEOUT_S, PublishChannel
-from bus.rabbitmq.errors import translated
+from bus.rabbitmq.errors import port_error, translated
 from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
 from bus.topology import (
@@ -83,6 +83,7 @@ class Session:
         assert connection.transport is not None and publishing.transport is not None, "connected"
         self.names = names
         self.lost = asyncio.Event()
+        self.lost_reason = ""  # as the broker or the network states it
         self.blocked = ""  # why the broker takes no messages now
         self._takes = asyncio.Event()  # it does, or the connection is lost
         self._takes.set()
@@ -91,8 +92,7 @@ class Session:
         self._connection: AbstractConnection = connection.transport.connection
         self._publishes: AbstractConnection = publishing.transport.connection
         for one in (self._connection, self._publishes):
-            one.closing.add_done_callback(lambda _: self.lost.set())
-            one.closing.add_done_callback(lambda _: self._takes.set())
+            one.closing.add_done_callback(self._closed)
         listen_for_alarms(self._publishes, self._alarmed)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
@@ -136,6 +136,13 @@ class Session:
                 await asyncio.gather(_close_quietly(consuming), _close_quietly(publishing))
                 raise
         return cls(consuming, publishing, names)
+
+    def _closed(self, closing: asyncio.Future[Any]) -> None:
+        error = None if closing.cancelled() else closing.exception()
+        if error is not None and not self.lost.is_set():
+            self.lost_reason = str(port_error(error))
+        self.lost.set()
+        self._takes.set()
 
     def _alarmed(self, reason: str) -> None:
         self.blocked = reason

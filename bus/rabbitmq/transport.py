@@ -403,7 +403,7 @@ class RabbitTransport:
                 await session.lost.wait()
                 self._session = None
                 metrics.BLOCKED.labels(self.name).set(0)
-                log.warning("bus.lost", bus=self.name)
+                log.warning("bus.lost", bus=self.name, reason=session.lost_reason)
                 await session.close()
                 continue
             await backoff.wait()
