@@ -45,7 +45,9 @@ UNMOVABLE = {
     Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
     Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
 }
-STUCK = 3  # refusals, after which an instance counts as one that cannot move; it is tried again all the same
+# Refusals, after which an instance counts as one that cannot move. It is tried again all the same, unless these were
+# cold moves that began and failed: each has stopped it.
+STUCK = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between a refusal and the next try; doubled with each
 BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
 READ_ENDS = 48  # requests that have ended that are read of one instance
@@ -207,7 +209,8 @@ def _next_of(
         kind = MoveKind.MIGRATE
     elif refused:
         last = refused[0]
-        is_last = level.most_refusals is not None and counted >= level.most_refusals
+        outages = sum(request.state is MoveState.FAILED for request in refused) if kind is MoveKind.MIGRATE else 0
+        is_last = outages >= STUCK or (level.most_refusals is not None and counted >= level.most_refusals)
         is_stuck = is_last or counted >= STUCK
         waits = WaitingInstance(held=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)

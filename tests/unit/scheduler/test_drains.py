@@ -239,6 +239,20 @@ def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals
     assert all(isinstance(one, WaitingInstance) and not one.is_last for one in paused)
 
 
+@pytest.mark.parametrize("record", [{"kind": MoveKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
+@pytest.mark.parametrize(
+    ("state", "count", "is_last"),
+    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 40, False)],
+)
+def test_a_cold_move_that_began_and_failed_is_tried_three_times(
+    record: dict[str, Any], state: MoveState, count: int, is_last: bool
+) -> None:
+    """Each stopped the instance; that of a cell took it down and built it again, every minute for ever."""
+    found = decided(ACTIVE, tries(*range(700, 700 + count), state=state), level_of(replace(RECORD, **record), NOW))
+    assert isinstance(found, WaitingInstance) is is_last
+    assert not isinstance(found, WaitingInstance) or (found.is_last and found.is_stuck)
+
+
 def test_no_story_moves_an_instance_that_has_to_wait() -> None:
     """Each host, hold, condition, request under way and history of two requests, of drains and evacuations."""
     sources = (DRAINED, DOWN, replace(DRAINED, code="host.fenced"))
