@@ -164,7 +164,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
     steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
     with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
-    machines its moves have ended, the newest last.
+    machines its moves have ended, the newest last. blocked_reason: why nothing is begun with it since a recovery ("":
+    nothing prevents that); see `reconcile.BlockedReason`.
     """
 
     uuid: str
@@ -203,6 +204,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departure: Departure | None = None
     departed_by: str = ""
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
+    blocked_reason: str = ""
 
     @property
     def phase(self) -> Phase:
@@ -291,6 +293,7 @@ class Brief(Struct, frozen=True):
     them.
     untried, reused_from, then: as Instance has them, and code of one that has failed or is to be deleted. doubted: the
     database was set back while it was being built or moved. kept: the hosts on which an operator keeps a machine of it.
+    blocked_reason: as Instance has it.
     """
 
     uuid: str
@@ -309,6 +312,7 @@ class Brief(Struct, frozen=True):
     code: str = ""
     kept: Sequence[str] = ()
     then: State | None = None
+    blocked_reason: str = ""
 
     @property
     def phase(self) -> Phase:

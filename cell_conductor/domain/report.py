@@ -225,6 +225,7 @@ def differences(
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
     by_uuid = {record.uuid: record for record in recorded}
+    blocked = {uuid for uuid, record in by_uuid.items() if record.blocked_reason}
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
@@ -241,6 +242,8 @@ def differences(
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
+            if one.instance_uuid in blocked:
+                continue  # a reconciliation judges it
             if one.deployment != deployment:
                 if not _is_known_at(record, host_uuid):
                     unexplained.append(
@@ -260,7 +263,8 @@ def differences(
                     events.append(event)
                 elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
                     (events if host_uuid in fenced else harmful).append(event)
-    for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
+    judged = [record for record in by_uuid.values() if record.uuid not in blocked]
+    for place, record in _not_listed(report.service, judged, running_on, may_have):
         is_harmful = desire_of(record).here is Wish.RUN
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events

@@ -21,6 +21,7 @@ from bus.faults import BrokenInvariant
 
 from . import (
     adopt_rules,
+    blocked_rules,
     delete_rules,
     departure_rules,
     doubt,
@@ -357,9 +358,22 @@ DOUBTED: Mapping[type[Event], Cell] = {
     InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
 }
 
+# Of a record with a blocked reason, whatever its state: the only place where that counts for a step.
+BLOCKED: Mapping[type[Event], Cell] = {
+    **dict.fromkeys(USUAL, IGNORE),
+    **{kind: USUAL[kind] for kind in (BuildRequested, MoveQueried)},
+    DeleteRequested: Rule(blocked_rules.delete, (State.DESTROYING,)),
+    TimedOut: Rule(blocked_rules.wait),
+    MoveRequested: Rule(blocked_rules.refuse),
+    DepartRequested: Rule(blocked_rules.refuse),
+    InstanceArrives: Rule(blocked_rules.refuse),
+}
+
 
 def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
+    if instance.blocked_reason:
+        return _stepped(instance, event, context)
     return _without_kept(with_orders(instance, _stepped(instance, event, context), context), event.at, context)
 
 
@@ -398,7 +412,7 @@ def _is_of_kept(order: Message, instance: Instance, context: StepContext) -> Typ
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
-    row = DOUBTED if doubt.is_in_doubt(instance) else TABLE[instance.state]
+    row = BLOCKED if instance.blocked_reason else DOUBTED if doubt.is_in_doubt(instance) else TABLE[instance.state]
     cell = row[type(event)]
     rule = cell.of(instance.then) if isinstance(cell, ByThen) else cell
     if rule is None:
@@ -421,6 +435,8 @@ def question_of(instance: Instance) -> Question | None:
     """The request to placement, or to compute services, while the instance is in this state. It follows from the record
     alone, so a crash at any moment leads to the very same request.
     """
+    if instance.blocked_reason:
+        return None
     query = doubt.machine_query_of(instance) if doubt.is_in_doubt(instance) else way_back.source_query_of(instance)
     if query is not None:
         return query
