@@ -102,6 +102,7 @@ class KnownDatabase(Struct):
 
     deployment: str = ""
     set_back: SetBack = SetBack()
+    is_recovering: bool = False
 
     @property
     def state(self) -> tuple[str, int]:
@@ -120,6 +121,18 @@ class Unrecognised(Transient):
 
     def __init__(self) -> None:
         super().__init__("the database was set back, which has to be recognised first")
+
+
+class Recovering(Transient):
+    """The cell's database was set back, and what is true of its instances is being found out: nothing else is begun.
+
+    What comes meanwhile waits, and uses up no retry.
+    """
+
+    code = "cell.recovering"
+
+    def __init__(self) -> None:
+        super().__init__("the cell recovers from the set-back of its database")
 
 
 class DatabaseOutdated(DatabaseForbidden):

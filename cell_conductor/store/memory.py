@@ -31,7 +31,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack, in_doubt
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value, check_incarnation
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Recovering, Unrecognised, Value, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
@@ -47,6 +47,7 @@ class MemoryInstanceTable(MemoryDatabase):
         "origin",
         "set_back_at",
         "incarnation",
+        "recovers",
         "lease_keeper",
         *(one.name for one in KEYED),
     )
@@ -57,6 +58,7 @@ class MemoryInstanceTable(MemoryDatabase):
         self.origin = self.place
         self.set_back_at = 0.0
         self.incarnation = 1
+        self.recovers = False
         self.made_at = self.clock.time()
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
@@ -195,6 +197,9 @@ class MemoryTransaction:
         if table.origin == table.place:
             check_incarnation(table.incarnation, highest)
             seen.set_back = replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation)
+            seen.is_recovering = table.recovers
+            if table.recovers:
+                raise Recovering
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
@@ -212,6 +217,31 @@ class MemoryTransaction:
         self._write(doubted)
         self._transaction.will(partial(setattr, seen, "set_back", now))
         return DatabaseChange(table.deployment, incarnation, len(doubted))
+
+    async def begin_recovery(self, heard: int) -> int:
+        """As in PostgreSQL."""
+        table, seen = self._table, self._seen
+        await self._transaction.statement()
+        check_identity(table.deployment, seen.deployment)
+        await self._transaction.lock(["identity"])
+        now = SetBack(table.set_back_at, seen.set_back.made_at, table.incarnation)
+        if table.origin != table.place or not table.recovers:
+            now = replace(now, at=table.clock.time(), incarnation=max(table.incarnation, seen.highest(heard)) + 1)
+            self._transaction.will(partial(_begin_recovery, table, now))
+        self._transaction.will(partial(_see, seen, now, True))
+        return now.incarnation
+
+    async def expect_recovering(self) -> None:
+        """One statement, under a lock."""
+        await self._transaction.statement()
+        await self._transaction.lock(["identity"])
+        if not _is_known(self._table, self._seen) or not self._table.recovers:
+            raise Unrecognised
+
+    async def end_recovery(self) -> None:
+        """One statement."""
+        self._transaction.will(partial(setattr, self._table, "recovers", False))
+        self._transaction.will(partial(setattr, self._seen, "is_recovering", False))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -298,7 +328,7 @@ class MemoryInstanceRows:
         table = self._table
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            if not _is_known(table, self._seen):
+            if not _is_known(table, self._seen) or table.recovers:
                 raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
@@ -322,6 +352,16 @@ class MemoryInstanceRows:
 
 def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
     return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
+
+
+def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
+    table.set_back_at, table.incarnation, table.origin, table.recovers = now.at, now.incarnation, table.place, True
+    for rows in (table.outbox, table.unexplained, table.breakers):
+        rows.clear()
+
+
+def _see(seen: KnownDatabase, set_back: SetBack, recovers: bool) -> None:
+    seen.set_back, seen.is_recovering = set_back, recovers
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -364,7 +404,8 @@ class MemoryInstances(SeenStore):
         async with self._session.transaction() as transaction:
             await transaction.statement()
             deadlines = (one.deadline for one in self._table.instances.values())
-            return not _is_known(self._table, self._seen) or any(at is not None and at <= now for at in deadlines)
+            is_open = _is_known(self._table, self._seen) and not self._table.recovers
+            return not is_open or any(at is not None and at <= now for at in deadlines)
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[MemoryTransaction]:
@@ -407,6 +448,12 @@ class MemoryInstances(SeenStore):
             fenced = self._table.fenced
             found = sorted(self._table.instances.items())
             return [uuid for uuid, instance in found if is_at(instance, service, fenced)][:limit]
+
+    async def uuids(self, after: str, last: str, limit: int) -> list[str]:
+        """One statement."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [one for one in sorted(self._table.instances) if after < one and (not last or one <= last)][:limit]
 
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Those that no transaction holds."""

@@ -65,8 +65,9 @@ class Transaction(Protocol):
         incarnation is above every one that is known.
 
         heard: the highest incarnation that others have stated; None: that is not known yet. Raises DatabaseReplaced
-        when it has another identity, DatabaseOutdated when it is as it was and others go by a later incarnation, and
-        Unrecognised. An optimistic transaction compares at its end, and only if it inserts; it raises Conflict there.
+        when it has another identity, DatabaseOutdated when it is as it was and others go by a later incarnation,
+        Unrecognised, and Recovering. An optimistic transaction compares at its end, and only if it inserts; it raises
+        Conflict there.
         """
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
@@ -98,7 +99,21 @@ class Transaction(Protocol):
 
 
 class LockingTransaction(Transaction, Protocol):
-    """A transaction that locks as it reads, so it can also find due instances: no cache has those."""
+    """A transaction that locks as it reads, so it can also find due instances: no cache has those. Those of a recovery
+    are of this kind.
+    """
+
+    async def begin_recovery(self, heard: int) -> int:
+        """The cell recovers from now on, under an incarnation above all that are known, which is returned; what the
+        outbox, the quarantine and the breakers have is of before, and goes. One that has begun on this database goes
+        on as it is. heard: as for `recognise`.
+        """
+
+    async def expect_recovering(self) -> None:
+        """Hold the recovery until the end. Raises Unrecognised when it is over, or another one has begun."""
+
+    async def end_recovery(self) -> None:
+        """The cell is open. After `expect_recovering`."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold, and those whose
@@ -137,6 +152,10 @@ class InstanceStore(Flushed, Protocol):
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the cell recovers, as this process has last seen."""
+
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
 
@@ -170,6 +189,9 @@ class InstanceStore(Flushed, Protocol):
         """The instances that have a machine at this compute service (`report.is_at`), in order of
         uuids.
         """
+
+    async def uuids(self, after: str, last: str, limit: int) -> list[str]:
+        """Instances on record, in order of uuids: behind `after`, up to `last` ("": no end)."""
 
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Delete instances that are in one of these phases since before this time, up to a bound; returns how many.
@@ -266,3 +288,8 @@ class SeenStore(FlushedStore):
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
         return self._seen.set_back
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the cell recovers, as this process has last seen."""
+        return self._seen.is_recovering

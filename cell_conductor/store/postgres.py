@@ -44,7 +44,7 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
-from .keyed import KnownDatabase, Unrecognised, check_incarnation
+from .keyed import KnownDatabase, Recovering, Unrecognised, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -65,10 +65,11 @@ IDENTITY = """
 SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0), database_incarnation FROM identity
 """
 RECOGNISE = """
-SELECT deployment::text, origin <> origin_of('instances'), set_back_at, database_incarnation FROM identity
+SELECT deployment::text, origin <> origin_of('instances'), set_back_at, database_incarnation, state = 'recovering'
+FROM identity
 """
 NOTHING_DUE = """
-SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3
+SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
@@ -77,6 +78,16 @@ NOTE_SET_BACK = f"""
 {NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()),
     database_incarnation = greatest(database_incarnation, $1) + 1
 WHERE origin <> origin_of('instances') RETURNING set_back_at, database_incarnation
+"""
+BEGIN_RECOVERY = f"""
+{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()), state = 'recovering',
+    database_incarnation = greatest(database_incarnation, $1) + 1
+WHERE origin <> origin_of('instances') OR state = 'open'
+"""
+RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state = 'recovering' FOR UPDATE"
+UUIDS = """
+SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
+ORDER BY uuid LIMIT $3
 """
 # As `domain.set_back.in_doubt`.
 DOUBT = f"""
@@ -198,7 +209,7 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
-        statement.expect(f"EXISTS ({tables.KNOWN})", *self._seen.state)
+        statement.expect(f"EXISTS ({tables.OPEN})", *self._seen.state)
         if writes.message_ids:
             statement.expect(tables.NEVER_SEEN, writes.message_ids)
             statement.add("seen", tables.SEEN, writes.message_ids, rows=len(writes.message_ids))
@@ -228,6 +239,7 @@ class PostgresTransaction:
         self.rows: Sequence[int] = ()
         self.durable = True
         self.recognised: SetBack | None = None
+        self.recovers: bool | None = None  # None: as before
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
         """Compare the database with its last known state; if it was set back, its builds are doubted. Raises
@@ -235,12 +247,15 @@ class PostgresTransaction:
         """
         seen = self._seen
         highest = seen.highest(heard)  # as of before the row is read
-        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0, 0)
-        found, is_elsewhere, set_back_at, incarnation = row
+        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0, 0, False)
+        found, is_elsewhere, set_back_at, incarnation, is_recovering = row
         check_identity(found, seen.deployment)
         if not is_elsewhere:
             check_incarnation(incarnation, highest)
             seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
+            seen.is_recovering = is_recovering
+            if is_recovering:
+                raise Recovering
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
@@ -251,6 +266,27 @@ class PostgresTransaction:
         doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
         status: str = await self._connection.execute(DOUBT, doubted, self.recognised.first_number, noted[0])
         return DatabaseChange(seen.deployment, noted[1], int(status.rpartition(" ")[2]))
+
+    async def begin_recovery(self, heard: int) -> int:
+        """Four statements, once a recovery."""
+        seen, connection = self._seen, self._connection
+        check_identity(await connection.fetchval("SELECT deployment::text FROM identity FOR UPDATE"), seen.deployment)
+        begun: str = await connection.execute(BEGIN_RECOVERY, seen.highest(heard))
+        if begun != "UPDATE 0":
+            await connection.execute(f"DELETE FROM outbox; DELETE FROM {UNEXPLAINED.name}; DELETE FROM breakers")
+        _, _, at, incarnation, _ = await connection.fetchrow(RECOGNISE)
+        self.recognised, self.recovers = replace(seen.set_back, at=at, incarnation=incarnation), True
+        return int(incarnation)
+
+    async def expect_recovering(self) -> None:
+        """One statement."""
+        if not await self._connection.fetchval(RECOVERING, *self._seen.state):
+            raise Unrecognised
+
+    async def end_recovery(self) -> None:
+        """One statement."""
+        await self._connection.execute("UPDATE identity SET state = 'open'")
+        self.recovers = False
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -340,6 +376,8 @@ class PostgresInstances(SeenStore):
             yield transaction
         if transaction.recognised is not None:
             self._seen.set_back = transaction.recognised
+        if transaction.recovers is not None:
+            self._seen.is_recovering = transaction.recovers
 
     @asynccontextmanager
     async def optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:
@@ -371,6 +409,11 @@ class PostgresInstances(SeenStore):
         """The instances that have a machine at this compute service; it reads the whole table, once an order."""
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(AT_SERVICE, service, limit)]
+
+    async def uuids(self, after: str, last: str, limit: int) -> list[str]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return [row[0] for row in await connection.fetch(UUIDS, after, last, limit)]
 
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Those that no transaction holds."""

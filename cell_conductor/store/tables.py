@@ -60,12 +60,13 @@ instances = Table(
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. set_back_at: when that was last seen; a build that was
 # requested before may have been handed in before. database_incarnation: the number of this history, which every order
-# and request of the cell carries.
+# and request of the cell carries. state: `open`, or `recovering`: no step is recorded until what is true is known.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
     needed("set_back_at", Double, default=ZERO),
     needed("database_incarnation", Integer, default=text("1")),
+    needed("state", Text, default="open"),
 )
 
 # When this schema was made; an instance may have come from another cell before, into a schema that was here earlier.
@@ -120,10 +121,12 @@ INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[
 ON CONFLICT DO NOTHING RETURNING 1
 """
 
-# Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised.
+# Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised,
 KNOWN = """
 SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND database_incarnation = {}
 """
+# nor, of instances, while it recovers.
+OPEN = f"{KNOWN} AND state = 'open'"
 
 INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"

@@ -22,7 +22,7 @@ from cell_conductor.domain.desires import PURGED, PURGED_FAILED, Work, in_text, 
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
-from cell_conductor.store.keyed import DatabaseOutdated, Unrecognised
+from cell_conductor.store.keyed import DatabaseOutdated, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -168,6 +168,57 @@ async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make
     async with third.transaction() as transaction:
         again = await transaction.recognise()
     assert again is not None and again.incarnation == begun + 1, "as this process knows"
+
+
+async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    async with one.transaction() as transaction:
+        await transaction.send_later(MESSAGES)
+    for store in (one, other, one):  # what has begun goes on
+        async with store.transaction() as transaction:
+            assert await transaction.begin_recovery(6) == 7
+    assert one.is_recovering and one.set_back.incarnation == 7
+    assert await one.outbox.claim_stale(Sweep(0.0, 10)) == []
+    assert await other.has_due(0.0)
+    for store in (one, other):
+        with pytest.raises(Recovering):
+            async with store.transaction() as transaction:
+                await transaction.recognise()
+        with pytest.raises(Conflict):
+            async with store.optimistic({B}) as optimistic:
+                await optimistic.lock([B])
+                await optimistic.insert([instance(B)])
+    async with one.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.lock([A])
+        await transaction.update([instance(A, State.ACTIVE)])
+        await transaction.end_recovery()
+    assert not one.is_recovering
+    with pytest.raises(Unrecognised):
+        async with one.transaction() as transaction:
+            await transaction.expect_recovering()
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is None
+        assert not store.is_recovering and store.set_back.incarnation == 7
+    assert (await recorded(other))[A].state is State.ACTIVE
+
+
+async def test_a_recovery_that_is_set_back_itself_begins_anew(store: InstanceStore) -> None:
+    for begun in (2, 3):
+        await restored(store)
+        async with store.transaction() as transaction:
+            assert await transaction.begin_recovery(0) == begun
+    assert store.is_recovering
+
+
+async def test_instances_are_listed_in_the_order_of_their_uuids(store: InstanceStore) -> None:
+    await insert(store, instance(C), instance(A), instance(B))
+    ranges = [("", "", 9), ("", "", 2), (A, "", 9), (A, B, 9), (C, "", 9)]
+    assert [await store.uuids(*one) for one in ranges] == [[A, B, C], [A, B], [B, C], [B], []]
 
 
 @pytest.mark.parametrize("heard", [2, 3])
