@@ -59,6 +59,8 @@ def entries_of_claim(item: ClaimItem) -> int:
         return 1 + sum(len(option.allocations) for option in item.options)
     if isinstance(item, messages.ClaimAll):
         return sum(map(entries_of_claim, item.claims))
+    if isinstance(item, messages.Restate):
+        return 1 + len(item.allocations or ()) + len(item.migrations)
     return 1 + sum(len(each.allocations) for each in item.consumers) if isinstance(item, messages.Swap) else 1
 
 
@@ -274,6 +276,8 @@ class PlacementHandlers:
             metrics.RELEASES.labels(reply.outcome).inc()
         elif isinstance(reply, messages.RevertResult):
             metrics.REVERTS.labels(reply.outcome).inc()
+        elif isinstance(reply, messages.RestateResult):
+            metrics.RESTATES.labels(reply.outcome).inc()
         elif isinstance(reply, messages.SwapResult):
             metrics.SWAPS.labels(reply.outcome).inc()
         return Done(reply)

@@ -8,6 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 CLAIMS = Counter("berth_placement_claims", "Claims, by outcome.", ["outcome"])
 RELEASES = Counter("berth_placement_releases", "Releases, by outcome.", ["outcome"])
+RESTATES = Counter("berth_placement_restates", "Restatements of recovering cells, by outcome.", ["outcome"])
 REVERTS = Counter("berth_placement_reverts", "Reverts of moves, by outcome.", ["outcome"])
 SWAPS = Counter("berth_placement_swaps", "Swaps, by outcome.", ["outcome"])
 REPORTS = Counter("berth_placement_inventory_updates", "Inventory updates, by outcome or refusal code.", ["outcome"])

@@ -298,6 +298,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     claims(placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult),
     to_placement(placement.ReleaseRun, "placement.release_run", "consumer, attempt and run"),
     claims(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
+    claims(placement.Restate, "placement.restate", "consumer and attempt", reply=placement.RestateResult),
     claims(placement.Swap, "placement.swap", "each consumer's generation", reply=placement.SwapResult),
     read_of_book(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
     read_of_book(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),

@@ -428,6 +428,36 @@ class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.res
     reason: Reason = ""
 
 
+# Migrations of one instance that a restatement ends.
+MAX_RESTATED = 16
+
+
+class Restate(Message, frozen=True, kw_only=True, tag="placement.restate.v1"):
+    """A cell whose database was set back states what one of its instances has. Idempotent by (consumer, attempt).
+
+    attempt: the highest of the instance; a copy of an older claim finds itself fenced. allocations: what it holds from
+    now on, whatever it held (None: that stays). migrations: give back what they hold, those that are migrations of its
+    project. A consumer of another project, cell or control plane is left as it is.
+    """
+
+    consumer: Uuid
+    attempt: GivenAttempt
+    project_id: Word
+    user_id: Word = "unknown"
+    allocations: dict[Uuid, dict[str, Amount]] | None = None
+    migrations: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESTATED)] = ()
+
+
+class RestateResult(Message, frozen=True, kw_only=True, tag="placement.restate.result.v1"):
+    """outcome: restated | consumer_changed (a newer attempt, or another client, holds it) | full or gone: nothing was
+    changed. consumer_generation: of the instance now (None: it holds nothing).
+    """
+
+    outcome: str
+    consumer_generation: Generation | None = None
+    sequence: int = 0
+
+
 class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The allocation of one consumer after a Swap; empty allocations remove the consumer (microversion 1.28).
 

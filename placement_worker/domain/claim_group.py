@@ -127,11 +127,20 @@ class ClaimGroup:
             most += MAX_LOCATED_HOSTS
         return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 
-    def _add(self, item: messages.Claim | messages.Release | messages.Revert | messages.Swap) -> None:
+    def _add(
+        self, item: messages.Claim | messages.Release | messages.Restate | messages.Revert | messages.Swap
+    ) -> None:
         if isinstance(item, messages.Claim):
             self._add_claim(item)
         elif isinstance(item, messages.Release):
             self.consumers.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
+        elif isinstance(item, messages.Restate):
+            new = ConsumerState(1, item.attempt, item.project_id, item.user_id, "INSTANCE")
+            self.consumers.setdefault(item.consumer, new)
+            for uuid in (item.consumer, *item.migrations):
+                self.consumers.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
+                self._ungrouped.append(uuid)
+            self._name(item.allocations or {})
         elif isinstance(item, messages.Revert):
             for uuid in (item.consumer, item.migration.uuid):
                 self.consumers.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))

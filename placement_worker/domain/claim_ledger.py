@@ -15,6 +15,7 @@ from bus.contracts.placement import (
     ClaimResult,
     Migration,
     ReleaseResult,
+    RestateResult,
     RevertResult,
     SwapResult,
 )
@@ -34,7 +35,7 @@ _UNTOUCHED: Mapping[str, int] = {}
 
 # (provider, class) pairs with too little free.
 Lacking = tuple[tuple[str, str], ...]
-ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
+ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RestateResult | RevertResult | SwapResult
 
 # The feed's number in the reply to an item that has written something, until the transaction has one.
 CHANGED = 1

@@ -9,6 +9,7 @@ allocations do not fit.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeGuard
 
 from msgspec.structs import replace
 
@@ -23,6 +24,8 @@ from bus.contracts.placement import (
     ClaimResult,
     Release,
     ReleaseResult,
+    Restate,
+    RestateResult,
     Revert,
     RevertResult,
     Swap,
@@ -51,7 +54,7 @@ from placement_worker.domain.moves import (
 from placement_worker.domain.server_groups import permitted, visible_members
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members
 
-ClaimItem = Claim | ClaimAll | Release | Revert | Swap
+ClaimItem = Claim | ClaimAll | Release | Restate | Revert | Swap
 Outcomes = tuple[ClaimOutcome, ...]  # of a claim's options, in order
 
 # The outcome of a claim none of whose options was taken is the first of these that one of the options has: the earlier
@@ -102,6 +105,8 @@ def _decided(ledger: ClaimLedger, item: ClaimItem) -> ClaimReply:
         return _claim_all(ledger, item)
     if isinstance(item, Release):
         return _release(ledger, item)
+    if isinstance(item, Restate):
+        return _restate(ledger, item)
     return _revert(ledger, item) if isinstance(item, Revert) else _swap(ledger, item)
 
 
@@ -464,6 +469,45 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
         consumer_generation=after.generation,
         holding=shown(source),
     )
+
+
+def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
+    """Have an instance hold what its cell says, and its former migrations nothing. Capacity is compared with the sum
+    that they hold before and after, as for a swap.
+    """
+    known = ledger.consumer(item.consumer)
+    held = holding_of(known)
+    wanted = held if item.allocations is None else item.allocations
+    if known is None and wanted:
+        known = ConsumerState(0, 0, item.project_id, item.user_id, INSTANCE_TYPE)
+    if known is not None and held and (known.attempt == 0 or known.project_id != item.project_id):
+        return RestateResult(outcome="consumer_changed")
+    if known is not None and (known.attempt > item.attempt or ledger.is_others(held)):
+        return RestateResult(outcome="consumer_changed")
+    over = {uuid: one.holding for uuid in item.migrations if _is_over(one := ledger.consumer(uuid), ledger, item)}
+    generation = known.generation if known is not None and held else None
+    if wanted == held and not over and (known is None or known.attempt == item.attempt):
+        return RestateResult(outcome="restated", consumer_generation=generation)
+    outcome = _fits(ledger, wanted, total_of((held, *over.values())), wanted)
+    if outcome is not _CLAIMED:
+        return RestateResult(outcome=outcome.value, consumer_generation=generation)
+    for uuid, holding in over.items():
+        ledger.move(holding, NOTHING)
+        ledger.write(uuid, None)
+    if wanted != held:
+        ledger.move(held, wanted)
+    if known is not None:
+        owner = (item.project_id, known.user_id or item.user_id, known.consumer_type or INSTANCE_TYPE)
+        after = ConsumerState(known.generation + 1, item.attempt, *owner, wanted, known.run)
+        ledger.write(item.consumer, after)
+        generation = after.generation if wanted else None
+    return RestateResult(outcome="restated", consumer_generation=generation, sequence=CHANGED)
+
+
+def _is_over(known: ConsumerState | None, ledger: ClaimLedger, item: Restate) -> TypeGuard[ConsumerState]:
+    """Whether it is a migration that a restatement ends."""
+    is_own = is_migration(known) and known.project_id == item.project_id
+    return is_own and bool(holding_of(known)) and not ledger.is_others(holding_of(known))
 
 
 def _swap(ledger: ClaimLedger, swap: Swap) -> SwapResult:
