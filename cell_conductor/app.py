@@ -30,12 +30,14 @@ from .config import ConductorConfig
 from .domain.breaker import Listings
 from .domain.desires import PURGED, PURGED_FAILED
 from .domain.report import UnexplainedKind
-from .engine import Engine
+from .engine import Engine, context_of
 from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .known_reader import KnownReader
 from .lease_keeper import LeaseKeeper
+from .recovery import CellRecovery
 from .search import MachineSearch
+from .store.keyed import Recovering
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
 from .store.safety import KEEP
@@ -95,6 +97,18 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         hosts_of=listings.all_of,
     )
     search = _search_of(store, bus, env.clock, config, keeper, fences, listings)
+    known = KnownReader(bus)
+    recovery = CellRecovery(
+        store,
+        bus,
+        relay,
+        clock=env.clock,
+        config=config,
+        known=known,
+        leases=keeper,
+        fences=fences,
+        context=context_of(config, cell),
+    )
     engine = Engine(
         store=store,
         bus=bus,
@@ -105,6 +119,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         leases=keeper,
         fences=fences,
         search=search,
+        blocked=recovery.note_blocked,
     )
     requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, leases=keeper)
     hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=keeper)
@@ -114,9 +129,11 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
     _add_rounds(service, env.clock, config, store, bus, engine)
+    service.add_task("recovery", recovery.run)
     service.add_task("fences", partial(fences.run, engine))
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
+    service.add_consumer(Consumer(bus, KNOWN, known.handle, max_batch=1, concurrency=1))
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
@@ -192,7 +209,6 @@ def _add_consumers(  # noqa: PLR0917  (one caller)
     # Heartbeats have a queue of their own: a report waits for the database, and a heartbeat behind it would count as
     # missed.
     service.add_consumer(Consumer(bus, LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
-    service.add_consumer(Consumer(bus, KNOWN, KnownReader(bus).handle, max_batch=1, concurrency=1))
 
 
 log = structlog.get_logger(__name__)
@@ -237,6 +253,8 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
     while True:
         deleted = failed = 0
         try:
+            if store.is_recovering:
+                raise Recovering
             before, failed_before = (clock.time() - s for s in (config.deleted_retention_s, config.failed_retention_s))
             fences = await store.fences.fences()
             awaited = (one.since for one in fences if not one.lifting or one.at > failed_before)

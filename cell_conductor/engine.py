@@ -127,6 +127,19 @@ class Unsearched(Transient):
         self.deletes = deleted | {one.uuid for one in requests if isinstance(one.event, DeleteRequested)}
 
 
+def context_of(config: ConductorConfig, cell: str) -> StepContext:
+    """What steps depend on in this process."""
+    return StepContext(
+        cell=cell,
+        claim_retry_s=config.claim_retry_s,
+        answer_timeout_s=config.answer_timeout_s,
+        destroy_retry_s=config.destroy_retry_s,
+        destroy_retry_max_s=config.destroy_retry_max_s,
+        doubt_limit_s=config.doubt_limit_s,
+        live_copy_mb_s=config.live_copy_mb_s,
+    )
+
+
 class Engine:
     """Moves the instances of one cell."""
 
@@ -142,7 +155,10 @@ class Engine:
         leases: LeaseView,
         fences: FenceView,
         search: MachineSearch,
+        blocked: Callable[[Collection[str]], None] = lambda _instances: None,
     ) -> None:
+        """`blocked(instances)`: what is true of these is to be found out."""
+        self._blocked = blocked
         self._store = store
         self._bus = bus
         self._relay = relay
@@ -156,15 +172,7 @@ class Engine:
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
-        self._context = StepContext(
-            cell=cell,
-            claim_retry_s=config.claim_retry_s,
-            answer_timeout_s=config.answer_timeout_s,
-            destroy_retry_s=config.destroy_retry_s,
-            destroy_retry_max_s=config.destroy_retry_max_s,
-            doubt_limit_s=config.doubt_limit_s,
-            live_copy_mb_s=config.live_copy_mb_s,
-        )
+        self._context = context_of(config, cell)
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
         """Apply events, in order for each instance, and send the requests to placement that follow. Raises Unsearched.
@@ -218,6 +226,7 @@ class Engine:
             _log_change(change, self._context.cell)
             return 0
         self._committed(transaction, recorded)
+        self._blocked([uuid for uuid, instance in due.items() if instance.blocked_reason])
         for instance in due.values():
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import structlog
-from msgspec import convert
 from msgspec.structs import replace
 
 from bus.bus import Bus
@@ -27,7 +26,7 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, holds_fence
+from .domain.fences import Fence, fence_of, holds_fence
 from .domain.instance import Brief
 from .domain.report import has_just_changed, is_over
 from .domain.set_back import SetBack
@@ -158,11 +157,7 @@ class FenceKeeper:
         asked: dict[str, Fence] = {}
         is_new = False
         for decision in {one.host_uuid: one for one in sorted(decisions, key=_version_of)}.values():
-            state = FenceState.LIFTING if decision.lift else FenceState.FENCED
-            # A lift has a time in any case, by which its record goes; a fence without one proves less.
-            at = decision.at or (self._clock.time() if decision.lift else 0.0)
-            since = self._clock.time()
-            fence = replace(convert(decision, Fence, from_attributes=True), state=state, at=at, since=since)
+            fence = fence_of(decision, self._clock.time())
             on_record = asked[fence.host_uuid] = await self._store.fences.put(fence)
             is_new |= on_record is fence or self._is_due(on_record)
             if on_record is fence:

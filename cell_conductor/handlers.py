@@ -270,6 +270,9 @@ class HostHandlers:
             message = received.message
             if not isinstance(message, ComputeHosts):
                 continue
+            if self._store.is_recovering:  # by its records no machine is judged; another report comes
+                self._listings.note(message)
+                continue
             if self._newest.is_newer(message):
                 await self._compare(message)
                 self._newest.note(message)

@@ -76,16 +76,21 @@ class KnownReader:
             mine = await own(after, page.last, MAX_OWN)
             last = mine[-1] if len(mine) == MAX_OWN else page.last
             found = {uuid: one for uuid, one in page.instances.items() if not last or uuid <= last}
-            left = sorted(uuid for uuid in mine if uuid not in found)
-            while left:
-                answer = await self._ask(database_incarnation, asked=tuple(left[:MAX_ASKED]))
-                found |= answer.instances
-                left = [uuid for uuid in left if uuid not in answer.instances]
+            found |= await self.asked(database_incarnation, sorted(uuid for uuid in mine if uuid not in found))
             fences = tuple(one for one in page.fences if not last or one.host_uuid <= last)
             yield KnownPart(after, last, found, fences)
             if not last:
                 return
             after = last
+
+    async def asked(self, database_incarnation: int, instances: Sequence[str]) -> Mapping[str, KnownInstance]:
+        """What the top has of these, wherever they are. As `parts`, one at a time."""
+        found, left = dict[str, KnownInstance](), list(instances)
+        while left:
+            answer = await self._ask(database_incarnation, asked=tuple(left[:MAX_ASKED]))
+            found |= answer.instances
+            left = [uuid for uuid in left if uuid not in answer.instances]
+        return found
 
     async def _ask(self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = ()) -> Told:
         question = CellRecovering(

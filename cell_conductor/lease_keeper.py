@@ -243,6 +243,8 @@ class LeaseKeeper:
         by a commit that a crash of the database took back does not: that result comes again first.
         """
         lost, now_s = self._table.abandoned, self._clock.monotonic()
+        if self._store.is_recovering:
+            return
         if self._store.losses != self._losses:
             self._losses, self._results_by = self._store.losses, now_s + AFTER_LOSS_S
         if now_s < self._results_by:

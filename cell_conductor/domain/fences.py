@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
-from bus.contracts.operations import FenceState
+from bus.contracts.operations import CellFence, FenceState
 
 from .desires import ANSWERED_FOR, WANTED, desire_of
 from .instance import FENCED, NOT_TRIED, Brief, Instance, State
@@ -91,6 +91,14 @@ class Fence(Struct, frozen=True, kw_only=True):
         counts = {name: one.count for name, one in self.given_up.items()}
         more = {name: GivenUp(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
         return replace(self, given_up={**self.given_up, **more})
+
+
+def fence_of(decision: CellFence, now: float) -> Fence:
+    """By a decision. A lift has a time in any case, by which its record goes; a fence without one proves less."""
+    state = FenceState.LIFTING if decision.lift else FenceState.FENCED
+    at = decision.at or (now if decision.lift else 0.0)
+    fence: Fence = convert(decision, Fence, from_attributes=True)
+    return replace(fence, state=state, at=at, since=now)
 
 
 def given_up_on(before: Instance, after: Instance, host_uuid: str, *, unsure: bool = False) -> tuple[str, ...]:

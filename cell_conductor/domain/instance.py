@@ -165,7 +165,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
     with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
     machines its moves have ended, the newest last. blocked_reason: why nothing is begun with it since a recovery ("":
-    nothing prevents that); see `reconcile.BlockedReason`.
+    nothing prevents that); see `reconcile.BlockedReason`. proves_from: the first attempt number of the incarnation in
+    which that was; a lower one proves only what the record names.
     """
 
     uuid: str
@@ -205,6 +206,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departed_by: str = ""
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
     blocked_reason: str = ""
+    proves_from: int = 0
 
     @property
     def phase(self) -> Phase:
@@ -293,7 +295,7 @@ class Brief(Struct, frozen=True):
     them.
     untried, reused_from, then: as Instance has them, and code of one that has failed or is to be deleted. doubted: the
     database was set back while it was being built or moved. kept: the hosts on which an operator keeps a machine of it.
-    blocked_reason: as Instance has it.
+    blocked_reason, proves_from: as Instance has them.
     """
 
     uuid: str
@@ -313,6 +315,7 @@ class Brief(Struct, frozen=True):
     kept: Sequence[str] = ()
     then: State | None = None
     blocked_reason: str = ""
+    proves_from: int = 0
 
     @property
     def phase(self) -> Phase:

@@ -58,6 +58,11 @@ def source_of(move: Move) -> Selection:
     return move.source
 
 
+def tell_end(instance: Instance, ended: EndedMove, at: float, context: StepContext) -> Step:
+    """The end of a request, which is on record."""
+    return _event(instance, ended, at, context, condition=condition_of(instance))
+
+
 def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)

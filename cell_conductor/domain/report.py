@@ -56,7 +56,7 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
 
 def is_renumbered(record: Facts, attempt: int) -> bool:
     """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
-    return record.doubted or 0 < record.reused_from <= attempt
+    return record.doubted or 0 < record.reused_from <= attempt or attempt < record.proves_from
 
 
 def followed_by(record: Instance) -> Instance:
@@ -70,6 +70,7 @@ def followed_by(record: Instance) -> Instance:
         sequence=record.sequence,
         newest=record.next_attempt,  # a release has fenced it
         reused_from=1 if is_kept else record.reused_from,
+        proves_from=record.proves_from,
         order=record.order,
         ended=record.ended,
         traceparent=record.traceparent,

@@ -112,7 +112,8 @@ SELECT uuid, state, host_uuid,
         THEN coalesce(record #>> '{{history,0,attempt}}', '') ELSE '0' END AS untried,
     coalesce(record ->> 'doubted', 'false') AS doubted, coalesce(record ->> 'reused_from', '0') AS reused_from,
     CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
-    coalesce(k.hosts, '{{}}') AS kept, coalesce(record ->> 'blocked_reason', '') AS blocked_reason
+    coalesce(k.hosts, '{{}}') AS kept, coalesce(record ->> 'blocked_reason', '') AS blocked_reason,
+    coalesce(record ->> 'proves_from', '0') AS proves_from
 FROM instances LEFT JOIN (
     SELECT instance_uuid, array_agg(host_uuid::text) AS hosts FROM unexplained WHERE verdict = '{KEEP}'
     GROUP BY instance_uuid) AS k ON k.instance_uuid = uuid
@@ -162,7 +163,7 @@ def _brief(row: Sequence[Any]) -> Brief:
     state, then = of_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
     read = int(row[10]), bool(FALSE_TRUE.index(row[11])), int(row[12])
-    fields = (*row[2:10], *read, *row[13:15], then, row[15])
+    fields = (*row[2:10], *read, *row[13:15], then, row[15], int(row[16]))
     return Brief(row[0], state, *fields)
 
 

@@ -1,0 +1,143 @@
+"""What a recovery makes of one instance, as a step: its record with the times and numbers that follow, the orders to
+its hosts, and what its client and the schedulers are told. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from bus.contracts.base import Message
+from bus.contracts.build import BuildState
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
+from bus.contracts.moves import ChangeKind, ChangeMachine, Condition
+from bus.contracts.placement import MAX_RESTATED, Restate
+
+from .desires import WANTED, Wish, Work, desire_of
+from .instance import FIRST_SEQUENCE, Instance, State
+from .move_events import after, tell_end
+from .reconcile import ATTEMPTS_PER_INCARNATION, Action, KnownInstance, Reconciled, RecoveryOrder
+from .steps import Step, StepContext, announce
+
+
+def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | None:
+    """What placement is to have of it; None: what it has is released as that of any other instance, or was never told.
+
+    Of each that has a machine: its generation on record may be from before, and older claims are to be fenced.
+    """
+    record = result.record
+    if record is None or record.spec is None or result.blocked_reason or known is None or known.is_old:
+        return None
+    row, allocations = desire_of(record), None
+    if row.here in WANTED and row.condition is not Condition.RESIZED:
+        allocations = record.here.allocations
+    elif row.condition is Condition.OFFLOADED:
+        allocations = {}
+    elif row.source is not Wish.UNKNOWN or row.elsewhere:
+        return None
+    if not known.migrations and (allocations is None or (not allocations and not known.selections)):
+        return None
+    return Restate(
+        consumer=record.uuid,
+        attempt=max(1, record.last_attempt),
+        project_id=record.spec.project_id,
+        user_id=record.spec.user_id,
+        allocations=allocations,
+        migrations=known.migrations[:MAX_RESTATED],
+    )
+
+
+def recovered(
+    before: Instance | None,
+    result: Reconciled,
+    known: KnownInstance | None,
+    at: float,
+    context: StepContext,
+    *,
+    incarnation: int,
+) -> Step | None:
+    """The step; None: no record is made. before: on record. incarnation: of the database."""
+    record = result.record
+    if record is None:
+        return None
+    floor = incarnation * ATTEMPTS_PER_INCARNATION
+    if result.blocked_reason is not None:
+        since = before.since if before is not None and before.blocked_reason else at
+        blocked = replace(
+            record,
+            blocked_reason=result.blocked_reason.value,
+            since=since,
+            deadline=at + context.destroy_retry_s,
+            proves_from=floor,
+        )
+        return _with_orders(blocked, result.orders, at, context)
+    sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
+    record = replace(
+        record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False, deadline=None, doubted=False
+    )
+    is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
+    if is_new:
+        record = replace(record, since=at, requested_at=at if before is None else record.requested_at)
+    row = desire_of(record)
+    if row.work is Work.BUILD:
+        record = replace(record, deadline=at + (record.build_timeout_s or context.destroy_retry_s))
+    elif row.condition is Condition.RESIZED and record.move is not None and record.move.auto_confirm_s is not None:
+        record = replace(record, deadline=at + record.move.auto_confirm_s)
+    elif not row.ends and row.condition is not Condition.RESIZED and record.phase != (State.TOMBSTONE, None):
+        record = replace(record, deadline=at)  # what it waits for is commanded, or asked of placement, once more
+    step = _with_orders(record, result.orders, at, context)
+    if (state := _told(record, known)) is not None:
+        step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
+    for ended in result.ended:
+        step = after(step, tell_end(step.instance, ended, at, context))
+    return step
+
+
+def _told(record: Instance, known: KnownInstance | None) -> BuildState | None:
+    """What of its build the map does not have."""
+    if record.spec is None or known is None or known.is_deleted:
+        return None
+    row, host = desire_of(record), known.selections[0].host_uuid if known.selections else None
+    if row.here is Wish.RUN:
+        return None if known.is_active and host == record.host_uuid else BuildState.ACTIVE
+    if not row.ends or not known.is_here:
+        return None
+    if row.condition is Condition.FAILED:
+        return BuildState.FAILED
+    return BuildState.DELETED if row.condition is Condition.DELETED else None
+
+
+def _with_orders(record: Instance, orders: Sequence[RecoveryOrder], at: float, context: StepContext) -> Step:
+    """A quarantine is no order: what the record does not name stays, and is reported."""
+    commands: list[Message] = []
+    for order in orders:
+        machine = order.machine
+        if order.action in (Action.DESTROY, Action.DESTROY_IF_INCOMPLETE) and machine.attempt > UNKNOWN_ATTEMPT:
+            commands.append(
+                Destroy(
+                    instance_uuid=machine.instance_uuid,
+                    attempt=machine.attempt,
+                    host_uuid=machine.host_uuid,
+                    service=machine.service,
+                    deployment=context.deployment,
+                    unless_built=order.action is Action.DESTROY_IF_INCOMPLETE,
+                )
+            )
+        elif order.action is Action.START:
+            record, spec = replace(record, order=max(record.order + 1, int(at * 1000))), record.spec
+            assert spec is not None
+            commands.append(
+                ChangeMachine(
+                    change=ChangeKind.START,
+                    spec=spec,
+                    attempt=machine.attempt,
+                    order=record.order,
+                    host_uuid=machine.host_uuid,
+                    service=machine.service,
+                    allocations=record.here.allocations,
+                    deployment=context.deployment,
+                    timeout_s=context.destroy_retry_max_s,
+                )
+            )
+    return Step(record, tuple(commands))

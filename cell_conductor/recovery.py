@@ -1,0 +1,319 @@
+"""Finds out what is true of a cell whose database was set back, and makes its records that: behind a barrier, while no
+request, result or report is taken.
+
+What the compute services list decides, with what the schedulers and placement have; `reconcile` has the rules. All is
+idempotent: a conductor that dies is followed from the listings on, under the same incarnation of the database. What
+cannot be known keeps a blocked reason, is looked at again and again, and holds up nothing else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+
+import structlog
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
+from bus.contracts.operations import CellFence
+from bus.contracts.placement import Restate, RestateResult
+from bus.faults import Fault, Transient
+from bus.persistence.outbox import OutboxMessage
+from bus.port import BusError
+
+from .config import ConductorConfig
+from .domain.fences import fence_of
+from .domain.instance import Instance
+from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
+from .domain.recovered import recovered, restatement
+from .domain.steps import StepContext
+from .engine import FenceView, Sender
+from .known_reader import MAX_OWN, KnownReader
+from .lease_keeper import LeaseKeeper
+from .store.port import InstanceStore, LockingTransaction, UnreadableRecords
+from .store.safety import ADOPT, DESTROY, KEEP
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.5  # between two looks whether there is something to do
+AGAIN_S = 2.0  # a server or a service has not answered
+MAX_TRIES = 5  # a service that is up and does not list is as one that is down
+MAX_BATCH = 200  # instances of one transaction
+MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
+LOGGED = 10
+VERBS = {DESTROY: Verb.DESTROY, KEEP: Verb.PROTECT, ADOPT: Verb.ADOPT}
+
+
+class MachineListing(Struct):
+    """What the services of a cell have. hosts: that were read. silent: services that have not listed."""
+
+    machines: dict[str, list[ListedMachine]] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+
+    def add(self, pages: Iterable[MachinesPage]) -> None:
+        """Of one service, all of them."""
+        for page in pages:
+            self.hosts.update(page.hosts)
+            for one in page.machines:
+                self.machines.setdefault(one.instance_uuid, []).append(one)
+
+
+class CellRecovery:
+    """One conductor's. The keeper of the leases alone recovers the cell; any looks at what is blocked."""
+
+    def __init__(
+        self,
+        store: InstanceStore,
+        bus: Bus,
+        relay: Sender,
+        *,
+        clock: Clock,
+        config: ConductorConfig,
+        known: KnownReader,
+        leases: LeaseKeeper,
+        fences: FenceView,
+        context: StepContext,
+    ) -> None:
+        self._store = store
+        self._bus = bus
+        self._relay = relay
+        self._clock = clock
+        self._config = config
+        self._known = known
+        self._leases = leases
+        self._fences = fences
+        self._context = context
+        self._blocked: dict[str, None] = {}
+
+    def note_blocked(self, instances: Collection[str]) -> None:
+        """They are to be looked at again."""
+        room = MAX_BLOCKED - len(self._blocked)
+        self._blocked.update(dict.fromkeys(islice(instances, max(0, room))))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (Transient, BusError) as fault:
+                log.warning("recovery.waiting", code=fault.code, reason=str(fault))
+                await self._clock.sleep(AGAIN_S)
+
+    async def look(self) -> None:
+        """One round of `run`. Raises Transient and BusError."""
+        if self._leases.up() is None:
+            return  # a service that is up may not have been heard yet
+        if self._store.is_recovering and self._leases.is_keeper:
+            await self._recover()
+        elif self._blocked and not self._store.is_recovering:
+            blocked, self._blocked = sorted(self._blocked), {}
+            listing = await self._list()
+            known = await self._known.asked(self._store.set_back.incarnation, blocked)
+            await self._settle(blocked, known, listing)
+
+    async def _recover(self) -> None:
+        listing, incarnation = await self._list(), self._store.set_back.incarnation
+        log.warning(
+            "recovery.listed",
+            incarnation=incarnation,
+            instances=len(listing.machines),
+            hosts=len(listing.hosts),
+            silent=sorted(listing.silent)[:LOGGED],
+        )
+        uuids = sorted(listing.machines)
+
+        async def own(after: str, last: str, limit: int) -> Sequence[str]:
+            recorded = await self._store.uuids(after, last, limit)
+            first = bisect_right(uuids, after)
+            listed = uuids[first : bisect_right(uuids, last) if last else None][:limit]
+            return sorted({*recorded, *listed})[:limit]
+
+        async for part in self._known.parts(incarnation, own):  # hosts and instances have one order: fences first
+            await self._put_fences(part.fences)
+        await self._fences.ensure_known()
+        made = Counter[str]()
+        async for part in self._known.parts(incarnation, own):
+            here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
+            made += await self._settle(here, part.instances, listing)
+        async with self._store.transaction() as transaction:
+            await transaction.expect_recovering()
+            await transaction.end_recovery()
+        log.warning("recovery.ended", incarnation=incarnation, **made)
+
+    async def _put_fences(self, decisions: Collection[CellFence]) -> None:
+        for decision in decisions:
+            await self._store.fences.put(fence_of(decision, self._clock.time()))
+        if decisions:
+            self._fences.invalidate()
+
+    # --- what the services have
+
+    async def _list(self) -> MachineListing:
+        """What each service that is up has. Those that are down, and may have hosts all the same, are silent."""
+        listing = MachineListing(silent=set(self._leases.down()) - set(self._leases.forgotten()))
+        failed = set(self._leases.up() or ()) - listing.silent
+        for _ in range(MAX_TRIES):
+            left, failed = failed, set[str]()
+            pages: dict[str, list[MachinesPage]] = {}
+            questions = [ListMachines(service=service, database_id=self._store.deployment) for service in sorted(left)]
+            while questions:
+                questions = await self._next_pages(questions, pages, failed)
+            for service, listed in pages.items():
+                if service not in failed:
+                    listing.add(listed)
+            if not failed:
+                return listing
+            await self._clock.sleep(AGAIN_S)
+        listing.silent |= failed
+        return listing
+
+    async def _next_pages(
+        self, questions: Sequence[ListMachines], pages: dict[str, list[MachinesPage]], failed: set[str]
+    ) -> list[ListMachines]:
+        causes = [one.database_id for one in questions]
+        answers = await self._bus.request_all(
+            questions, MachinesPage, timeout_s=self._config.answer_timeout_s, causes=causes
+        )
+        following: list[ListMachines] = []
+        for question, answer in zip(questions, answers, strict=True):
+            if isinstance(answer, Fault):
+                log.warning("recovery.not_listed", service=question.service, code=answer.code, reason=str(answer))
+                failed.add(question.service)
+                continue
+            pages.setdefault(question.service, []).append(answer)
+            after = answer.next_host, answer.next_instance
+            if answer.more and after > (question.after_host, question.after_instance):
+                following.append(replace(question, after_host=after[0], after_instance=after[1]))
+            elif answer.more:
+                failed.add(question.service)  # it would never end
+        return following
+
+    # --- what is true by that
+
+    async def _settle(
+        self, instances: Sequence[str], known: Mapping[str, KnownInstance], listing: MachineListing
+    ) -> Counter[str]:
+        made = Counter[str]()
+        for start in range(0, len(instances), MAX_BATCH):
+            batch = instances[start : start + MAX_BATCH]
+            generations = await self._restate(await self._reconciled(batch, known, listing), known)
+            made += await self._record(batch, known, listing, generations)
+        return made
+
+    async def _restate(
+        self, found: Mapping[str, tuple[Instance | None, Reconciled]], known: Mapping[str, KnownInstance]
+    ) -> dict[str, int | None]:
+        """Have placement follow what is found; returns the generations of the consumers by that."""
+        wanted: list[Restate] = []
+        for uuid, (_, result) in found.items():
+            if (one := restatement(result, known.get(uuid))) is not None:
+                wanted.append(one)
+        answers = await self._bus.request_all(
+            wanted, RestateResult, timeout_s=self._config.claim_timeout_s, causes=[one.consumer for one in wanted]
+        )
+        generations: dict[str, int | None] = {}
+        for one, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, Fault):
+                raise Transient(f"placement has not restated {one.consumer}: {answer}", code=answer.code)
+            if answer.outcome != "restated":
+                log.error("recovery.not_restated", instance=one.consumer, outcome=answer.outcome, cause=one.consumer)
+            generations[one.consumer] = answer.consumer_generation
+        return generations
+
+    async def _reconciled(
+        self, instances: Sequence[str], known: Mapping[str, KnownInstance], listing: MachineListing
+    ) -> dict[str, tuple[Instance | None, Reconciled]]:
+        async with self._store.transaction() as transaction:
+            return await self._decide(transaction, instances, known, listing)
+
+    async def _decide(
+        self,
+        transaction: LockingTransaction,
+        instances: Sequence[str],
+        known: Mapping[str, KnownInstance],
+        listing: MachineListing,
+    ) -> dict[str, tuple[Instance | None, Reconciled]]:
+        """What is found of these, by their records: of all while the cell recovers, else of those that are blocked."""
+        is_recovering = self._store.is_recovering
+        if is_recovering:
+            await transaction.expect_recovering()
+        else:
+            await transaction.recognise()
+        try:
+            records = await transaction.lock(instances)
+            unreadable = frozenset[str]()
+        except UnreadableRecords as error:  # nothing is decided about them
+            unreadable = error.uuids
+            records = await transaction.lock(sorted(set(instances) - unreadable))
+        decisions = {
+            one.machine.uuid: OperatorDecision(VERBS[one.verdict], one.machine.host_uuid)
+            for one in await transaction.unexplained(instances)
+            if one.verdict in VERBS
+        }
+        found: dict[str, tuple[Instance | None, Reconciled]] = {}
+        for uuid in instances:
+            record = records.get(uuid)
+            if uuid in unreadable or (not is_recovering and (record is None or not record.blocked_reason)):
+                continue
+            word, machines = known.get(uuid), listing.machines.get(uuid, ())
+            found[uuid] = (
+                record,
+                reconcile(
+                    None if record is None else replace(record, blocked_reason=""),
+                    machines,
+                    word,
+                    self._absent(record, word, listing),
+                    decisions.get(uuid),
+                    incarnation=self._store.set_back.incarnation,
+                ),
+            )
+        return found
+
+    def _absent(self, record: Instance | None, known: KnownInstance | None, listing: MachineListing) -> set[str]:
+        """The hosts that may have a machine of it, and have not listed. A fenced one is off. "": any of a silent
+        service.
+        """
+        places = {one.host_uuid for one in known.selections} if known is not None else set[str]()
+        if record is not None:
+            places.update(one.host_uuid for one in record.selections)
+            if record.move is not None and record.move.source is not None:
+                places.add(record.move.source.host_uuid)
+        return (places - listing.hosts - set(self._fences.known)) | ({""} if listing.silent else set())
+
+    async def _record(
+        self,
+        instances: Sequence[str],
+        known: Mapping[str, KnownInstance],
+        listing: MachineListing,
+        generations: Mapping[str, int | None],
+    ) -> Counter[str]:
+        at, incarnation, context = self._clock.time(), self._store.set_back.incarnation, self._context
+        context = replace(context, deployment=self._store.deployment)
+        made, outgoing = Counter[str](), list[OutboxMessage]()
+        inserts, updates = list[Instance](), list[Instance]()
+        async with self._store.transaction() as transaction:
+            for uuid, (before, result) in (await self._decide(transaction, instances, known, listing)).items():
+                step = recovered(before, result, known.get(uuid), at, context, incarnation=incarnation)
+                if step is None:
+                    continue
+                record = step.instance
+                if uuid in generations:
+                    record = replace(record, consumer_generation=generations[uuid])
+                made[result.blocked_reason or record.state] += 1
+                (inserts if before is None else updates).append(record)
+                outgoing += [
+                    OutboxMessage(self._bus.name, one, record.cause or uuid, record.traceparent, incarnation)
+                    for one in step.commands
+                ]
+            await transaction.insert(inserts)
+            await transaction.update(updates)
+            await transaction.send_later(outgoing)
+        self._relay.send(transaction.rows, outgoing)
+        return made
