@@ -45,7 +45,8 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
 
     attempt: the highest that map and placement have. sequence: of its newest event there. selections: where it has
     allocations, its own before those of its migration; project_id is theirs. power: in the map (None: not known).
-    request_id, kind: of the request under way. migrations: that hold some of the selections.
+    request_id, kind: of the request under way. own_count: how many of the selections the instance holds itself;
+    migrations: that hold the others.
     """
 
     is_old: bool = False
@@ -61,6 +62,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     power: Power | None = None
     request_id: str = ""
     kind: MoveKind | None = None
+    own_count: int = 0
     migrations: tuple[str, ...] = ()
 
     @property

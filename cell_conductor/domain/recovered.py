@@ -4,11 +4,12 @@ its hosts, and what its client and the schedulers are told. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from bus.contracts.base import Message
+from bus.contracts.base import Allocations, Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from bus.contracts.moves import ChangeKind, ChangeMachine, Condition
@@ -31,12 +32,16 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
         return None
     row, allocations = desire_of(record), None
     if row.here in WANTED and row.condition is not Condition.RESIZED:
-        allocations = record.here.allocations
+        wanted = record.here.allocations
+        held = [one.allocations for one in known.selections[: known.own_count]]
+        is_there = [one.host_uuid for one in known.selections[: known.own_count]] == [record.host_uuid]
+        # The host may report the same inventories of other providers by now, where placement has moved it to.
+        allocations = None if is_there and _amounts(held[0]) == _amounts(wanted) else wanted
     elif row.condition is Condition.OFFLOADED:
         allocations = {}
     elif row.source is not Wish.UNKNOWN or row.elsewhere:
         return None
-    if not known.migrations and (allocations is None or (not allocations and not known.selections)):
+    if not known.migrations and row.here not in WANTED and not (allocations == {} and known.selections):
         return None
     return Restate(
         consumer=record.uuid,
@@ -46,6 +51,13 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
         allocations=allocations,
         migrations=known.migrations[:MAX_RESTATED],
     )
+
+
+def _amounts(allocations: Allocations) -> Counter[str]:
+    total = Counter[str]()
+    for amounts in allocations.values():
+        total.update(amounts)
+    return total
 
 
 def recovered(

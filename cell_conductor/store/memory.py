@@ -20,7 +20,6 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import (
     AT_REST,
     EXPECTED_HERE,
-    IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
     REFUSED,
 )
@@ -29,7 +28,7 @@ from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
-from cell_conductor.domain.set_back import SetBack, in_doubt
+from cell_conductor.domain.set_back import SetBack
 
 from .keyed import Key, KeyedTable, KnownDatabase, Lock, Recovering, Unrecognised, Value, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
@@ -203,20 +202,7 @@ class MemoryTransaction:
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
-        incarnation = max(table.incarnation, highest) + 1
-        await self._transaction.lock(["identity"])
-        if table.origin == table.place:  # another conductor was first
-            raise Unrecognised
-        now = replace(seen.set_back, at=table.clock.time(), incarnation=incarnation)
-        self._transaction.will(partial(setattr, table, "set_back_at", now.at))
-        self._transaction.will(partial(setattr, table, "incarnation", now.incarnation))
-        under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
-        await self._transaction.lock([_key(uuid) for uuid in under_way])
-        doubted = [in_doubt(table.instances[uuid], now) for uuid in under_way]
-        self._transaction.will(partial(setattr, table, "origin", table.place))
-        self._write(doubted)
-        self._transaction.will(partial(setattr, seen, "set_back", now))
-        return DatabaseChange(table.deployment, incarnation, len(doubted))
+        return DatabaseChange(table.deployment, await self.begin_recovery(heard), 0)
 
     async def begin_recovery(self, heard: int) -> int:
         """As in PostgreSQL."""
@@ -226,7 +212,7 @@ class MemoryTransaction:
         await self._transaction.lock(["identity"])
         now = SetBack(table.set_back_at, seen.set_back.made_at, table.incarnation)
         if table.origin != table.place or not table.recovers:
-            now = replace(now, at=table.clock.time(), incarnation=max(table.incarnation, seen.highest(heard)) + 1)
+            now = replace(now, incarnation=max(table.incarnation, seen.highest(heard)) + 1)
             self._transaction.will(partial(_begin_recovery, table, now))
         self._transaction.will(partial(_see, seen, now, True))
         return now.incarnation

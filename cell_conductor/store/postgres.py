@@ -25,23 +25,20 @@ from cell_conductor import metrics
 from cell_conductor.domain.desires import (
     AT_REST,
     EXPECTED_HERE,
-    IN_DOUBT_AFTER_SET_BACK,
     LEFT_WITH_ITS_SERVICE,
     NOT_HERE,
     REFUSED,
     in_sql,
-    in_text,
     of_text,
 )
 from cell_conductor.domain.instance import (
-    FIRST_SEQUENCE,
     NOT_TRIED,
     Brief,
     Instance,
     Phase,
     unreadable_brief,
 )
-from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
+from cell_conductor.domain.set_back import SetBack
 
 from . import tables
 from .keyed import KnownDatabase, Recovering, Unrecognised, check_incarnation
@@ -74,13 +71,8 @@ SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_in
 FROM identity
 """
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
-NOTE_SET_BACK = f"""
-{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()),
-    database_incarnation = greatest(database_incarnation, $1) + 1
-WHERE origin <> origin_of('instances') RETURNING set_back_at, database_incarnation
-"""
 BEGIN_RECOVERY = f"""
-{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()), state = 'recovering',
+{NOTE_ORIGIN}, state = 'recovering',
     database_incarnation = greatest(database_incarnation, $1) + 1
 WHERE origin <> origin_of('instances') OR state = 'open'
 """
@@ -89,14 +81,6 @@ UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
 ORDER BY uuid LIMIT $3
 """
-# As `domain.set_back.in_doubt`.
-DOUBT = f"""
-UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_build_object('doubted', true,
-    'sequence', greatest(CASE WHEN record ->> 'sequence' ~ '^[0-9]{{1,15}}$' THEN (record ->> 'sequence')::bigint
-        ELSE {FIRST_SEQUENCE} END + {LOST_NUMBERS}, $2), 'deadline', $3::float8))::json
-WHERE state = ANY($1) AND json_typeof(record) = 'object'
-"""
-
 INSERT = tables.numbered(tables.INSERT)
 UPDATE = tables.numbered(tables.UPDATE)
 
@@ -260,13 +244,7 @@ class PostgresTransaction:
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
-        noted = await self._connection.fetchrow(NOTE_SET_BACK, highest)
-        if noted is None:  # another conductor was first
-            raise Unrecognised
-        self.recognised = replace(seen.set_back, at=noted[0], incarnation=noted[1])
-        doubted = [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK]
-        status: str = await self._connection.execute(DOUBT, doubted, self.recognised.first_number, noted[0])
-        return DatabaseChange(seen.deployment, noted[1], int(status.rpartition(" ")[2]))
+        return DatabaseChange(seen.deployment, await self.begin_recovery(heard), 0)
 
     async def begin_recovery(self, heard: int) -> int:
         """Four statements, once a recovery."""
