@@ -209,7 +209,8 @@ class Engine:
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
         now, heard = self._clock.time(), self._heard_incarnation()
-        if not await self._store.has_due(now) and (heard or 0) <= self._store.set_back.incarnation:
+        is_known = not self._store.is_recovering and (heard or 0) <= self._store.set_back.incarnation
+        if is_known and not await self._store.has_due(now):
             return 0
         await self._fences.ensure_known()
         async with self._store.transaction() as transaction:

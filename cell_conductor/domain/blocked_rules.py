@@ -33,8 +33,11 @@ def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> St
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """It is on record from now on, and carried out by the next reconciliation."""
+    """It is on record from now on, and carried out by the next reconciliation. It is of the attempt that it names: the
+    record may be older.
+    """
     move, cause = instance.move, event.cause or instance.cause
+    instance = replace(instance, newest=max(instance.last_attempt, event.attempt))
     if move is not None and not move.delete:
         recorded = replace(instance, move=replace(move, delete=True), cause=cause, deadline=event.at)
     elif move is None and instance.phase not in DELETE_REQUESTED:

@@ -1,0 +1,416 @@
+"""A cell recovers: with its handlers, its sweep and its store, over what services list and the schedulers tell."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Message, Meta
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
+from bus.contracts.operations import CellFence
+from bus.contracts.placement import Release, Restate, RestateResult
+from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
+from bus.faults import Fault, Transient
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
+from cell_conductor.engine import context_of
+from cell_conductor.fences import FenceKeeper
+from cell_conductor.known_reader import KnownReader
+from cell_conductor.recovery import MAX_TRIES, CellRecovery
+from cell_conductor.store.keyed import Recovering
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.move_scenario import MOVE
+from tests.unit.conductor.records import moving, record
+from tests.unit.conductor.scenario import SPEC, UUID, host, selection
+from tests.unit.conductor.world import Relay, engine_of, hosts_of, listing, requests_of
+
+ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, newest=2)
+FLOOR = 2 * ATTEMPTS_PER_INCARNATION
+
+
+def listed(n: int, attempt: int, **other: Any) -> ListedMachine:
+    known: dict[str, Any] = {
+        "instance_uuid": UUID,
+        "host_uuid": host(n),
+        "host": f"host-{n}",
+        "service": f"s{n}",
+        "project_id": SPEC.project_id,
+        "spec": SPEC,
+        "allocations": selection(n).allocations,
+    }
+    return ListedMachine(attempt=attempt, **known | other)
+
+
+def known(n: int | None, attempt: int = 2, **other: Any) -> KnownRecord:
+    """What the top has: active on host n, claimed there."""
+    places = () if n is None else (place(n),)
+    made = KnownRecord(
+        instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, cell="c1", attempt=attempt, sequence=40, spec=SPEC
+    )
+    return replace(made, places=places, **other)
+
+
+def place(n: int, **other: Any) -> KnownPlace:
+    return KnownPlace(
+        host_uuid=host(n), host=f"host-{n}", service=f"s{n}", allocations=selection(n).allocations, **other
+    )
+
+
+class World:
+    """The cell's bus: services that have these machines, placement, and schedulers that tell this."""
+
+    name, process, rng = "c1", "conductor-1", random.Random(1)
+
+    def __init__(self, *machines: ListedMachine, told: KnownRecord | None = None, old: bool = False) -> None:
+        self.clock = SystemClock()
+        self.machines = machines
+        self.told = told or KnownRecord(instance_uuid=UUID)
+        self.old = old
+        self.fences: tuple[CellFence, ...] = ()
+        self.services: set[str] = {"s1", "s2", "s3"}
+        self.silent: set[str] = set()
+        self.page: int | None = None
+        self.refused = ""  # how placement answers a restatement
+        self.restated: list[Restate] = []
+        self.queried: list[ListMachines] = []
+        self.placement: list[Any] = []
+        self.reader: KnownReader
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+        return [self._answer(one) for one in messages]
+
+    def _answer(self, message: Any) -> Message | Fault:
+        if isinstance(message, Restate):
+            self.restated.append(message)
+            return RestateResult(outcome=self.refused or "restated", consumer_generation=9)
+        if not isinstance(message, ListMachines):
+            self.placement.append(message)
+            return Transient("no answer", code="request.timeout")
+        self.queried.append(message)
+        if message.service in self.silent:
+            return Transient("no answer", code="request.timeout")
+        number = int(message.service[1:])
+        mine = [one for one in self.machines if one.service == message.service and one.host_uuid >= message.after_host]
+        if self.page is None:
+            return MachinesPage(machines=tuple(mine), hosts=(host(number),))
+        first, rest = mine[: self.page], mine[self.page :]
+        behind = rest[0].host_uuid if rest else ""
+        read = (host(number), *(one.host_uuid for one in first))
+        return MachinesPage(machines=tuple(first), hosts=read, more=bool(rest), next_host=behind)
+
+    async def publish(self, message: Message, **_: Any) -> None:
+        if isinstance(message, CellRecovering):
+            wanted = (self.told,) if message.after < UUID else ()
+            page = CellKnown(
+                cell="c1",
+                process=self.process,
+                database_incarnation=message.database_incarnation,
+                question=message.question,
+                instances=wanted,
+                fences=() if message.asked else self.fences,
+                old=self.old,
+            )
+            received = Received(page, Meta(id="m"), "c1", "conductor.known.conductor-1")
+            await self.reader.handle([received])
+
+
+class Cell:
+    """One conductor of a cell. Its leases are given."""
+
+    is_keeper = True
+
+    def __init__(self, world: World, table: MemoryInstanceTable | None = None) -> None:
+        bus: Any = world
+        clock = world.clock
+        self.world = world
+        self.table = table or MemoryInstanceTable(clock)
+        self.table.made_at = 0.0
+        self.store = MemoryInstances(self.table.session())
+        self.relay: Any = Relay()
+        leases: Any = self
+        config = ConductorConfig()
+        self.fences = FenceKeeper(self.store, bus, clock=clock, config=config, cell="c1")
+        world.reader = KnownReader(bus)
+        self.recovery = CellRecovery(
+            self.store,
+            bus,
+            self.relay,
+            clock=NoWait(),
+            config=config,
+            known=world.reader,
+            leases=leases,
+            fences=self.fences,
+            context=context_of(config, "c1"),
+        )
+        self.engine = engine_of(
+            store=self.store,
+            bus=bus,
+            relay=self.relay,
+            clock=clock,
+            config=config,
+            cell="c1",
+            leases=leases,
+            fences=self.fences,
+            blocked=self.recovery.note_blocked,
+        )
+        self.requests = requests_of(self.engine, clock, fences=self.fences)
+        self.hosts = hosts_of(self.engine, self.store, clock, config, bus, fences=self.fences, leases=leases)
+
+    # its leases
+
+    def up(self) -> Collection[str]:
+        return self.world.services
+
+    heard = up
+
+    def down(self) -> dict[str, Lease]:
+        return {one: Lease(service=one, epoch=1) for one in {"s1", "s2", "s3"} - self.world.services}
+
+    def forgotten(self) -> Collection[str]:
+        return ()
+
+    def heard_incarnation(self) -> int:
+        return 0
+
+    # what happens
+
+    async def open(self, *instances: Instance) -> Cell:
+        await self.store.open()
+        async with self.store.transaction() as transaction:
+            await transaction.insert(instances)
+        return self
+
+    async def set_back(self) -> None:
+        self.table.place += 1
+        await self.engine.sweep()
+        assert self.store.is_recovering
+
+    async def recover(self) -> Instance | None:
+        if not self.store.is_recovering:
+            await self.set_back()
+        await self.recovery.look()
+        assert not self.store.is_recovering
+        return await self.recorded()
+
+    async def recorded(self) -> Instance | None:
+        async with self.store.transaction() as transaction:
+            return (await transaction.lock([UUID])).get(UUID)
+
+    async def look_again(self) -> Instance | None:
+        """The blocked instance comes to its deadline, and is looked at."""
+        one = await self.recorded()
+        assert one is not None and one.blocked_reason
+        async with self.store.transaction() as transaction:
+            await transaction.update([replace(one, deadline=0.0)])
+        await self.engine.sweep()
+        await self.recovery.look()
+        return await self.recorded()
+
+    def sent(self, kind: type[Any]) -> list[Any]:
+        return [one.message for one in self.relay.sent if isinstance(one.message, kind)]
+
+
+class NoWait(SystemClock):
+    async def sleep(self, seconds: float) -> None:
+        """At once."""
+
+
+async def cell_of(world: World, *instances: Instance) -> Cell:
+    return await Cell(world).open(*instances)
+
+
+async def test_what_has_come_later_than_the_record_is_recorded_and_placement_follows() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None
+    assert (found.state, found.host_uuid, found.attempt, found.newest) == (State.ACTIVE, host(3), 7, FLOOR)
+    assert found.consumer_generation == 9
+    (restated,) = world.restated
+    assert (restated.consumer, restated.attempt, restated.allocations) == (UUID, FLOOR, None), "it has that already"
+    assert found.sequence > 41 and cell.store.set_back.incarnation == 2
+
+
+async def test_nothing_is_taken_while_the_cell_recovers_and_nothing_is_lost() -> None:
+    world = World(listed(2, 2), told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    async with cell.store.transaction() as transaction:
+        await transaction.send_later([])
+    await cell.set_back()
+    delete = Received(CellDelete(instance_uuid=UUID, project_id="p"), Meta(id="d"), "c1", "conductor.requests")
+    result = ComputeResult(
+        instance_uuid=UUID, attempt=2, host_uuid=host(2), service="s2", outcome=ComputeOutcome.DESTROYED
+    )
+    ended = Received(result, Meta(id="r"), "c1", "conductor.results")
+    for handler, received in ((cell.requests.requests, delete), (cell.requests.results, ended)):
+        with pytest.raises(Recovering):
+            await handler([received])
+    with pytest.raises(Recovering):
+        await cell.engine.sweep()
+    assert await cell.hosts.hosts([Received(listing("s2", 2), Meta(id="h"), "c1", "conductor.hosts")]) == [Done()]
+    assert await cell.recorded() == ACTIVE
+    await cell.recover()
+    await cell.requests.requests([delete])
+    deleting = await cell.recorded()
+    assert deleting is not None and deleting.then is State.DELETED
+
+
+async def test_a_request_of_which_the_end_is_lost_ends() -> None:
+    world = World(listed(2, 2), told=known(2, request_id=MOVE, kind=MoveKind.MIGRATE))
+    world.told = replace(world.told, places=(place(2), place(1, migration=MOVE)))
+    cell = await cell_of(world, moving(State.FINISHING, attempt=2))
+    found = await cell.recover()
+    assert found is not None and found.move is None and found.state is State.ACTIVE
+    (end,) = cell.sent(MoveEvent)
+    assert (end.request_id, end.state, end.terminal) == (MOVE, MoveState.DONE, True)
+    assert world.restated[0].migrations == (MOVE,)
+
+
+async def test_what_runs_on_a_host_that_has_not_listed_is_blocked_until_it_has() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
+    assert not world.restated and not cell.relay.sent
+    again = await cell.look_again()
+    assert again is not None and again.blocked_reason == BlockedReason.HOST_ABSENT
+    world.services |= {"s3"}
+    settled = await cell.look_again()
+    assert settled is not None and not settled.blocked_reason
+    assert (settled.state, settled.host_uuid, settled.attempt) == (State.ACTIVE, host(3), 7)
+
+
+async def test_a_delete_of_what_is_blocked_is_recorded_and_carried_out_once_its_host_has_listed() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    delete = CellDelete(instance_uuid=UUID, project_id="p", attempt=7)
+    await cell.requests.requests([Received(delete, Meta(id="d"), "c1", "conductor.requests")])
+    blocked = await cell.recorded()
+    assert blocked is not None and blocked.blocked_reason and blocked.then is State.DELETED
+    assert not cell.sent(Destroy)
+    world.services |= {"s3"}
+    settled = await cell.look_again()
+    assert settled is not None and (settled.state, settled.blocked_reason) == (State.DESTROYING, "")
+    assert [(one.attempt, one.host_uuid) for one in cell.sent(Destroy)] == [(7, host(3))]
+    assert not [one for one in world.placement if isinstance(one, Release)]
+
+
+async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    before = await cell.recorded()
+    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
+    assert await cell.recorded() == before and await cell.store.safety.records() == []
+    stop = CellMove(request_id=str(UUID), instance_uuid=UUID, kind=MoveKind.STOP, project_id="p")
+    await cell.requests.requests([Received(stop, Meta(id="s"), "c1", "conductor.requests")])
+    (refused,) = cell.sent(MoveEvent)
+    assert (refused.state, refused.code) == (MoveState.REFUSED, "instance.blocked")
+
+
+@pytest.mark.parametrize(("old", "told"), [(True, known(2)), (False, KnownRecord(instance_uuid=UUID))])
+async def test_an_emptied_database_has_what_the_services_list(old: bool, told: KnownRecord) -> None:
+    world = World(listed(2, 5), told=replace(told, project_id="p"), old=old)
+    cell = await cell_of(world)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.attempt, found.newest) == (State.ACTIVE, 5, FLOOR)
+    assert len(world.restated) == (not old), "an old word proves nothing about what is held"
+
+
+async def test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_reported() -> None:
+    world = World(listed(1, 1), listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    assert not cell.sent(Destroy)
+    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
+    assert [one.machine.attempt for one in await cell.store.safety.records()] == [1]
+    assert not cell.sent(Destroy)
+
+
+async def test_a_fenced_host_counts_as_empty() -> None:
+    world = World(told=known(2))
+    world.services = {"s1", "s3"}
+    world.fences = (CellFence(host_uuid=host(2), host="host-2", version=1),)
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.then, found.code) == (
+        State.RELEASING,
+        State.FAILED,
+        "instance.lost",
+    )
+    assert set(cell.fences.known) == {host(2)}
+
+
+async def test_a_service_that_is_up_and_does_not_list_is_tried_again_and_then_counts_as_absent() -> None:
+    world = World(told=known(2))
+    world.silent = {"s2"}
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
+    assert [one.service for one in world.queried].count("s2") == MAX_TRIES
+    assert [one.service for one in world.queried].count("s1") == 1
+
+
+async def test_a_listing_of_several_pages_is_read_to_its_end() -> None:
+    world = World(listed(3, 7), listed(4, 8, service="s3"), told=known(4, 8))
+    world.page = 1
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and (found.host_uuid, found.attempt) == (host(4), 8)
+
+
+async def test_placement_that_refuses_leaves_the_machine_to_its_instance() -> None:
+    world = World(listed(3, 7), told=known(2))
+    world.refused = "full"
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.host_uuid) == (State.ACTIVE, host(3))
+    assert world.restated[0].allocations == selection(3).allocations
+
+
+async def test_a_conductor_that_dies_amid_a_recovery_is_followed_under_the_same_incarnation() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    other = await Cell(world, cell.table).open()
+    with pytest.raises(Recovering):
+        await other.engine.sweep()
+    assert other.store.is_recovering
+    found = await other.recover()
+    assert found is not None and found.host_uuid == host(3) and other.store.set_back.incarnation == 2
+    assert await cell.engine.sweep() == 0
+    assert not cell.store.is_recovering
+
+
+async def test_another_conductor_than_the_keeper_of_the_leases_waits() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    cell.is_keeper = False
+    await cell.recovery.look()
+    assert cell.store.is_recovering and not world.queried
+
+
+async def test_a_build_that_the_schedulers_do_not_know_to_be_active_is_announced() -> None:
+    world = World(listed(2, 2), told=replace(known(2), state=BuildState.BUILDING))
+    cell = await cell_of(world, record(State.BUILDING, newest=2))
+    await cell.recover()
+    (event,) = cell.sent(BuildEvent)
+    assert (event.state, event.terminal, event.host_uuid) == (BuildState.ACTIVE, True, host(2))
