@@ -94,9 +94,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         cell=cell,
         process=env.process,
         on_fence=fences.on_announced,
-        hosts_of=listings.all_of,
     )
-    search = _search_of(store, bus, env.clock, config, keeper, fences, listings)
+    search = MachineSearch(store, bus, clock=env.clock, config=config, listings=listings)
     known = KnownReader(bus)
     recovery = CellRecovery(
         store,
@@ -121,7 +120,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         search=search,
         blocked=recovery.note_blocked,
     )
-    requests = RequestHandlers(engine, env.clock, bus, fences=fences, search=search, leases=keeper)
+    requests = RequestHandlers(engine, env.clock, bus, fences=fences, leases=keeper)
     hosts = HostHandlers(engine, store, env.clock, config, bus, listings=listings, fences=fences, leases=keeper)
     service.add_resource(store.open, store.close)
     service.add_resource(bus.open, bus.close)
@@ -157,28 +156,6 @@ async def _show_safety(store: InstanceStore, cell: str) -> None:
         waiting = [one for one in records if one.machine.kind is UnexplainedKind.QUARANTINED and one.verdict != KEEP]
         metrics.IN_QUARANTINE.labels(cell).set(len(waiting))
         metrics.BREAKERS_OPEN.labels(cell).set(sum(one.is_open for one in await store.safety.breakers()))
-
-
-def _search_of(  # noqa: PLR0917  (one caller)
-    store: InstanceStore,
-    bus: Bus,
-    clock: Clock,
-    config: ConductorConfig,
-    keeper: LeaseKeeper,
-    fences: FenceKeeper,
-    listings: Listings,
-) -> MachineSearch:
-    return MachineSearch(
-        store,
-        bus,
-        clock=clock,
-        config=config,
-        up=keeper.up,
-        down=keeper.down,
-        fenced=lambda: fences.known,
-        forgotten=keeper.forgotten,
-        listings=listings,
-    )
 
 
 async def _declare(bus: Bus) -> None:
@@ -233,7 +210,7 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
 
 
 async def search_forever(engine: Engine, clock: Clock) -> None:
-    """Search for machines that a database which was set back may have forgotten, one search at a time.
+    """Look for the sources of moves that are to be undone, one search at a time.
 
     An instance that is not searched now comes again with its deadline.
     """

@@ -34,11 +34,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """MiB of memory that a live migration copies per second, at least. Its source may take the time of copying the
     instance's memory at this rate beyond that of one step; then the move is given up. 0: only the time of one step.
     """
-    doubt_limit_s: Seconds = 3600.0
-    """Seconds that a conductor waits for a build under way after the database was set back, while a compute service has
-    not answered whether it has a machine of it. After that the build has failed for its client, and a machine found
-    later goes to quarantine.
-    """
     report_grace_s: Seconds = 30.0
     """Seconds after an instance's last change during which a host's report does not count against it: a report that
     differs from a younger record causes no new scan, because most of what it lacks is under way.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -27,14 +27,11 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
-from .domain.doubt import is_in_doubt, machine_query_of
 from .domain.events import (
     BuildRequested,
     DeleteRequested,
     InstanceEvent,
-    InstanceSearched,
-    MachineFound,
-    MachineQuery,
+    MachineDecided,
     MoveRequested,
     SourceQuery,
     TimedOut,
@@ -44,7 +41,7 @@ from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.move_steps import misses_proof
 from .domain.orders import repeat_at
-from .domain.set_back import is_unsearched
+from .domain.report import UnexplainedKind
 from .domain.steps import Step, StepContext
 from .domain.table import FenceSteps, question_of, step
 from .placement_requests import (
@@ -57,7 +54,7 @@ from .placement_requests import (
 )
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
-from .store.safety import ADOPT, KEEP
+from .store.safety import KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -66,9 +63,8 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
-# The most instances that wait for a search of their machines; one beyond them comes again with its deadline.
-MAX_UNSEARCHED = MAX_FOUND
-LOGGED_MOVES = 20  # of those that one search holds
+# The most instances that wait for a search; one beyond them comes again with its deadline.
+MAX_UNSEEN = MAX_FOUND
 
 
 class LeaseView(Protocol):
@@ -112,21 +108,6 @@ class Sender(Protocol):
         """Publish soon; delete each row after its confirm."""
 
 
-class Unsearched(Transient):
-    """The cell's services are to be queried first, about the instances of these requests. Nothing was recorded.
-
-    deletes: the instances that they delete, as a build does whose delete came before it.
-    """
-
-    code = "cell.database_set_back"
-
-    def __init__(self, requests: Sequence[InstanceEvent], records: Mapping[str, Instance]) -> None:
-        super().__init__("the database may have no record of what these requests are about")
-        self.requests = requests
-        deleted = {uuid for uuid, one in records.items() if one.state is State.TOMBSTONE}
-        self.deletes = deleted | {one.uuid for one in requests if isinstance(one.event, DeleteRequested)}
-
-
 def context_of(config: ConductorConfig, cell: str) -> StepContext:
     """What steps depend on in this process."""
     return StepContext(
@@ -135,7 +116,6 @@ def context_of(config: ConductorConfig, cell: str) -> StepContext:
         answer_timeout_s=config.answer_timeout_s,
         destroy_retry_s=config.destroy_retry_s,
         destroy_retry_max_s=config.destroy_retry_max_s,
-        doubt_limit_s=config.doubt_limit_s,
         live_copy_mb_s=config.live_copy_mb_s,
     )
 
@@ -168,14 +148,14 @@ class Engine:
         self._fences = fences
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s, lambda: store.set_back.incarnation)
         self._search = search
-        self._unsearched: dict[str, PendingQuestion] = {}
+        self._unseen: dict[str, None] = {}  # instances whose sources are to be looked for
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = context_of(config, cell)
 
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
-        """Apply events, in order for each instance, and send the requests to placement that follow. Raises Unsearched.
+        """Apply events, in order for each instance, and send the requests to placement that follow.
 
         Returns an awaitable that ends once all of it is on disk, before which the events must not be acknowledged;
         None: it is on disk.
@@ -289,26 +269,21 @@ class Engine:
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
-        ended, unsearched, failed = list[Instance](), list[InstanceEvent](), set[str]()
+        ended, failed = list[Instance](), set[str]()
         context, ended_by = await self._context_of(transaction, incoming), FenceSteps()
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
-            if is_unsearched(before, event, context.set_back, context.unexplained):
-                unsearched.append(instance_event)
-                continue
             stepped = self._stepped(before, instance_event, context, ended_by, failed)
             if isinstance(event, DeleteRequested) and is_of_another_project(before, event):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
-            by = context.set_back.incarnation
+            by = self._store.set_back.incarnation
             outgoing += [OutboxMessage(self._bus.name, command, cause, trace, by) for command in stepped.commands]
             steps[before.state, type(event).__name__] += 1
             if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
-        if unsearched:
-            raise Unsearched(unsearched, now)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         if ended_by.hosts and not await transaction.rely_on(
@@ -362,14 +337,14 @@ class Engine:
         context = replace(
             self._context,
             deployment=self._store.deployment,
-            set_back=self._store.set_back,
             up=self._leases.heard(),
             down=self._leases.down(),
             fences=self._fences.known,
         )
         found = await transaction.unexplained({one.uuid for one in incoming})
         kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
-        return replace(context, unexplained={one.machine.uuid for one in found}, kept=kept)
+        quarantined = {one.machine.uuid for one in found if one.machine.kind is UnexplainedKind.QUARANTINED}
+        return replace(context, unexplained=quarantined, kept=kept)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
@@ -379,75 +354,47 @@ class Engine:
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def search(self) -> None:
-        """Search for the machines of the instances that wait for it (all at once, so one silent service delays none of
-        them longer than another): the sources of moves that are to be undone first, then machines that a record may
-        have forgotten. Send placement the requests of those that have none of these.
+        """Look for the sources of moves that are to be undone, all at once, so that one silent service delays none of
+        them longer than another; and have what operators have decided on looked at.
 
         Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
         """
         await self._search_due.wait()
         self._search_due.clear()
-        questions, self._unsearched = list(self._unsearched.values()), {}
+        unseen, self._unseen = self._unseen, {}
         decided, self._decided = sorted(self._decided), set()
-        await self._by_halves(self._search_for, questions)
-        await self._by_halves(self._adopt_decided, decided)
+        await self._by_halves(self._see_sources, sorted(unseen))
+        await self._by_halves(self._take_decided, decided)
 
-    async def _by_halves(self, search: Callable[[Sequence[Any]], Awaitable[None]], waiting: Sequence[Any]) -> None:
-        """Search for all of these at once, and by halves where a defect prevents that: one instance stops no other. It
-        is logged, and comes again with its deadline, or with a report of its host.
+    async def _by_halves(self, take: Callable[[Sequence[str]], Awaitable[None]], waiting: Sequence[str]) -> None:
+        """Take all of these instances at once, and by halves where a defect prevents that: one stops no other. It is
+        logged, and comes again with its deadline, or with a report of its host.
         """
+        if not waiting:
+            return
         try:
-            await search(waiting)
+            await take(waiting)
         except (Transient, BusError, Forbidden):
             raise
         except Exception as error:  # any: it must not end the task
             if (middle := len(waiting) // 2) > 0:
-                await self._by_halves(search, waiting[:middle])
-                await self._by_halves(search, waiting[middle:])
+                await self._by_halves(take, waiting[:middle])
+                await self._by_halves(take, waiting[middle:])
                 return
-            for one in waiting:
-                state, uuid = ("", one) if isinstance(one, str) else (one.instance.state, one.instance.uuid)
-                metrics.STEPS_FAILED.labels(state, "search").inc()
-                code = getattr(error, "code", type(error).__name__)
-                log.exception("instance.search_failed", instance=uuid, code=code, cause=uuid)
+            metrics.STEPS_FAILED.labels("", "search").inc()
+            code = getattr(error, "code", type(error).__name__)
+            log.exception("instance.search_failed", instance=waiting[0], code=code, cause=waiting[0])
 
-    async def _search_for(self, questions: Sequence[PendingQuestion]) -> None:
-        """Search for the machines of these, and request of placement what is still due."""
-        if seen := await self._see_sources(questions):
-            await self._ask_placement(await self._apply(seen))
-        found = await self._resolve([one.instance for one in questions])
-        waiting = [
-            one
-            for one in questions
-            if not isinstance(one.message, SourceQuery | MachineQuery) and one.instance.uuid in found
-        ]
-        answers = await self._placement.ask(await self._still_due(waiting))
-        if answers:
-            await self._ask_placement(await self._apply(answers))
+    async def _see_sources(self, instances: Sequence[str]) -> None:
+        known = await self.known(instances)
+        asked = {uuid: one for uuid, instance in known.items() if isinstance(one := question_of(instance), SourceQuery)}
+        seen = await self._search.see_sources(asked) if asked else {}
+        if seen:
+            await self._ask_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in seen.items()]))
 
-    async def _resolve(self, instances: Sequence[Instance]) -> Mapping[str, InstanceSearched]:
-        """Search for those of these that are in doubt. Returns the answers about those of which all services have
-        answered that have to.
-        """
-        queries = {one.uuid: query for one in instances if (query := machine_query_of(one)) is not None}
-        found = await self._search.find_doubted(queries)
-        if found:
-            await self._ask_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in found.items()]))
-        held = [one for one in (await self.known(queries)).values() if is_in_doubt(one) and one.move is not None]
-        metrics.HELD_MOVES.inc(len(held))
-        for one in held[:LOGGED_MOVES]:
-            hosts = [machine.host for machine in found[one.uuid].machines] if one.uuid in found else []
-            log.warning(
-                "move.held",
-                instance=one.uuid,
-                state=one.state,
-                found=hosts,
-                cause=one.cause or one.uuid,
-                hint="the cell's database was set back in the middle of a move: its machine may run on another host"
-                " than its record has. `berth services forget` states that a service is gone for good, `berth hosts"
-                " fence` that a host is off",
-            )
-        return {uuid: one for uuid, one in found.items() if self._store.set_back.is_of(one.incarnation)}
+    async def _take_decided(self, instances: Sequence[str]) -> None:
+        now = self._clock.time()
+        await self._ask_placement(await self._apply([InstanceEvent(one, MachineDecided(at=now)) for one in instances]))
 
     async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
@@ -457,33 +404,12 @@ class Engine:
             return await transaction.lock(sorted(instances))
 
     def adopt(self, instance: str) -> None:
-        """Have the next search look for the machine in quarantine that is this instance's by an operator's word, and
-        for others of it, and give it to the instance if it is the only one. It comes again with each report of its
+        """A machine in quarantine is this instance's by an operator's word. It comes again with each report of its
         host.
         """
-        if len(self._decided) < MAX_UNSEARCHED:
+        if len(self._decided) < MAX_UNSEEN:
             self._decided.add(instance)
             self._search_due.set()
-
-    async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """The answers about the sources of moves that are to be undone."""
-        sources = {one.instance.uuid: one.message for one in questions if isinstance(one.message, SourceQuery)}
-        found = await self._search.see_sources(sources)
-        return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
-
-    async def _adopt_decided(self, instances: Sequence[str]) -> None:
-        """Give these the machines that are theirs by the word that stands now."""
-        if not instances:
-            return
-        async with self._store.transaction() as transaction:
-            known = await transaction.lock(instances)
-            unexplained = await transaction.unexplained(instances)
-        decided = {one.machine.uuid: one for one in unexplained if one.verdict == ADOPT}
-        found = await self._search.find_decided(decided, known)
-        now = self._clock.time()
-        events = [InstanceEvent(uuid, MachineFound(at=now, machine=machine)) for uuid, machine in found.items()]
-        if events:
-            await self._ask_placement(await self._apply(events))
 
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
@@ -492,31 +418,19 @@ class Engine:
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            answers = await self._placement.ask(self._searched(questions))
+            answers = await self._placement.ask(self._of_placement(questions))
             if not answers:
                 return
             questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
-    def _searched(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
-        """The requests to placement of instances that need not be searched for first; the others wait for the next
-        search, and so do the questions to compute services.
-        """
-        ready: list[PendingQuestion] = []
+    def _of_placement(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
+        """The requests to placement; the questions to compute services wait for the next search."""
         for one in questions:
-            uuid = one.instance.uuid
-            if not isinstance(one.message, SourceQuery) and machine_query_of(one.instance) is None:
-                ready.append(one)
-            elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
-                self._unsearched[uuid] = one
+            if isinstance(one.message, SourceQuery) and len(self._unseen) < MAX_UNSEEN:
+                self._unseen[one.instance.uuid] = None
                 self._search_due.set()
-        return ready
-
-    async def _still_due(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
-        """The requests that are still due after a search."""
-        clear = {one.instance.uuid: one for one in questions}
-        known = await self.known(clear)
-        return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
+        return [one for one in questions if not isinstance(one.message, SourceQuery)]
 
 
 def _of_others(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:
@@ -543,6 +457,5 @@ def _log_change(change: DatabaseChange, cell: str) -> None:
         cell=cell,
         deployment=change.deployment,
         incarnation=change.incarnation,
-        doubted=change.doubted,
-        hint="no build that was under way is timed out before its host has reported its state",
+        hint="nothing is begun in the cell until its compute services have listed what they have",
     )

@@ -57,7 +57,6 @@ from .domain.report import (
     UnexplainedKind,
     is_ordered,
 )
-from .domain.set_back import SetBack
 from .lease_keeper import LeaseKeeper
 from .store.port import InstanceStore, UnreadableRecords
 from .store.safety import ADOPT, DESTROY, KEEP, MachineKey, UnexplainedRecord
@@ -101,7 +100,7 @@ class Guard:
         self._recent = RecentFindings(config.breaker_window_s)
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
-        self._read_at: SetBack | None = None  # the set-back of the database that they were read of; None: not read yet
+        self._read_at = 0  # the incarnation of the database that they were read of (0: not read yet)
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """The events that may take effect, of those that this page, with the earlier pages of the same scan, found to
@@ -285,11 +284,11 @@ class Guard:
         """Read the record once, and again when the database was set back: a backup has machines that have been
         taken off the record since.
         """
-        set_back = self._store.set_back
-        if self._read_at == set_back:
+        incarnation = self._store.set_back.incarnation
+        if self._read_at == incarnation:
             return
         self._recorded = {record.place: record.service for record in await self._store.safety.records()}
-        self._read_at = set_back
+        self._read_at = incarnation
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
         """Publish the machines that are newly on record; of several conductors the one that recorded them does."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.consuming.outcome import GIVEN_UP_BY_BROKER, Done, Outcome, Received, Refuse, Retry, given_up_of
+from bus.consuming.outcome import GIVEN_UP_BY_BROKER, Done, Outcome, Received, Refuse, given_up_of
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
     MAX_RESCANS,
@@ -32,7 +31,6 @@ from bus.contracts.moves import (
     MoveKind,
 )
 from bus.contracts.operations import CellFence
-from bus.contracts.queues import BY_QUEUE
 
 from . import metrics
 from .config import ConductorConfig
@@ -50,34 +48,22 @@ from .domain.events import (
     MoveRequested,
     Spawned,
     SpawnFailed,
-    is_begun_by,
-    is_query,
     move_event,
 )
-from .domain.instance import MACHINE_EXISTS
-from .domain.move_events import IN_DOUBT
 from .domain.report import Differences, Newest, Rescans, differences
-from .domain.steps import cut
-from .engine import Engine, Unsearched
+from .engine import Engine
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners
 from .lease_keeper import LeaseKeeper
-from .search import MachineSearch, Searched
 from .store.port import InstanceStore
 
 E = TypeVar("E", bound=Event)
 log = structlog.get_logger(__name__)
 
 DONE = Done()
-UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services have answered")
-NOT_ALL = Refusal(code=UNSURE.code, reason=UNSURE.reason)
 GIVEN_UP_QUEUE = "conductor.given_up"
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
-ANOTHERS = Refusal(
-    code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
-)
 LOGGED_HOSTS = 10  # of one page
-RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
 
 class RequestHandlers:
@@ -90,7 +76,6 @@ class RequestHandlers:
         bus: Bus,
         *,
         fences: FenceKeeper,
-        search: MachineSearch,
         leases: LeaseKeeper,
     ) -> None:
         """`bus`: the cell's, on which checks for other cells are passed on."""
@@ -99,7 +84,6 @@ class RequestHandlers:
         self._engine = engine
         self._clock = clock
         self._fences = fences
-        self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
@@ -126,8 +110,7 @@ class RequestHandlers:
         return await self._leases.forget(command)
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun; a build
-        whose machine is found, because the database has lost its record, goes on as any other of that kind.
+        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
 
         A delete is tried once more, without the messages that it came with.
         """
@@ -148,88 +131,10 @@ class RequestHandlers:
             else:
                 outcomes.append(DONE)
                 incoming.append(instance_event)
-        try:
-            flushed = await self._engine.take(incoming, source=source) if incoming else None
-        except Unsearched as unsearched:
-            incoming, unsure = await self._searched(incoming, unsearched, batch)
-            outcomes = [
-                UNSURE if outcome is DONE and received.meta.id in unsure else outcome
-                for received, outcome in zip(batch, outcomes, strict=True)
-            ]
-            flushed = await self._engine.take(incoming, source=source) if incoming else None
+        flushed = await self._engine.take(incoming, source=source) if incoming else None
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
-
-    async def _searched(
-        self, incoming: list[InstanceEvent], unsearched: Unsearched, batch: Sequence[Received]
-    ) -> tuple[list[InstanceEvent], set[str]]:
-        """The events, those about instances that are to be searched for with the machines that the cell has of them;
-        and the messages to retry.
-
-        Nothing is begun while a service has not answered that has to, until the queue's retries are exhausted: what
-        comes for the last time is begun then, unless a machine of it was found, and a move is refused. The same for
-        deletes of instances that the database may have lost and has no record of: it was set back, or the cell has
-        announced their builds. A query of a build without a record is dropped then: it comes again; so is a delete
-        while a host has a machine that no record explains: what it takes is not free.
-        """
-        last = {
-            received.meta.id
-            for received in batch
-            if received.meta.attempt >= RETRIES
-            or (received.queue == GIVEN_UP_QUEUE and not isinstance(received.message, CellBuild))
-        }
-        found = await self._search.before(unsearched.requests)
-        known: list[InstanceEvent] = []
-        retried: set[str] = set()
-        for one in incoming:
-            taken: InstanceEvent | None = one
-            if one.uuid in found and _is_to_be_searched(one.event):
-                is_delete, is_last = one.uuid in unsearched.deletes, one.message_id in last
-                taken = _with_found(one, found[one.uuid], is_delete=is_delete, is_last=is_last)
-            if taken is not None:
-                known.append(taken)
-            elif not is_query(one.event) and one.message_id not in last:
-                retried.add(one.message_id)
-        return known, retried
-
-
-def _with_found(one: InstanceEvent, searched: Searched, *, is_delete: bool, is_last: bool) -> InstanceEvent | None:
-    """The event with the machines that were found; None: it is not taken now."""
-    event, incarnation, is_unexplained = one.event, searched.incarnation, searched.is_unexplained(one.uuid)
-    found = searched.of(one.uuid, to_delete=is_delete)
-    if is_query(event):
-        why = ANOTHERS if is_unexplained else event.given_up
-        return (
-            None
-            if found is None
-            else replace(one, event=replace(event, found=found, incarnation=incarnation, given_up=why))
-        )
-    is_held = is_unexplained and is_delete
-    if (found is None or is_held) and not is_last:
-        return None
-    if is_held:  # another deployment's, or of a host that does not answer: it stays, and so does its claim
-        reason = "a host has a machine of it that no record explains"
-        log.warning("instance.delete_unanswered", instance=one.uuid, reason=reason)
-        return None
-    if found is None and is_begun_by(event):
-        reason = f"it may have a later machine, and not all compute services have answered: {searched.silent}"
-        why = Refusal(code=IN_DOUBT, reason=cut(reason))
-        return replace(one, event=move_event(event.request, event.at, event.cause, given_up=why))
-    part = searched.of(one.uuid, to_delete=is_delete, in_part=True)
-    if isinstance(event, BuildRequested) and found is None and part and not is_delete:
-        # It goes on record in doubt, and is searched for until that has its limit.
-        return replace(
-            one,
-            event=replace(event, found=(), incarnation=incarnation, is_part=True, given_up=event.given_up or NOT_ALL),
-        )
-    if isinstance(event, BuildRequested):
-        return replace(one, event=replace(event, found=part, incarnation=incarnation, is_part=found is None))
-    return replace(one, event=replace(event, found=part, incarnation=incarnation))
-
-
-def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested | MoveRequested]:
-    return isinstance(event, DeleteRequested | BuildRequested) or is_begun_by(event)
 
 
 class HostHandlers:

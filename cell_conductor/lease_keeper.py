@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock, LogInterval
@@ -86,11 +85,8 @@ class LeaseKeeper:
         cell: str,
         process: str,
         on_fence: Callable[[HostFence], None] = lambda _fence: None,
-        hosts_of: Callable[[str, int], Collection[str]] = lambda _service, _epoch: (),
     ) -> None:
-        """`on_fence(report)`: a conductor of the cell has recorded a change of a fence. `hosts_of(service, epoch)`: the
-        hosts of a service, if it has reported all of them since it began as this epoch.
-        """
+        """`on_fence(report)`: a conductor of the cell has recorded a change of a fence."""
         self._store = store
         self._bus = bus
         self._clock = clock
@@ -98,7 +94,6 @@ class LeaseKeeper:
         self._cell = cell
         self._process = process
         self._on_fence = on_fence
-        self._hosts_of = hosts_of
         self._table = LeaseTable(config.missed_heartbeats)
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
@@ -291,7 +286,7 @@ class LeaseKeeper:
         if keeping is None:
             return
         old = frozenset(self._old(now_s))
-        leases = {one.service: self._with_hosts(one) for one in self._table.leases.values() if one.service not in old}
+        leases = {name: one for name, one in self._table.leases.items() if name not in old}
         changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
         gone = self._recorded.keys() - leases.keys()
         if (changed or gone) and not await self._store.leases.record(keeping.term, changed, gone):
@@ -301,24 +296,11 @@ class LeaseKeeper:
         self._recorded = leases
 
     def _old(self, now_s: float) -> Sequence[str]:
-        """Services that are dropped, as they are down for long. None in a cell whose database was ever set back: a
-        search waits for their answers, and an operator states that one is gone.
-        """
-        if now_s < self._purge_at or self._store.set_back.has_been:
+        """Services that are dropped, as they are down for long."""
+        if now_s < self._purge_at:
             return ()
         self._purge_at = now_s + self._config.purge_interval_s
         return self._table.down_before(self._clock.time() - self._config.services_retention_s, PURGE_BATCH)
-
-    def _with_hosts(self, lease: Lease) -> Lease:
-        """As it is put on record: a service that is down with the hosts that it listed last. A later conductor receives
-        no report of it.
-        """
-        if lease.state is LeaseState.UP:
-            return lease
-        known, listed = self._recorded.get(lease.service), " ".join(sorted(self._hosts_of(lease.service, lease.epoch)))
-        if not listed and known is not None and known.epoch == lease.epoch:
-            return replace(lease, listed=known.listed, incarnation=known.incarnation)
-        return replace(lease, listed=listed, incarnation=self._store.set_back.incarnation if listed else 0)
 
     async def _publish_digest(self) -> None:
         """The digest, when it has changed, and periodically."""

@@ -53,17 +53,6 @@ CONTESTED = Gauge(
 DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
 )
-SEARCHED = Counter(
-    "berth_conductor_builds_searched",
-    "Doubted builds about which all compute services that are up were queried, by what came of it (found, nothing,"
-    " unanswered).",
-    ["outcome"],
-)
-HELD_MOVES = Counter(
-    "berth_conductor_moves_held",
-    "How often a move from or to another cell was held: the cell's database was set back in the middle of it, and"
-    " a machine of the instance may run in the cell.",
-)
 SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])
 DOWN = Gauge(
     "berth_conductor_services_down", "Compute services that take no builds now: silent, or stopped on purpose."

@@ -31,7 +31,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 
 from . import metrics
-from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, MachineQuery, Released, Reverted, RevertRefused
+from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted, RevertRefused
 from .domain.instance import Instance, State
 from .domain.table import Question, question_of
 
@@ -58,16 +58,13 @@ def due_questions(
 ) -> list[PendingQuestion]:
     """The questions that are due: new ones, and those of `again` once more.
 
-    An instance that was waiting before is another task's: two requests at the same time would be answered twice. A
-    build that was begun in doubt a moment ago is searched for when it is out of time, or its host has no machine of it:
-    the command is on its way.
+    An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     """
     found: list[PendingQuestion] = []
     for uuid, message in recorded.questions.items():
         instance, known = recorded.instances[uuid], before.get(uuid)
-        is_begun = isinstance(message, MachineQuery) and instance.state is State.BUILDING
         is_new = known is None or question_of(known) != message
-        if (is_new and not is_begun) or uuid in again:
+        if is_new or uuid in again:
             found.append(PendingQuestion(instance, message, repeated=not is_new))
     return found
 

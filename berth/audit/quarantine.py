@@ -21,7 +21,7 @@ from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, RequestRe
 from bus.persistence.database import Database
 from bus.service.environment import Environment
 from bus.service.settings import SettingsError
-from cell_conductor.domain.adopt_rules import why_not_adoptable
+from cell_conductor.domain.blocked_rules import why_not_adoptable
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.instance import Instance

@@ -184,8 +184,7 @@ async def _take_over(site: Site, each: Unclaimed) -> Instance | None:
             record = each.instance
             if (await transaction.lock([record.uuid])).get(record.uuid) != record:
                 return None
-            first = record.reused_from or record.next_attempt
-            later = replace(record, newest=each.attempt, reused_from=first)
+            later = replace(record, newest=each.attempt, proves_from=max(record.proves_from, each.attempt + 1))
             await transaction.update([later])
     finally:
         await database.close()

@@ -8,14 +8,36 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 
-from .desires import DELETE_REQUESTED
-from .events import DeleteRequested, MoveRequested, TimedOut
-from .instance import Instance, State
+from .desires import DELETE_REQUESTED, desire_of, in_text
+from .events import DeleteRequested, MachineDecided, MoveRequested, TimedOut
+from .instance import BlockedReason, Instance, State
 from .move_events import refuse_request, repeat_end
 from .orders import repeat_at
 from .steps import Step, StepContext, announce
 
 INSTANCE_BLOCKED = "instance.blocked"
+
+
+def block(instance: Instance, at: float) -> Instance:
+    """What is true of it is to be found out now."""
+    return replace(instance, blocked_reason=BlockedReason.CONFLICT.value, since=at, deadline=at)
+
+
+def decide(instance: Instance, event: MachineDecided, context: StepContext) -> Step:
+    """By an operator's word a machine in quarantine is the instance's (`reconcile.adopt_decided`)."""
+    return Step(instance) if why_not_adoptable(instance) else Step(block(instance, event.at))
+
+
+def why_not_adoptable(instance: Instance | None) -> str:
+    """Why no machine may be given to this record by an operator's word; "": it may."""
+    if instance is None or instance.spec is None or not instance.selections:
+        return "the cell has no record of it"
+    if instance.machine_exists:
+        return "its build was refused, because the machine may be another project's"
+    if not desire_of(instance).takes_machine or instance.move is not None:
+        now = in_text(instance.phase)
+        return f"it is {now}: only what is active elsewhere by its record, or failed, takes a machine over"
+    return ""
 
 
 def wait(instance: Instance, event: TimedOut, context: StepContext) -> Step:

@@ -280,19 +280,6 @@ class Listings:
         """Whether the service has listed any hosts to this conductor."""
         return service in self._services
 
-    def hosts_of(self, services: Collection[str]) -> set[str]:
-        """The hosts that these services list."""
-        return {host for service in services if service in self._services for host in self._services[service].hosts}
-
-    def unlisted(self, services: Collection[str]) -> set[str]:
-        """Those of these services that have not listed all their hosts."""
-        return {one for one in services if one not in self._services or not self._services[one].whole}
-
-    def all_of(self, service: str, epoch: int) -> Collection[str]:
-        """The hosts of this service, if it has listed all of them since it began as this epoch."""
-        listed = self._services.get(service)
-        return listed.hosts if listed is not None and listed.whole and listed.epoch == epoch else ()
-
     def listers(self, host: str) -> tuple[str, ...]:
         """The services that list this host."""
         return tuple(self._listers.get(host, ()))

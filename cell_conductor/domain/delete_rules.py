@@ -7,11 +7,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
-from bus.contracts.cell import UNKNOWN_ATTEMPT, InstanceSpec
+from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import Condition, MoveState
 
-from . import rules, steps
-from .adopt_rules import by_worth, report_deleting, selection_of
+from . import blocked_rules, rules, steps
+from .build_repeat_rules import report_deleting
 from .departure_rules import refer
 from .desires import WANTED, Ask, Wish, desire_of
 from .events import (
@@ -21,7 +21,7 @@ from .events import (
     HostMissing,
     SpawnFailed,
 )
-from .instance import MACHINE_EXISTS, Instance, State
+from .instance import Instance, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -32,49 +32,33 @@ from .move_events import (
 )
 from .move_steps import leave
 from .report import followed_by
-from .set_back import FORGOTTEN_ATTEMPTS, doubted_from, has_come_back, numbered_on
 from .steps import Step, StepContext
 
 
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Without a record it is remembered, so that the build never starts, should it come yet.
 
-    In a database that was set back the build may have been carried out and forgotten, and no other message comes. Then
-    what the cell's services have of it is destroyed, its claim is released, and the delete is answered. A database that
-    was replaced by a new one does not know that it was; but of a build that the cell has announced it had a record.
+    What this cell has announced has been here and is not any more: its claim is released, and the delete is answered;
+    but first what a host has of it that no record explains is destroyed.
     """
-    if event.found is None:
+    if not event.begun:
         return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
-    own = [one for one in event.found if one.project_id in (None, event.project_id) and one.attempt > UNKNOWN_ATTEMPT]
-    own.sort(key=by_worth, reverse=True)
-    last = max((one.attempt for one in own), default=0)
-    forgotten = replace(
-        numbered_on(instance, context.set_back),
+    gone = replace(
+        instance,
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
-        selections=tuple(selection_of(one, one.allocations or {one.host_uuid: {}}) for one in own),
-        attempt=own[0].attempt if own else 0,
-        newest=max(last, instance.last_attempt, event.attempt) + FORGOTTEN_ATTEMPTS,
+        newest=max(instance.last_attempt, event.attempt),
         cause=event.cause or instance.cause,
     )
-    if not own:
-        queried = steps.releasing(forgotten, State.DELETED, event.at, context)
-        return steps.announce(queried, BuildState.DELETING, event.at, context)
-    left = rules.destroy(forgotten, event, context)
-    others = tuple(
-        steps.destroy_here(replace(forgotten, position=place, attempt=own[place].attempt), context)
-        for place in range(1, len(own))
-    )
-    return Step(left.instance, (*others, *left.commands))
+    if instance.uuid in context.unexplained:
+        return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
+    queried = steps.releasing(gone, State.DELETED, event.at, context)
+    return steps.announce(queried, BuildState.DELETING, event.at, context)
 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The build of a deleted instance: start nothing, and release its claim once none of its machines is left."""
-    is_anothers = event.given_up is not None and event.given_up.code == MACHINE_EXISTS
-    if event.is_query and (event.found is None or is_anothers):
+    """The build of a deleted instance: start nothing, and release its claim."""
+    if event.is_query:
         return Step(instance)  # as its delete: nothing is released
-    if event.found:
-        wanted = DeleteRequested(at=event.at, cause=instance.cause, project_id=event.spec.project_id, found=event.found)
-        return delete_unknown(instance, wanted, context)
     adopted = replace(rules.with_request(instance, event), cause=instance.cause)
     return Step(steps.releasing(adopted, State.DELETED, event.at, context))
 
@@ -108,7 +92,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     if instance.move is not None and desire.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
     if desire.here in WANTED:
-        return rules.destroy(doubted_from(instance, context.set_back), event, context)
+        return rules.destroy(instance, event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
     leaving = replace(instance, then=State.DELETED, cause=event.cause or instance.cause)
     return steps.announce(leaving, BuildState.DELETING, event.at, context)
@@ -145,14 +129,14 @@ def delete_departed(instance: Instance, event: DeleteRequested, context: StepCon
     """It has left: the departure is announced again. If it is here by the schedulers' record it has come back since,
     and the record of that is lost.
     """
-    if not has_come_back(instance, event):
+    if event.attempt <= instance.last_attempt:
         return refer(instance, event, context)
     return delete_unknown(followed_by(instance), event, context)
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
-    leaving = replace(doubted_from(instance, context.set_back), cause=event.cause or instance.cause)
+    leaving = replace(instance, cause=event.cause or instance.cause)
     queried = steps.releasing(leaving, State.DELETED, event.at, context)
     return steps.announce(queried, BuildState.DELETING, event.at, context)
 

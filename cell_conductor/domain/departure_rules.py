@@ -43,7 +43,6 @@ from .move_events import (
 from .move_steps import adopt, change, claim, offload, undo
 from .orders import repeat_at
 from .report import followed_by
-from .set_back import numbered_on
 from .steps import Step, StepContext
 
 ENDED_ELSEWHERE = "instance.departed"
@@ -98,7 +97,6 @@ def _left(instance: Instance, departure: Departure, request_id: str) -> Instance
         deadline=None,
         since=departure.at,
         queried=False,
-        doubted=False,
     )
 
 
@@ -182,9 +180,7 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     offloaded here.
 
     A record of lower attempts is replaced, whatever it says: when the instance left, nothing of it was left here, but
-    perhaps a machine in quarantine, about which this record proves no more than that one (`reused_from`). If the
-    database was set back or made anew since the departure, the forgotten record may have a machine of it: none is
-    built before the services were queried (`doubt`).
+    perhaps a machine in quarantine, about which this record proves no more than that one (`proves_from`).
     """
     request = event.request
     departure, desire = request.departure, desire_of(instance)
@@ -200,10 +196,6 @@ def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> 
     failure = Refusal(code=departure.code, reason=departure.reason) if comes_home else None
     answered = has_ended(here, request.request_id)
     begun = replace(begun, move=replace(move_of(begun), began=departure.at, answered=answered, failure=failure))
-    if context.set_back.may_lack(departure.at):
-        reused_from = here.reused_from or here.next_attempt
-        claiming = steps.claiming(begun, State.PREPARING, event.at, context)
-        return Step(replace(numbered_on(claiming, context.set_back), doubted=True, reused_from=reused_from))
     if move_of(begun).answered or event.is_query:
         return undo(begun, event.at, context, MOVE_LOST, "its next cell has no record of the request")
     if event.given_up is not None:

@@ -41,10 +41,9 @@ class Ask(StrEnum):
 
 
 class Work(StrEnum):
-    """What was under way: after a set-back of the database it may have advanced beyond its record."""
+    """What is under way."""
 
     BUILD = "build"
-    ADOPTION = "adoption"
     MOVE = "move"
 
 
@@ -53,7 +52,7 @@ class Desire(Struct, frozen=True, kw_only=True):
     a destination is claimed and when the move is undone in place, the same.
 
     condition: for clients (None: by its power). progress: of the request under way. change: of one machine,
-    commanded and awaited; in `changing` by the request, and a resize only in place. work: in doubt after a set-back.
+    commanded and awaited; in `changing` by the request, and a resize only in place.
     elsewhere: another cell has it. ends: a request for it has ended well or not. takes_machine: an operator may give it
     a machine in quarantine. relies_on_fence: an evacuation that has come so far relies on the fence of its host.
     leaves_lost_service: another host is tried when the service of this one is lost.
@@ -82,13 +81,12 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.FAILED, None): Desire(here=Wish.NONE, condition=_FAILED, ends=True, takes_machine=True),
     (State.DELETED, None): Desire(here=Wish.NONE, condition=_DELETED, ends=True),
     # Of placement: an alternate, or one that is not wanted any more; a destination (before it is claimed `here` is the
-    # source); and the claim of a machine that was found on another host.
+    # source).
     (State.CLAIMING, State.BUILDING): Desire(here=Wish.GONE, asks=Ask.CLAIM, work=Work.BUILD),
     (State.CLAIMING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.CLAIM, condition=_DELETED),
     (State.CLAIMING, State.PREPARING): Desire(
         here=Wish.NONE, source=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.CLAIMING, work=Work.MOVE
     ),
-    (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM, work=Work.ADOPTION),
     # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, and
     # the machine of one that is shelved.
     (State.DESTROYING, State.DELETED): Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),
@@ -178,13 +176,8 @@ PURGED = AT_REST & states_where(lambda row: row.condition is Condition.DELETED)
 PURGED_FAILED = AT_REST & states_where(lambda row: row.condition in (Condition.FAILED, Condition.UNKNOWN))
 ELSEWHERE = states_where(lambda row: row.elsewhere)
 (BUILT_ELSEWHERE,) = ELSEWHERE & PURGED_FAILED
-IN_DOUBT_AFTER_SET_BACK = states_where(lambda row: row.work is not None)
 # In these an evacuation from the host of its source may have a machine at its destination.
 EVACUATED = states_where(lambda row: row.source is Wish.STAY and row.here in MAY_BE_THERE)
-EVACUATED_IN_DOUBT = states_where(
-    lambda row: row.source is Wish.STAY and (row.here is Wish.UNCOMMANDED or row.asks is Ask.CLAIM)
-)
-
 
 # What was to be destroyed has been answered for: by its host, or by the host's fence.
 ANSWERED_FOR = states_where(lambda row: row.asks not in (None, Ask.CLAIM) and row.condition is not Condition.FAILED)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-from enum import StrEnum
-from typing import TypeGuard
-
 from msgspec import Struct
 
 from bus.contracts.base import Allocations, Refusal
-from bus.contracts.cell import FoundMachine, InstanceSpec, Selection
+from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import CellMove, MoveKind
 from bus.contracts.placement import ClaimOutcome, ServerGroup
 from bus.contracts.stages import Stamps
@@ -24,9 +20,8 @@ class Event(Struct, frozen=True, kw_only=True):
 class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
-    given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted (None: they were not queried), in this incarnation of the database
-    (`SetBack.incarnation`). is_part: not all of them have answered. is_query: nothing is to be begun; the scheduler
+    given_up: why the message's retries are exhausted, or are about to be; None: they are not. is_query: nothing is to
+    be begun; the scheduler
     queries the state of the build, of which its newest event has the number `sequence`.
     """
 
@@ -40,25 +35,16 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
-    found: tuple[FoundMachine, ...] | None = None
-    incarnation: int = 0
-    is_part: bool = False
     attempt: int = 1
     is_query: bool = False
     sequence: int = 0
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):
-    """The instance is to be deleted.
-
-    found: machines that the cell's services have of it, if the database was set back or replaced and has no record of
-    it (None: they were not queried). incarnation: as of a build. begun, attempt: as in CellDelete.
-    """
+    """The instance is to be deleted. begun, attempt: as in CellDelete."""
 
     cause: str = ""
     project_id: str = ""
-    found: tuple[FoundMachine, ...] | None = None
-    incarnation: int = 0
     begun: bool = False
     attempt: int = 0
 
@@ -151,13 +137,9 @@ class RevertRefused(Answer, frozen=True, kw_only=True):
 
 
 class MoveRequested(Event, frozen=True, kw_only=True):
-    """A request about the instance. found: machines that the cell's services have of it, if its record may be outdated
-    (None: they were not queried). incarnation: as of a build.
-    """
+    """A request about the instance."""
 
     request: CellMove
-    found: tuple[FoundMachine, ...] | None = None
-    incarnation: int = 0
     cause: str = ""
     given_up: Refusal | None = None
     is_query: bool = False
@@ -256,32 +238,8 @@ class ServiceLost(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class MachineFound(Event, frozen=True, kw_only=True):
-    """The cell's services were queried about an instance, and by an operator's word its one machine in quarantine is
-    the instance's.
-    """
-
-    machine: FoundMachine
-
-
-class Awaited(StrEnum):
-    """The services that have to answer about a record in doubt beyond the doubt's limit, however long that takes."""
-
-    NONE = "none"  # a build ends
-    OF_PLACES = "of_places"  # those of a move's own hosts about these, though they are down
-    ALL = "all"  # the move has no source, and what is released may be started again from its image
-    UP = "up"  # those that are up: no request waits for the claim of an instance that is lost
-
-
-class MachineQuery(Struct, frozen=True):
-    """The query for all machines of an instance in doubt.
-
-    places: (service, host) of the record's machines. That of a build is to have been looked at.
-    """
-
-    since: float
-    awaited: Awaited
-    places: tuple[tuple[str, str], ...] = ()
+class MachineDecided(Event, frozen=True, kw_only=True):
+    """An operator has decided that a machine in quarantine is the instance's."""
 
 
 class SourceQuery(Struct, frozen=True):
@@ -295,30 +253,13 @@ class SourceQuery(Struct, frozen=True):
     order: int
 
 
-class ServicesAnswered(Event, frozen=True, kw_only=True):
-    """Compute services were queried. query: what was asked. incarnation: of the database then."""
-
-    query: MachineQuery | SourceQuery
-    incarnation: int = 0
-
-
-class InstanceSearched(ServicesAnswered, frozen=True, kw_only=True):
-    """The cell's services were queried about an instance in doubt, and all of them have answered that have to.
-
-    machines: that they have of it. hosts: that they have looked at. silent: services that have not answered.
-    """
-
-    machines: tuple[FoundMachine, ...] = ()
-    hosts: AbstractSet[str] = frozenset()
-    silent: AbstractSet[str] = frozenset()
-
-
-class SourceAnswered(ServicesAnswered, frozen=True, kw_only=True):
-    """The compute services were queried for the machine of a move's source.
+class SourceAnswered(Event, frozen=True, kw_only=True):
+    """The compute services were queried for the machine of a move's source. query: what was asked.
 
     service: which lists the machine on its host. code, reason: why it counts as not being there ("": it is).
     """
 
+    query: SourceQuery
     service: str = ""
     code: str = ""
     reason: str = ""
@@ -352,20 +293,9 @@ EVENTS: tuple[type[Event], ...] = (
     Reverted,
     RevertRefused,
     HostFenced,
-    MachineFound,
-    InstanceSearched,
+    MachineDecided,
     SourceAnswered,
 )
-
-
-def is_begun_by(event: Event) -> TypeGuard[MoveRequested]:
-    """Whether it may begin something with an instance that is on record."""
-    return type(event) in (MoveRequested, DepartRequested)
-
-
-def is_query(event: Event) -> TypeGuard[BuildRequested]:
-    """Whether it is a query of a build."""
-    return isinstance(event, BuildRequested) and event.is_query
 
 
 class InstanceEvent(Struct, frozen=True):

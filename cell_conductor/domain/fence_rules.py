@@ -85,11 +85,8 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The conductor does not wait for the remains of an undone move there. What was in doubt, and has no source, may be
-    the only machine, which its host is not to destroy when it is back.
-    """
-    may_be_only_one = instance.queried and move_of(instance).source is None
-    if event.host_uuid != instance.host_uuid or may_be_only_one:
+    """The conductor does not wait for the remains of an undone move there."""
+    if event.host_uuid != instance.host_uuid:
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
 

@@ -101,14 +101,14 @@ def fence_of(decision: CellFence, now: float) -> Fence:
     return replace(fence, state=state, at=at, since=now)
 
 
-def given_up_on(before: Instance, after: Instance, host_uuid: str, *, unsure: bool = False) -> tuple[str, ...]:
+def given_up_on(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
     """The services of the machines of an instance that this host may have by the previous record, and that the new
     record gave up.
 
-    Whatever their numbers: the fence answers for its host. unsure: it was given up because nobody knows its outcome: an
-    operator decides about its machine. Nothing is given up twice: of what was over its host has answered by now.
+    Whatever their numbers: the fence answers for its host. Nothing is given up twice: of what was over its host has
+    answered by now.
     """
-    proof = replace(after, doubted=unsure, reused_from=0)
+    proof = replace(after, proves_from=0)
     machines, desire, is_answered = [], desire_of(before), before.phase in ANSWERED_FOR
     if before.host_uuid == host_uuid and (not is_answered or desire.here in WANTED):
         machines.append((before.attempt, before.here.service))
@@ -123,7 +123,7 @@ def holds_fence(record: Brief | None, one: Running, host_uuid: str) -> bool:
     """
     if record is None or host_uuid in record.kept:
         return False
-    known = replace(record, doubted=False, reused_from=0, code="")
+    known = replace(record, proves_from=0, code="")
     return one.attempt == UNKNOWN_ATTEMPT or record.state is State.ABSENT or is_over(known, one.attempt, host_uuid)
 
 

@@ -81,6 +81,16 @@ MAX_ENDED = 16
 MAX_ENDED_ATTEMPTS = 32
 
 
+class BlockedReason(StrEnum):
+    """Why nothing is begun with an instance."""
+
+    TOP_SILENT = "top_silent"  # the top has said nothing, or is old: what would be released or ended is not
+    BUSY = "busy"  # a machine is being changed or destroyed
+    HOST_ABSENT = "host_absent"  # a host that may have its machine has not listed
+    INCOMPLETE = "incomplete"  # a machine was ordered away unless it is complete: which it is is awaited
+    CONFLICT = "conflict"  # two words contradict each other
+
+
 class EndedMove(Struct, frozen=True, omit_defaults=True):
     """A request that has ended, with its result."""
 
@@ -152,21 +162,19 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's generation in
     placement as last received. sequence: the number of the next announcement. build_sequence: that of the last
     announcement of its build (0: none); those of moves are numbered on from there.
-    deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered: the
-    build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has passed,
-    and its host was queried. doubted: the database was set back while this was being built or moved, so only the hosts
-    know its state. stamps: when each stage of the build ended, until it is answered. server_group: the group whose rule
-    its alternates obey; limits: its project's quota, which they obey as well. newest: the highest attempt number that
-    was ever given out, if that is not `attempt`: an undone move has used numbers under which nothing runs. reused_from:
-    of a record that is older than a set-back of the database, the first number that it gave out since (0: none): the
-    forgotten records may have given out the same. power: whether it is meant to run. image: of a shelved one, its
-    snapshot. order: the highest number given to a change of its machine. move: the request under way. ended: requests
-    that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
-    steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
-    with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
-    machines its moves have ended, the newest last. blocked_reason: why nothing is begun with it since a recovery ("":
-    nothing prevents that); see `reconcile.BlockedReason`. proves_from: the first attempt number of the incarnation in
-    which that was; a lower one proves only what the record names.
+    deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered:
+    the build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has
+    passed, and its host was queried. stamps: when each stage of the build ended, until it is answered.
+    server_group: the group whose rule its alternates obey; limits: its project's quota, which they obey as well.
+    newest: the highest attempt number that was ever given out, if that is not `attempt`: an undone move has used
+    numbers under which nothing runs. power: whether it is meant to run. image: of a shelved one, its snapshot.
+    order: the highest number given to a change of its machine. move: the request under way. ended: requests that
+    have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
+    steps that a deadline leads to. departure: the record with which it left for another cell; departed_by: the
+    request by which it left. ended_attempts: the attempts whose machines its moves have ended, the newest last.
+    blocked_reason: why nothing is begun with it since a recovery ("": nothing prevents that); see BlockedReason.
+    proves_from: the first attempt number of the incarnation in which that was; a lower one proves only what the
+    record names.
     """
 
     uuid: str
@@ -185,7 +193,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: float = 0.0
     answered: bool = False
     queried: bool = False
-    doubted: bool = False
     code: str = ""
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
@@ -194,14 +201,12 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
     newest: int = 0
-    reused_from: int = 0
     power: Power = Power.RUNNING
     image: str = ""
     order: int = 0
     move: Move | None = None
     ended: tuple[EndedMove, ...] = ()
     traceparent: str = ""
-    found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
@@ -268,11 +273,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.selections[self.position].host_uuid if self.selections else None
 
     @property
-    def untried(self) -> int:
-        """The first attempt, if this record has never commanded it, because its host was closed (0: it has)."""
-        return self.history[0].attempt if self.history and self.history[0].outcome == NOT_TRIED else 0
-
-    @property
     def machine_exists(self) -> bool:
         """Whether the build was refused because of a machine that is not proved to be its project's."""
         return self.code == MACHINE_EXISTS
@@ -293,8 +293,8 @@ class Brief(Struct, frozen=True):
 
     newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
     them.
-    untried, reused_from, then: as Instance has them, and code of one that has failed or is to be deleted. doubted: the
-    database was set back while it was being built or moved. kept: the hosts on which an operator keeps a machine of it.
+    then: as Instance has it, and code of one that has failed or is to be deleted. kept: the hosts on which an operator
+    keeps a machine of it.
     blocked_reason, proves_from: as Instance has them.
     """
 
@@ -308,9 +308,6 @@ class Brief(Struct, frozen=True):
     source_host_uuid: str | None = None
     source_service: str = ""
     source_attempt: int = 0
-    untried: int = 0
-    doubted: bool = False
-    reused_from: int = 0
     code: str = ""
     kept: Sequence[str] = ()
     then: State | None = None

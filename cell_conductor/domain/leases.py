@@ -10,7 +10,6 @@ have another host to go to. A machine that the service may run is destroyed by i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -18,8 +17,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import Heartbeat
-
-from .set_back import SetBack
 
 # The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
 STEP_S = 2.0
@@ -62,16 +59,6 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: LeaseState = LeaseState.UP
     since: float = 0.0
     reason: str = ""
-    listed: str = ""
-    incarnation: int = 0
-
-    def is_off(self, known: Lease | None, fenced: AbstractSet[str], set_back: SetBack) -> bool:
-        """Whether all the hosts of a service are fenced, by its lease on record; known: what it is now. A database that
-        was set back since may lack hosts that the service had later.
-        """
-        is_as_known = known is not None and (known.epoch, known.state) == (self.epoch, self.state)
-        hosts = set(self.listed.split()) if is_as_known and set_back.is_of(self.incarnation) else set[str]()
-        return bool(hosts) and hosts <= fenced
 
     @property
     def stretch(self) -> Stretch:

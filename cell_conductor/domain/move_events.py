@@ -23,8 +23,6 @@ _AT_REST = {
 }
 MOVE_LOST = "move.lost"
 LEFT = "the instance has left the cell by it, and has come back since: its end is not known here"
-IN_DOUBT = "move.in_doubt"
-WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
 
 ENDS_ANOTHER = frozenset({MoveKind.CONFIRM, MoveKind.REVERT, MoveKind.ABORT})
 

@@ -22,7 +22,7 @@ from bus.contracts.moves import (
 )
 
 from . import departure_rules, rules, steps, way_back
-from .adopt_rules import is_held
+from .build_repeat_rules import is_held
 from .events import (
     ChangeEnded,
     Claimed,
@@ -39,7 +39,6 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Power, State, why_not_claimed
-from .later_machine import take_over_later
 from .move_events import (
     DELETED,
     DONE,
@@ -84,7 +83,6 @@ from .move_steps import (
     why_not_evacuated,
 )
 from .orders import change_of, numbered, sooner, step_s
-from .set_back import certain, is_outdated
 from .steps import Step, StepContext
 
 ABORTED = "move.aborted"
@@ -101,13 +99,11 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     """A request for an instance that has no request under way: it has a machine, or none, and is unshelved on a host
     that is claimed anew.
     """
-    again = repeat_end(instance, event, context) or take_over_later(instance, event, context)
+    again = repeat_end(instance, event, context)
     if again is not None:
         return again
     if isinstance(event, DepartRequested) and event.attempt != instance.last_attempt:
         return departure_rules.name_attempt(instance, event, context)
-    if event.found is not None and is_outdated(instance, context.set_back):  # no service has a later machine
-        instance = certain(instance, event.at)
     if (why := _why_not_now(instance, event.request.kind)) is not None:
         return refuse_request(instance, event, context, *why)
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:

@@ -20,7 +20,7 @@ from bus.contracts.moves import (
 from bus.contracts.placement import ClaimOutcome
 
 from . import steps
-from .desires import EVACUATED, EVACUATED_IN_DOUBT, MAY_BE_THERE, Ask, Wish, desire_of
+from .desires import EVACUATED, MAY_BE_THERE, Ask, Wish, desire_of
 from .events import (
     ChangeEnded,
     MoveRequested,
@@ -39,7 +39,6 @@ from .move_events import (
     report_progress,
 )
 from .orders import change_of, numbered, step_s
-from .set_back import marked_reused
 from .steps import Step, StepContext
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -174,7 +173,6 @@ def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
 
 def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
-    instance = marked_reused(instance, context.set_back)
     move = move_of(instance)
     closed = context.closed(instance)
     notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
@@ -269,10 +267,9 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def over(instance: Instance, at: float, context: StepContext) -> Instance:
-    """At rest: active, on its present host. One whose move began before a set-back may have been moved again since."""
+    """At rest: active, on its present host."""
     return replace(
         instance,
-        doubted=context.set_back.may_lack(move_of(instance).began),
         state=State.ACTIVE,
         then=None,
         selections=(instance.here,),
@@ -456,12 +453,9 @@ def misses_proof(before: Instance, after: Instance) -> bool:
 def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
     stays until the record gives up the source, or the destination has answered that nothing of it is left there.
-
-    A doubted record may have forgotten that it did, and that it had claimed one.
     """
     move = instance.move
-    may_run = instance.phase in EVACUATED or (instance.phase in EVACUATED_IN_DOUBT and instance.doubted)
-    is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
+    is_going = move is not None and move.kind is MoveKind.EVACUATE and instance.phase in EVACUATED
     # Before a destination is claimed it is still at its source.
     return is_going and (instance.source_host_uuid or instance.host_uuid) == host_uuid
 

@@ -38,9 +38,7 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
     is_queried = instance.queried and desire.here is Wish.BUILD
     orders: list[Destroy] = []
     if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
-        # Of a move that was in doubt and is undone: a complete machine at its destination has arrived.
-        is_spared = is_queried or (instance.queried and desire.source is Wish.STAY)
-        orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_spared))
+        orders.append(destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_queried))
     if move is None or instance.source_host_uuid is None:
         return tuple(orders)
     assert move.source is not None

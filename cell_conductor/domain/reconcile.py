@@ -28,7 +28,7 @@ from .desires import (
     desire_of,
     states_where,
 )
-from .instance import MAX_ENDED, EndedMove, Instance, Phase, Power, State
+from .instance import MAX_ENDED, BlockedReason, EndedMove, Instance, Phase, Power, State
 from .move_events import MOVE_LOST
 from .rules import LOST
 
@@ -100,16 +100,6 @@ class RecoveryOrder(Struct, frozen=True):
 
     action: Action
     machine: ListedMachine
-
-
-class BlockedReason(StrEnum):
-    """Why nothing is begun with an instance."""
-
-    TOP_SILENT = "top_silent"  # the top has said nothing, or is old: what would be released or ended is not
-    BUSY = "busy"  # a machine is being changed or destroyed
-    HOST_ABSENT = "host_absent"  # a host that may have its machine has not listed
-    INCOMPLETE = "incomplete"  # a machine was ordered away unless it is complete: which it is is awaited
-    CONFLICT = "conflict"  # two words contradict each other
 
 
 class Reconciled(Struct, frozen=True):

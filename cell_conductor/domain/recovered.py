@@ -85,9 +85,7 @@ def recovered(
         )
         return _with_orders(blocked, result.orders, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
-    record = replace(
-        record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False, deadline=None, doubted=False
-    )
+    record = replace(record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False, deadline=None)
     is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
     if is_new:
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)

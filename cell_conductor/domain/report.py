@@ -13,9 +13,8 @@ from uuid import UUID, uuid5
 from msgspec import Struct
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
-from bus.contracts.moves import Condition
 
-from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, Work, desire_of, in_text
+from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
 from .instance import MACHINE_EXISTS, Brief, Instance, State
 
@@ -30,11 +29,8 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
-    this database does not have (it was restored from a backup): that proves nothing, and the machine is kept. The same
-    holds for the first attempt of a record that has passed over its first host, and for an attempt that a set-back
-    record does not have. A record that was set back in the middle of a move numbers its attempts anew: an earlier
-    number proves nothing. Nor does a number given out after a set-back, of an attempt that is neither the current one
-    nor the source, or that a build has left.
+    this database does not have: that proves nothing, and the machine is kept. One from before the last recovery proves
+    only what the record names: its current attempt, and its source.
     A build that was refused because of a machine that may be another project's proves nothing about that machine, even
     after the build's own delete: an operator decides about it.
     """
@@ -44,19 +40,12 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
         return False
     if record.phase in DELETE_REQUESTED:
         return True
-    if is_untried(record, attempt) or is_unsure(record, attempt, host_uuid):
-        return False
     if record.source_host_uuid is not None and attempt == record.source_attempt:
         return host_uuid == record.source_host_uuid and desire_of(record).source in OVER
     if attempt == record.attempt:
         is_kept = is_wanted_here(record) or desire_of(record).here is Wish.UNCOMMANDED
         return host_uuid == record.host_uuid and not is_kept
-    return attempt <= record.last_attempt and not is_renumbered(record, attempt)
-
-
-def is_renumbered(record: Facts, attempt: int) -> bool:
-    """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
-    return record.doubted or 0 < record.reused_from <= attempt or attempt < record.proves_from
+    return record.proves_from <= attempt <= record.last_attempt
 
 
 def followed_by(record: Instance) -> Instance:
@@ -64,13 +53,11 @@ def followed_by(record: Instance) -> Instance:
     numbers it goes on, and that it proves no more about machines. One that this record keeps for another reason than
     its number (`is_over`) may be of any.
     """
-    is_kept = record.untried or record.doubted or record.machine_exists
     return Instance(
         uuid=record.uuid,
         sequence=record.sequence,
         newest=record.next_attempt,  # a release has fenced it
-        reused_from=1 if is_kept else record.reused_from,
-        proves_from=record.proves_from,
+        proves_from=record.next_attempt if record.machine_exists else record.proves_from,
         order=record.order,
         ended=record.ended,
         traceparent=record.traceparent,
@@ -82,21 +69,6 @@ def is_wanted_here(record: Facts) -> bool:
     desire = desire_of(record)
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
     return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
-
-
-def is_untried(record: Facts, attempt: int) -> bool:
-    """Whether the record has never commanded this attempt, its first: a machine of it is another record's."""
-    return 0 < attempt == record.untried
-
-
-def is_unsure(record: Facts, attempt: int, host_uuid: str) -> bool:
-    """Whether it was given up in doubt, without its host's answer, or under a number that may have been given out
-    twice: its machine may be the one that the client had. A fence is such an answer.
-    """
-    desire = desire_of(record)
-    is_left = desire.work is Work.BUILD and desire.here is Wish.GONE  # it waits for the claim of the next attempt
-    is_here = (attempt, host_uuid) == (record.attempt, record.host_uuid)
-    return (is_left or desire.condition is Condition.FAILED) and is_here and is_renumbered(record, attempt)
 
 
 def rescan_id(record: Facts) -> str:
@@ -183,9 +155,7 @@ KEPT = "an operator keeps it"
 NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
 ELSEWHERE = "its record has this attempt on another host"
-UNTRIED = "its record has not tried this host"
-UNSURE = "its build was given up in doubt, after the database was set back"
-RENUMBERED = "the database was set back, and its record may have numbered it anew"
+RENUMBERED = "it is from before the cell's database was set back"
 
 
 Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
@@ -319,10 +289,6 @@ def _unexplained(record: Brief | None, one: Running, host_uuid: str) -> str:
         return UNREADABLE
     if host_uuid in record.kept and is_over(record, one.attempt, host_uuid):
         return KEPT
-    if is_untried(record, one.attempt) and not is_over(record, one.attempt, host_uuid):
-        return UNTRIED
-    if is_unsure(record, one.attempt, host_uuid):
-        return UNSURE
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
     is_commanded = is_here and desire_of(record).here is not Wish.UNCOMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
@@ -330,7 +296,7 @@ def _unexplained(record: Brief | None, one: Running, host_uuid: str) -> str:
         return ""
     if one.attempt == UNKNOWN_ATTEMPT:
         return UNNUMBERED
-    if is_renumbered(record, one.attempt):
+    if one.attempt < record.proves_from:
         return RENUMBERED
     return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
 

@@ -34,12 +34,9 @@ from .events import (
 from .fences import Closed
 from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
 from .move_events import DELETED, MoveEnd, after, end_with_instance
-from .report import is_later, is_over, is_renumbered
-from .set_back import doubted_from, numbered_on
+from .report import is_later, is_over
 from .steps import Step, StepContext
 
-# The code of a doubted build whose host stayed silent.
-OUTCOME_UNKNOWN = "build.outcome_unknown"
 # The codes of attempts that their host has ended: because they were out of time, or without a query.
 OUT_OF_TIME = "spawn.timeout"
 ENDED_BY_HOST = "spawn.destroyed"
@@ -59,19 +56,17 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     In a record that has had attempts nothing is: what the build was decided by may be one's claim, which was released.
     """
     adopted = with_request(instance, event)
-    if event.found is not None:
-        # It was searched for (`set_back.is_unsearched`): it may have been handed in before, to a record that the
-        # database has lost. Whatever becomes of it, this record's actions do not prove that a machine is over.
-        adopted = replace(numbered_on(adopted, context.set_back, event), doubted=event.is_part, reused_from=1)
-    if event.given_up is not None:
-        return _end_unbuilt(adopted, event, event.given_up, context)
+    why = event.given_up
+    if instance.uuid in context.unexplained:
+        why = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
+    if why is not None:
+        return _end_unbuilt(adopted, event, why, context)
     if instance.last_attempt:
         return _claim_anew(adopted, event.at, context)
     closed = closed_to(adopted, context)
-    if closed is None or (adopted.doubted and closed.code != FENCED):
-        return _spawn(adopted, event.at, context)  # in doubt its answer is awaited, also if its service is down
-    # This record has commanded nothing there, so nothing has to be destroyed. If a machine of that attempt is there
-    # nevertheless (the database was set back to before this build), it is kept: see `report.is_over`.
+    if closed is None:
+        return _spawn(adopted, event.at, context)
+    # This record has commanded nothing there, so nothing has to be destroyed.
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
@@ -96,15 +91,10 @@ def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
 def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
-    One that was searched for may have a machine on a host that did not answer: it is kept. If a machine of it has
-    another deployment's mark, its claim may be for that machine: nothing is released.
+    Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not released.
     """
     if event.is_query and why.code == MACHINE_EXISTS:
-        marked = replace(instance, code=why.code, reason=steps.cut(why.reason))
-        return _end_failed(marked, event.at, context)
-    if event.found is not None:
-        reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()
-        return give_up_unsure(instance, event.at, context, reason)
+        return _end_failed(replace(instance, code=why.code, reason=steps.cut(why.reason)), event.at, context)
     passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
     over = replace(passed, code=why.code, reason=steps.cut(why.reason))
     return Step(steps.releasing(over, State.FAILED, event.at, context))
@@ -119,8 +109,7 @@ def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
-    An older attempt is destroyed, never doubled. What was begun, or went on, after a set-back stays doubted at rest:
-    not all services may have answered, and a later machine may be elsewhere.
+    An older attempt is destroyed, never doubled.
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
@@ -128,7 +117,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
-    is_unsure = instance.state is State.BUILDING and _may_have_forgotten(instance, context)
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
@@ -140,7 +128,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         since=event.at,
         answered=True,
         queried=False,
-        doubted=instance.doubted or is_unsure,
     )
     return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
 
@@ -278,7 +265,7 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
 
 def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end as deleted."""
-    if event.consumer_changed and not instance.doubted:
+    if event.consumer_changed:
         return _end_deleted(instance, event.at, context)
     return Step(steps.releasing(instance, State.DELETED, event.at, context))
 
@@ -303,12 +290,8 @@ def lose(instance: Instance, event: Destroyed | HostMissing, context: StepContex
 
 
 def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed.
-
-    One that was active before a set-back may be active elsewhere: it is searched for first.
-    """
-    unsure = doubted_from(instance, context.set_back)
-    lost = _with_attempt(unsure, "lost", at=at, code=code, reason=reason)
+    """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
+    lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
     return _give_up(lost, at, context, code=code, reason=reason)
 
 
@@ -362,6 +345,7 @@ def with_request(instance: Instance, event: BuildRequested) -> Instance:
         requested_at=event.requested_at,
         cause=event.cause,
         stamps=event.stamps,
+        sequence=max(instance.sequence, event.sequence + 1),  # schedulers may have had more of a record that is lost
     )
 
 
@@ -393,21 +377,7 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     if not instance.alternates:
         return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
     left = steps.claiming(instance, State.BUILDING, at, context)
-    return Step(left, (_end_left(left, context),))
-
-
-def _end_left(left: Instance, context: StepContext) -> Destroy:
-    """The order to destroy what the attempt has left; but what is complete stays unless the record proves it over."""
-    is_spared = _may_have_forgotten(left, context) and not is_over(left, left.attempt, left.here.host_uuid)
-    return steps.destroy_at(left, left.here, left.attempt, context, unless_built=is_spared)
-
-
-def _may_have_forgotten(build: Instance, context: StepContext) -> bool:
-    """Whether the database may have lost another record of this build, which gave out the same numbers.
-
-    By the time at which a scheduler took it: what its client says about that causes a search, and keeps no machine.
-    """
-    return is_renumbered(build, build.attempt) and context.set_back.may_lack(build.requested_at)
+    return Step(left, (steps.destroy_here(left, context),))
 
 
 def closed_to(instance: Instance, context: StepContext) -> Closed | None:
@@ -435,16 +405,7 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 
 def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     over = steps.releasing(replace(instance, code=code, reason=steps.cut(reason)), State.FAILED, at, context)
-    return Step(over, (_end_left(over, context),))
-
-
-def give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:
-    """In doubt the build has failed for its client; a machine of it may run: no host is commanded to destroy it, and it
-    is kept for an operator (`report.is_unsure`).
-    """
-    unsure = _with_attempt(instance, "unknown", at=at, code=OUTCOME_UNKNOWN, reason=reason)
-    over = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), doubted=True)
-    return Step(steps.releasing(over, State.FAILED, at, context))
+    return Step(over, (steps.destroy_here(over, context),))
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
@@ -467,7 +428,6 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
         since=at,
         answered=True,
         queried=False,
-        doubted=instance.doubted and instance.code in (OUTCOME_UNKNOWN, LOST),
     )
     moved = end_with_instance(over, MoveEnd(MoveState.FAILED, over.code, over.reason), at, context)
     failed = steps.announce(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)

@@ -22,7 +22,6 @@ from .fences import ClosedHosts, Fence
 from .instance import Instance, State
 from .leases import Lease
 from .report import is_later
-from .set_back import SetBack
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
@@ -31,7 +30,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
     marked. up: compute services that are certainly up. down: those that take no builds now, so that none is begun
     there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
-    is begun at all, by uuid. set_back: when the database came to be older than the world. unexplained: instances of
+    is begun at all, by uuid. unexplained: instances of
     which a host has a machine that no record explains. kept: {(host, instance): attempt} of those machines that an
     operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
     """
@@ -41,14 +40,12 @@ class StepContext(Struct, frozen=True, kw_only=True):
     up: Collection[str] = ()
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    set_back: SetBack = SetBack()
     unexplained: AbstractSet[str] = frozenset()
     kept: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
     destroy_retry_max_s: float = 600.0
-    doubt_limit_s: float = 3600.0
     live_copy_mb_s: float = 0.0
 
     def closed(self, instance: Instance) -> ClosedHosts:

@@ -20,17 +20,16 @@ from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Reve
 from bus.faults import BrokenInvariant
 
 from . import (
-    adopt_rules,
     blocked_rules,
+    build_repeat_rules,
     delete_rules,
     departure_rules,
-    doubt,
     fence_rules,
     move_rules,
     rules,
     way_back,
 )
-from .desires import DESIRES, Ask, Wish, desire_of
+from .desires import DESIRES, Ask, desire_of
 from .events import (
     Answer,
     BuildRequested,
@@ -46,16 +45,13 @@ from .events import (
     HostMissing,
     HostRuns,
     InstanceArrives,
-    InstanceSearched,
-    MachineFound,
-    MachineQuery,
+    MachineDecided,
     MoveQueried,
     MoveRequested,
     Released,
     Reverted,
     RevertRefused,
     ServiceLost,
-    ServicesAnswered,
     SourceAnswered,
     SourceQuery,
     Spawned,
@@ -67,7 +63,6 @@ from .instance import KEPT, Instance, Move, State
 from .move_steps import relied_on
 from .orders import change_of, change_order, numbered, orders_of, with_orders
 from .report import is_over
-from .set_back import forgotten_attempts
 from .steps import Step, StepContext
 
 
@@ -124,14 +119,12 @@ ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
 REFUSE = Rule(departure_rules.refuse_other)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
-FOLLOW_SPARED = Rule(doubt.follow_spared, ARRIVED)
 SKIP = Rule(move_rules.skip_destination, NEXT)
 RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
-END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
-ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
+DECIDE = Rule(blocked_rules.decide)
 
 USUAL: Mapping[type[Event], Cell] = {
-    BuildRequested: Rule(adopt_rules.answer_build),
+    BuildRequested: Rule(build_repeat_rules.answer_build),
     DeleteRequested: Rule(delete_rules.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: Rule(rules.destroy_leftover),
@@ -152,15 +145,14 @@ USUAL: Mapping[type[Event], Cell] = {
     Reverted: IGNORE,
     RevertRefused: IGNORE,
     HostFenced: IGNORE,
-    MachineFound: IGNORE,
-    InstanceSearched: IGNORE,
+    MachineDecided: IGNORE,
     SourceAnswered: IGNORE,
 }
 
 TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
         **USUAL,
-        BuildRequested: Rule(adopt_rules.start_or_adopt, (State.BUILDING, *FAILS_OVER, State.FAILED)),
+        BuildRequested: Rule(rules.start_build, (State.BUILDING, *FAILS_OVER, State.FAILED)),
         DeleteRequested: Rule(delete_rules.delete_unknown, DELETED_UNKNOWN),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -184,14 +176,13 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
     State.CLAIMING: {
         **USUAL,
-        Spawned: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
+        Spawned: CONFIRM_RUNNING,
         TimedOut: ASK_AGAIN,
         Claimed: ByThen(
             {
                 State.BUILDING: Rule(rules.move_on, (State.BUILDING, State.RELEASING)),
                 State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
                 State.PREPARING: Rule(move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE)),
-                State.ACTIVE: END_ADOPTED,
             }
         ),
         ClaimRefused: ByThen(
@@ -199,12 +190,11 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
                 State.BUILDING: Rule(rules.run_out, (State.RELEASING, State.FAILED)),
                 State.DELETED: Rule(rules.drop, (State.RELEASING, State.DELETED)),
                 State.PREPARING: Rule(move_rules.run_out_of_hosts, UNDONE),
-                State.ACTIVE: END_ADOPTED,
             }
         ),
-        HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
+        HostRuns: CONFIRM_RUNNING,
         MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
-        HostFenced: IGNORE,  # what is adopted is judged once it is active
+        HostFenced: IGNORE,
     },
     State.RELEASING: {
         **USUAL,
@@ -219,17 +209,16 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             }
         ),
         HostRuns: CONFIRM_RUNNING,
-        InstanceSearched: ByThen({State.FAILED: Rule(doubt.adopt_lost, FAILS_OVER)}, IGNORE),
     },
     State.DESTROYING: {
         **USUAL,
-        Spawned: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
+        Spawned: CONFIRM_RUNNING,
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: COMMAND_AGAIN,
         Destroyed: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
-        HostRuns: ByThen({State.REVERTING: FOLLOW_SPARED}, CONFIRM_RUNNING),
+        HostRuns: CONFIRM_RUNNING,
         HostMissing: ByThen(
             {State.REVERTING: Rule(way_back.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
@@ -251,18 +240,18 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING)),
         DepartRequested: Rule(move_rules.begin, (State.CLAIMING, State.CHANGING, State.DESTROYING)),
         HostFenced: Rule(fence_rules.fail_by_policy, (State.RELEASING,)),
-        MachineFound: ADOPT_DECIDED,
+        MachineDecided: DECIDE,
     },
     State.FAILED: {
         **USUAL,
-        BuildRequested: Rule(adopt_rules.restart_build, FAILS_OVER),
+        BuildRequested: Rule(build_repeat_rules.restart_build, FAILS_OVER),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
-        MachineFound: ADOPT_DECIDED,
+        MachineDecided: DECIDE,
     },
     State.DELETED: {
         **USUAL,
-        BuildRequested: Rule(adopt_rules.announce_deleted_again),
-        DeleteRequested: Rule(adopt_rules.announce_deleted_again),
+        BuildRequested: Rule(build_repeat_rules.announce_deleted_again),
+        DeleteRequested: Rule(build_repeat_rules.announce_deleted_again),
     },
     State.PREPARING: {
         **USUAL,
@@ -342,22 +331,6 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     },
 }
 
-# Of a record that is in doubt, whatever its state (`doubt.is_in_doubt`): the words of its hosts and of placement are
-# about what it has forgotten, and what all services have is queried.
-DOUBTED: Mapping[type[Event], Cell] = {
-    **dict.fromkeys(USUAL, IGNORE),
-    **{kind: USUAL[kind] for kind in (BuildRequested, MoveQueried, InstanceArrives, DepartureEnded)},
-    DeleteRequested: Rule(doubt.delete, (State.PREPARING, State.DESTROYING, State.RELEASING)),
-    Spawned: Rule(doubt.come_up, (State.ACTIVE,)),
-    SpawnFailed: Rule(doubt.ask_now),
-    TimedOut: Rule(doubt.ask, (State.DESTROYING, State.RELEASING)),
-    Destroyed: Rule(doubt.ask_now),
-    HostRuns: Rule(doubt.come_up, (State.ACTIVE,)),
-    MoveRequested: Rule(doubt.refuse),
-    DepartRequested: Rule(doubt.refuse),
-    InstanceSearched: Rule(doubt.resolve, (*NEXT, *ARRIVED, State.FINISHING)),
-}
-
 # Of a record with a blocked reason, whatever its state: the only place where that counts for a step.
 BLOCKED: Mapping[type[Event], Cell] = {
     **dict.fromkeys(USUAL, IGNORE),
@@ -372,9 +345,10 @@ BLOCKED: Mapping[type[Event], Cell] = {
 
 def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
-    if instance.blocked_reason:
-        return _stepped(instance, event, context)
-    return _without_kept(with_orders(instance, _stepped(instance, event, context), context), event.at, context)
+    stepped = _stepped(instance, event, context)
+    if stepped.instance.blocked_reason:
+        return stepped
+    return _without_kept(with_orders(instance, stepped, context), event.at, context)
 
 
 def _without_kept(stepped: Step, at: float, context: StepContext) -> Step:
@@ -412,15 +386,15 @@ def _is_of_kept(order: Message, instance: Instance, context: StepContext) -> Typ
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
-    row = BLOCKED if instance.blocked_reason else DOUBTED if doubt.is_in_doubt(instance) else TABLE[instance.state]
+    row = BLOCKED if instance.blocked_reason else TABLE[instance.state]
     cell = row[type(event)]
     rule = cell.of(instance.then) if isinstance(cell, ByThen) else cell
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
-    if isinstance(event, Answer | ServicesAnswered) and not is_answered_by(instance, event, context):
-        return Step(instance)  # it comes late, or is of a request that a database which was set back has forgotten
+    if isinstance(event, Answer | SourceAnswered) and not is_answered_by(instance, event):
+        return Step(instance)  # it comes late
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
@@ -428,7 +402,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     return stepped
 
 
-Question: TypeAlias = Claim | Release | Revert | SourceQuery | MachineQuery
+Question: TypeAlias = Claim | Release | Revert | SourceQuery
 
 
 def question_of(instance: Instance) -> Question | None:
@@ -437,8 +411,7 @@ def question_of(instance: Instance) -> Question | None:
     """
     if instance.blocked_reason:
         return None
-    query = doubt.machine_query_of(instance) if doubt.is_in_doubt(instance) else way_back.source_query_of(instance)
-    if query is not None:
+    if (query := way_back.source_query_of(instance)) is not None:
         return query
     asks, move = desire_of(instance).asks, instance.move
     if asks is Ask.CLAIM:
@@ -458,22 +431,22 @@ def question_of(instance: Instance) -> Question | None:
     if asks is Ask.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
         # placement worker that waits for its database), and must be refused by the fence.
-        return Release(consumer=instance.uuid, attempt=instance.next_attempt + forgotten_attempts(instance))
+        return Release(consumer=instance.uuid, attempt=instance.next_attempt)
     return None
 
 
-def is_answered_by(instance: Instance, answer: Answer | ServicesAnswered, context: StepContext) -> bool:
+def is_answered_by(instance: Instance, answer: Answer | SourceAnswered) -> bool:
     """Whether it answers what is asked now. Another conductor may have asked before it was paused."""
-    if isinstance(answer, ServicesAnswered):
-        asked = doubt.machine_query_of(instance) or way_back.source_query_of(instance)
-        return asked is not None and answer.query == asked and context.set_back.is_of(answer.incarnation)
+    if isinstance(answer, SourceAnswered):
+        asked = way_back.source_query_of(instance)
+        return asked is not None and answer.query == asked
     question, names = question_of(instance), (answer.consumer or instance.uuid, answer.attempt)
     return isinstance(question, Claim | Release | Revert) and names == (question.consumer, question.attempt or 0)
 
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and it is adopted
+    move = instance.move
     return Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,
@@ -481,7 +454,7 @@ def _claim(instance: Instance) -> Claim:
         release_first=move is None or instance.position > 0,
         options=tuple(
             ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
-            for s in ((instance.here,) if is_here else instance.alternates)
+            for s in instance.alternates
         ),
         server_group=instance.server_group,
         fenced_hosts=() if move is None else move.fenced_hosts,
@@ -530,8 +503,8 @@ class FenceSteps:
         if after is not before:
             self.proofs.update(dict.fromkeys(relied_on(before, after, context)))
             self.hosts.update(self.proofs)
-            for host in fenced_hosts(before, context.fences) if not doubt.is_in_doubt(after) else ():
-                if services := given_up_on(before, after, host, unsure=after.code == rules.OUTCOME_UNKNOWN):
+            for host in fenced_hosts(before, context.fences):
+                if services := given_up_on(before, after, host):
                     self.given_up[host] = [*self.given_up.get(host, ()), *services]
                     self.hosts[host] = None
         return Step(after, _without_starts(commands, context))

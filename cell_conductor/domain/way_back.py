@@ -75,7 +75,7 @@ def source_query_of(instance: Instance) -> SourceQuery | None:
 
 
 def answer_about(
-    uuid: str, source: SourceQuery, answers: Sequence[tuple[str, MachinesFound | Fault]], at: float, incarnation: int
+    uuid: str, source: SourceQuery, answers: Sequence[tuple[str, MachinesFound | Fault]], at: float
 ) -> SourceAnswered:
     """The event of the services' answers: (service, its answer). Another service that has the host counts when it lists
     the machine; that it does not proves nothing while the service on record is silent.
@@ -86,14 +86,14 @@ def answer_about(
             (m.instance_uuid, m.host_uuid, m.attempt) == (uuid, source.host_uuid, source.attempt)
             for m in found.machines
         ):
-            return SourceAnswered(at=at, query=source, incarnation=incarnation, service=service)
+            return SourceAnswered(at=at, query=source, service=service)
     if all(service != source.service for service, _ in looked):
         code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered"
     elif any(source.host_uuid in answer.hosts for _, answer in looked):
         code, reason = SOURCE_LOST, "its host does not have the machine any more"
     else:
         code, reason = SOURCE_UNREPORTED, f"compute service {source.service} has no such host any more"
-    return SourceAnswered(at=at, query=source, incarnation=incarnation, code=code, reason=reason)
+    return SourceAnswered(at=at, query=source, code=code, reason=reason)
 
 
 def is_waiting(instance: Instance) -> bool:

@@ -44,7 +44,6 @@ class MemoryInstanceTable(MemoryDatabase):
         *MemoryDatabase.ROWS,
         "instances",
         "origin",
-        "set_back_at",
         "incarnation",
         "recovers",
         "lease_keeper",
@@ -55,10 +54,8 @@ class MemoryInstanceTable(MemoryDatabase):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
-        self.set_back_at = 0.0
         self.incarnation = 1
         self.recovers = False
-        self.made_at = self.clock.time()
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -186,23 +183,21 @@ class MemoryTransaction:
         self.durable = True
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the table with its last known state; if it was set back, its builds are doubted. Raises
-        Unrecognised.
-        """
+        """Compare the table with its last known state. Raises Unrecognised and Recovering."""
         table, seen = self._table, self._seen
         highest = seen.highest(heard)  # as of before the row is read
         await self._transaction.statement()
         check_identity(table.deployment, seen.deployment)
         if table.origin == table.place:
             check_incarnation(table.incarnation, highest)
-            seen.set_back = replace(seen.set_back, at=table.set_back_at, incarnation=table.incarnation)
+            seen.set_back = SetBack(table.incarnation)
             seen.is_recovering = table.recovers
             if table.recovers:
                 raise Recovering
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
-        return DatabaseChange(table.deployment, await self.begin_recovery(heard), 0)
+        return DatabaseChange(table.deployment, await self.begin_recovery(heard))
 
     async def begin_recovery(self, heard: int) -> int:
         """As in PostgreSQL."""
@@ -210,9 +205,9 @@ class MemoryTransaction:
         await self._transaction.statement()
         check_identity(table.deployment, seen.deployment)
         await self._transaction.lock(["identity"])
-        now = SetBack(table.set_back_at, seen.set_back.made_at, table.incarnation)
+        now = SetBack(table.incarnation)
         if table.origin != table.place or not table.recovers:
-            now = replace(now, incarnation=max(table.incarnation, seen.highest(heard)) + 1)
+            now = SetBack(max(table.incarnation, seen.highest(heard)) + 1)
             self._transaction.will(partial(_begin_recovery, table, now))
         self._transaction.will(partial(_see, seen, now, True))
         return now.incarnation
@@ -341,7 +336,7 @@ def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
 
 
 def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
-    table.set_back_at, table.incarnation, table.origin, table.recovers = now.at, now.incarnation, table.place, True
+    table.incarnation, table.origin, table.recovers = now.incarnation, table.place, True
     for rows in (table.outbox, table.unexplained, table.breakers):
         rows.clear()
 
@@ -377,7 +372,7 @@ class MemoryInstances(SeenStore):
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment = self._table.deployment
-        self._seen.set_back = SetBack(self._table.set_back_at, self._table.made_at, self._table.incarnation)
+        self._seen.set_back = SetBack(self._table.incarnation)
         self.ready = True
 
     async def close(self) -> None:

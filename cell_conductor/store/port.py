@@ -23,13 +23,11 @@ from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
 class DatabaseChange(Struct, frozen=True):
     """The database was set back: restored from a backup, or promoted.
 
-    deployment: its identity, which a backup contains. incarnation: the one that has begun. doubted: how many builds and
-    moves were under way in it; only the hosts know their state.
+    deployment: its identity, which a backup contains. incarnation: the one that has begun.
     """
 
     deployment: str
     incarnation: int
-    doubted: int
 
 
 class UnreadableRecords(Fault):
@@ -61,8 +59,8 @@ class Transaction(Protocol):
         """Record handled messages; those not seen before."""
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, its builds and moves are doubted, and its
-        incarnation is above every one that is known.
+        """Compare the database with its last known state; if it was set back, the cell recovers from now on
+        (`begin_recovery`).
 
         heard: the highest incarnation that others have stated; None: that is not known yet. Raises DatabaseReplaced
         when it has another identity, DatabaseOutdated when it is as it was and others go by a later incarnation,

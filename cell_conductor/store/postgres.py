@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import asyncpg
 import structlog
 from msgspec import DecodeError
-from msgspec.structs import replace
 
 from bus.contracts.base import reason_of
 from bus.contracts.operations import FenceState
@@ -32,7 +31,6 @@ from cell_conductor.domain.desires import (
     of_text,
 )
 from cell_conductor.domain.instance import (
-    NOT_TRIED,
     Brief,
     Instance,
     Phase,
@@ -59,11 +57,10 @@ PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
 PUT_OFF_S = 60.0
 
 IDENTITY = """
-SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0), database_incarnation FROM identity
+SELECT deployment::text, database_incarnation FROM identity
 """
 RECOGNISE = """
-SELECT deployment::text, origin <> origin_of('instances'), set_back_at, database_incarnation, state = 'recovering'
-FROM identity
+SELECT deployment::text, origin <> origin_of('instances'), database_incarnation, state = 'recovering' FROM identity
 """
 NOTHING_DUE = """
 SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
@@ -92,9 +89,6 @@ SELECT uuid, state, host_uuid,
     attempt, since, newest, source_host_uuid,
     coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
     source_attempt,
-    CASE WHEN record #>> '{{history,0,outcome}}' = '{NOT_TRIED}'
-        THEN coalesce(record #>> '{{history,0,attempt}}', '') ELSE '0' END AS untried,
-    coalesce(record ->> 'doubted', 'false') AS doubted, coalesce(record ->> 'reused_from', '0') AS reused_from,
     CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
     coalesce(k.hosts, '{{}}') AS kept, coalesce(record ->> 'blocked_reason', '') AS blocked_reason,
     coalesce(record ->> 'proves_from', '0') AS proves_from
@@ -140,14 +134,10 @@ DELETE FROM instances WHERE uuid IN (
 """
 
 
-FALSE_TRUE = ("false", "true")  # of JSON
-
-
 def _brief(row: Sequence[Any]) -> Brief:
     state, then = of_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
-    read = int(row[10]), bool(FALSE_TRUE.index(row[11])), int(row[12])
-    fields = (*row[2:10], *read, *row[13:15], then, row[15], int(row[16]))
+    fields = (*row[2:12], then, row[12], int(row[13]))
     return Brief(row[0], state, *fields)
 
 
@@ -227,24 +217,22 @@ class PostgresTransaction:
         self.recovers: bool | None = None  # None: as before
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, its builds are doubted. Raises
-        Unrecognised.
-        """
+        """Compare the database with its last known state. Raises Unrecognised and Recovering."""
         seen = self._seen
         highest = seen.highest(heard)  # as of before the row is read
-        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0.0, 0, False)
-        found, is_elsewhere, set_back_at, incarnation, is_recovering = row
+        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0, False)
+        found, is_elsewhere, incarnation, is_recovering = row
         check_identity(found, seen.deployment)
         if not is_elsewhere:
             check_incarnation(incarnation, highest)
-            seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
+            seen.set_back = SetBack(incarnation)
             seen.is_recovering = is_recovering
             if is_recovering:
                 raise Recovering
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
-        return DatabaseChange(seen.deployment, await self.begin_recovery(heard), 0)
+        return DatabaseChange(seen.deployment, await self.begin_recovery(heard))
 
     async def begin_recovery(self, heard: int) -> int:
         """Four statements, once a recovery."""
@@ -253,8 +241,8 @@ class PostgresTransaction:
         begun: str = await connection.execute(BEGIN_RECOVERY, seen.highest(heard))
         if begun != "UPDATE 0":
             await connection.execute(f"DELETE FROM outbox; DELETE FROM {UNEXPLAINED.name}; DELETE FROM breakers")
-        _, _, at, incarnation, _ = await connection.fetchrow(RECOGNISE)
-        self.recognised, self.recovers = replace(seen.set_back, at=at, incarnation=incarnation), True
+        incarnation = (await connection.fetchrow(RECOGNISE))[2]
+        self.recognised, self.recovers = SetBack(incarnation), True
         return int(incarnation)
 
     async def expect_recovering(self) -> None:
@@ -335,8 +323,8 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
             seen = self._seen
-            seen.deployment, *set_back = await connection.fetchrow(IDENTITY)
-            seen.set_back = SetBack(*set_back)
+            seen.deployment, incarnation = await connection.fetchrow(IDENTITY)
+            seen.set_back = SetBack(incarnation)
 
     async def close(self) -> None:
         """Close the pool."""
@@ -376,7 +364,7 @@ class PostgresInstances(SeenStore):
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
         briefs, unreadable = _readable(found, _brief)
-        kept = {row[0]: row[14] for row in found}
+        kept = {row[0]: row[11] for row in found}
         return [*briefs.values(), *(unreadable_brief(uuid, kept[uuid]) for uuid in sorted(unreadable))]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:

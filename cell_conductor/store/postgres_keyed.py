@@ -11,7 +11,7 @@ from msgspec import structs
 
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
-from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
+from cell_conductor.domain.desires import AT_REST, EVACUATED, in_sql
 from cell_conductor.domain.leases import Keeper, Lease
 
 from . import tables
@@ -22,9 +22,7 @@ NEEDED = f"""
 SELECT EXISTS (
     SELECT FROM instances
     WHERE (source_host_uuid = $1 OR (source_host_uuid IS NULL AND host_uuid = $1))
-    AND record #>> '{{move,kind}}' = 'evacuate' AND (
-        state IN ({in_sql(EVACUATED)})
-        OR (state IN ({in_sql(EVACUATED_IN_DOUBT)}) AND record ->> 'doubted' = 'true')))
+    AND record #>> '{{move,kind}}' = 'evacuate' AND state IN ({in_sql(EVACUATED)}))
 """
 # It reads the whole table, and fences are rare. Instances that are over hold nothing there.
 TOUCHING = f"""

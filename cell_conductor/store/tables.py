@@ -58,24 +58,13 @@ instances = Table(
 
 # The identity of this cell's database marks every machine that the cell orders: an empty or another database never
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
-# never); one that was restored or promoted since has another. set_back_at: when that was last seen; a build that was
-# requested before may have been handed in before. database_incarnation: the number of this history, which every order
-# and request of the cell carries. state: `open`, or `recovering`: no step is recorded until what is true is known.
+# never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
+# every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
-    needed("set_back_at", Double, default=ZERO),
     needed("database_incarnation", Integer, default=text("1")),
     needed("state", Text, default="open"),
-)
-
-# When this schema was made; an instance may have come from another cell before, into a schema that was here earlier.
-made = Table(
-    "made",
-    METADATA,
-    needed("at", Double, default=text("extract(epoch FROM clock_timestamp())")),
-    only_row(),
-    info={FIRST_ROW: {}},
 )
 
 # Values, each as JSON under its key.

@@ -7,7 +7,7 @@ from inspect import cleandoc
 from cell_conductor.domain.desires import DESIRES, in_text
 from cell_conductor.domain.events import EVENTS
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import DOUBTED, IGNORE, TABLE, ByThen, Cell, Rule, rules_of
+from cell_conductor.domain.table import BLOCKED, IGNORE, TABLE, ByThen, Cell, Rule, rules_of
 
 
 def content() -> dict[str, object]:
@@ -19,8 +19,8 @@ def content() -> dict[str, object]:
         "cell": _cell,
         "cleandoc": cleandoc,
         "rules": sorted({r.name: r for row in TABLE.values() for cell in row.values() for r in rules_of(cell)}.items()),
-        "doubted": [(event.__name__, _cell(cell)) for event, cell in DOUBTED.items() if cell != IGNORE],
-        "rules_in_doubt": {rule.name: rule for cell in DOUBTED.values() for rule in rules_of(cell) if rule != IGNORE},
+        "blocked": [(event.__name__, _cell(cell)) for event, cell in BLOCKED.items() if cell != IGNORE],
+        "rules_blocked": {rule.name: rule for cell in BLOCKED.values() for rule in rules_of(cell) if rule != IGNORE},
         "targets": _targets,
         "desires": [(in_text(phase), row) for phase, row in DESIRES.items()],
     }

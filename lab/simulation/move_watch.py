@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from bus.bus import API
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
-from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_events import LEFT
 from cell_conductor.domain.move_steps import is_evacuated_from
@@ -168,7 +167,7 @@ class MoveWatch:
             raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
         for table in self._cells.values():
             record = table.instances.get(uuid)
-            if host not in table.fenced or record is None or is_in_doubt(record) or record.state is State.DESTROYING:
+            if host not in table.fenced or record is None or record.blocked_reason or record.state is State.DESTROYING:
                 continue  # in the last two its host may be to spare it
             if is_over(record, guest.attempt, host):
                 raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, which has lost it")

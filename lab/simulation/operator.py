@@ -195,7 +195,7 @@ class Operator:
             uuid
             for table in self._world.cells.values()
             for uuid, one in table.instances.items()
-            if one.move is not None and one.phase != (State.DESTROYING, State.DELETED) and not one.doubted
+            if one.move is not None and one.phase != (State.DESTROYING, State.DELETED) and not one.blocked_reason
         } - set(self._world.taken_back)
 
     def _tenants(self, service: str, host: str) -> list[str]:

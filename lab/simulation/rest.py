@@ -16,7 +16,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.desires import desire_of
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnexplainedKind, is_unsure
+from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.domain.hosts import tree
 from compute_sim.domain.reserved import with_reserved
@@ -240,7 +240,7 @@ def unclearable(world: World) -> set[str]:
 
 
 def _stranded(world: World) -> set[str]:
-    """Instances that are to be destroyed, or are at rest in doubt, on a host that burnt down.
+    """Instances that are to be destroyed, or are blocked, on a host that burnt down.
 
     Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
     """
@@ -248,7 +248,7 @@ def _stranded(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if (instance.phase == (State.DESTROYING, State.DELETED) or _is_doubted(instance) or instance.move is not None)
+        if (instance.phase == (State.DESTROYING, State.DELETED) or instance.blocked_reason or instance.move is not None)
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
@@ -266,11 +266,6 @@ def _left_to_the_audit(world: World) -> set[str]:
         if is_stranded(build) and (kept := world.book.consumers.get(uuid)) is not None
         if all(_is_removed(world, provider) for provider in kept.consumer.holding)
     }
-
-
-def _is_doubted(instance: Instance) -> bool:
-    """Whether it is at rest in doubt, which nothing but answers of all services ends; a build under way has a limit."""
-    return instance.doubted and desire_of(instance).ends
 
 
 def _unfenced(world: World) -> set[str]:
@@ -479,27 +474,22 @@ def _running(world: World) -> Iterator[RunningFact]:
 
 
 def _is_old_copy(world: World, one: RunningFact) -> bool:
-    """Whether a restored host runs an attempt whose record was purged since, or has failed in doubt after its cell was
-    set back (seed 1795630588): it is kept in quarantine, and listed.
+    """Whether a restored host runs an attempt whose record was purged since, or is from before its cell
+    has recovered: it is kept in quarantine, and listed.
     """
     if (one.host_uuid, one.instance_uuid, one.attempt) not in world.move_watch.brought_back:
         return False
     found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(
-        _is_quarantined(table, one) and (record is None or (record.state is State.FAILED and record.doubted))
-        for table, record in found
+        _is_quarantined(table, one) and (record is None or one.attempt < record.proves_from) for table, record in found
     )
 
 
 def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
-    """Whether a second service of the name has answered for a build in doubt, or one that was numbered anew has failed,
-    or gone on: what is complete there is kept in quarantine, and listed. A record that is in a backup as it is now is
-    doubted, too.
-    """
+    """Whether it is from before its cell has recovered, and its record does not name it: it is kept in quarantine."""
     found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(
-        _is_quarantined(table, one)
-        and (_has_failed_in_doubt(world, record, one) or _has_gone_on_in_doubt(world, record, one))
+        _is_quarantined(table, one) and (record.blocked_reason or one.attempt < record.proves_from)
         for table, record in found
         if record is not None
     )
@@ -511,23 +501,6 @@ def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
     """
     is_untold = world.machines.has_untold(one.instance_uuid)
     return is_untold and any(_is_quarantined(table, one) for table in world.cells.values())
-
-
-def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
-    has_second = record.selections != () and record.here.service in world.duplicates
-    is_unproved = record.state is State.FAILED and is_unsure(record, one.attempt, one.host_uuid)
-    return is_unproved and (has_second or not record.doubted)
-
-
-def _has_gone_on_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
-    """Whether the build has left this attempt for an alternate, and its record proves nothing about it: no search shows
-    which of two histories has numbered it, and its host ends it only as long as it is incomplete (seed 5402033).
-    """
-    host = next((host for fleet in world.fleets.values() if (host := fleet.host(one.host_uuid)) is not None), None)
-    is_over = record.state in (State.ACTIVE, State.FAILED) and 0 < record.reused_from <= one.attempt < record.attempt
-    return is_over and any(
-        host is not None and (tried.attempt, tried.host) == (one.attempt, host.plan.name) for tried in record.history
-    )
 
 
 def _is_quarantined(table: MemoryInstanceTable, one: RunningFact) -> bool:

@@ -29,10 +29,11 @@ from lab.simulation.plan import Action, FaultType, Order, Plan
 from lab.simulation.rest import check_quota_refusals, given_back, unsettled
 from lab.simulation.watch import Breach
 from lab.simulation.widening import NONE, Widening
-from lab.simulation.wiring import DOUBT_LIMIT_S, REPORT_S
+from lab.simulation.wiring import REPORT_S
 from lab.simulation.world import World
 from placement_worker.replica import catch_up
 
+BLOCKED_S = 240.0
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
 # that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.
 REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
@@ -118,8 +119,8 @@ class _Runner:
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
         is_set_back = any(one.action is Action.RESTORE and one.service.startswith("cell_") for one in plan.orders)
         if is_set_back:
-            # A service that has burnt down never answers: a build waits for its host, and again before its release.
-            self._rest_s += 2 * DOUBT_LIMIT_S
+            # What is blocked is looked at again the later, the longer that lasts.
+            self._rest_s += BLOCKED_S
         self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
         # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back or
         # behind another conductor's. A command is repeated the later, the longer its state seems to last.

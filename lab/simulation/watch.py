@@ -221,15 +221,9 @@ class MachineWatch:
             self._last[cell, uuid] = instance
             before = self._active.get(uuid, {}).get(cell)
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
-                # What a record has forgotten, that was set back, is searched for before it is given up. Its own machine
-                # is judged when it is found lost: with its host's disks it may come back meanwhile.
-                is_searched = instance.doubted and instance.state is State.RELEASING
-                if last is None or last.code != "instance.lost":
-                    self._lost(instance if is_searched else before)
-                elif not is_searched and before.attempt != instance.attempt:
+                if last is None or last.code != "instance.lost" or before.attempt != instance.attempt:
                     self._lost(before)
-                if not is_searched:
-                    self._active[uuid][cell] = instance
+                self._active[uuid][cell] = instance
             elif before is not None and _lost_its_attempt(before, instance):
                 self._lost(instance)
                 self._active[uuid][cell] = instance

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 MOVE_QUERY_S = 20.0
 BUILD_TIMEOUT_S = 20.0
 REPORT_S = 25.0
-# A record in doubt waits this long for a silent service: longer than any is silent that comes back, and far below the
-# hour of a deployment, so that a run sees the end of what waits for one that has burnt down (seed 71).
-DOUBT_LIMIT_S = 120.0
 
 PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_s=1.0)
 CONDUCTOR = ConductorConfig(
@@ -65,7 +62,6 @@ CONDUCTOR = ConductorConfig(
     purge_interval_s=5.0,
     # A host that is reinstalled loses all its machines at once, and only plans with a limit have an operator for that.
     breaker_limit=10_000,
-    doubt_limit_s=DOUBT_LIMIT_S,
     live_copy_mb_s=0.0,  # simulated machines are copied at once, so more time would only delay the end of a hang
 )
 IRONIC = IronicSyncConfig(

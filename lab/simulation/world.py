@@ -143,8 +143,6 @@ class World:
             cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
             for cell in plan.cells
         }
-        for table in self.cells.values():
-            table.made_at = 0.0  # long before: the processes' clocks differ by minutes
         tables: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         tables.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.databases = SimDatabases(tables, self.network_faults, self.event_log, self._sessions)

@@ -80,7 +80,7 @@ def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fiel
 
 def seen(query: Any = ANY, service: str = "s1") -> e.SourceAnswered:
     """The source is where the record has it. query: that was asked (ANY: what is asked now)."""
-    return e.SourceAnswered(at=211.0, query=query, incarnation=1, service=service)
+    return e.SourceAnswered(at=211.0, query=query, service=service)
 
 
 def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:

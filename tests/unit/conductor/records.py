@@ -14,7 +14,6 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, Power, State
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, ended
@@ -24,7 +23,6 @@ ON_1, ON_2, ON_3 = (selection(n) for n in (1, 2, 3))
 LEAVES = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON_1, source_attempt=1, book_attempt=4, spec=SPEC)
 GONE = e.Destroyed(at=310.0, attempt=2, host_uuid=host(2), service="s1")
 SOURCE_GONE = replace(GONE, attempt=1, host_uuid=host(1))
-IN_DOUBT = replace(PATIENCE, set_back=SetBack(at=1000.0))
 BY_REVERT: dict[str, Any] = {"lost_code": "move.reverted", "by": OTHER, "by_kind": MoveKind.REVERT}
 
 

@@ -11,13 +11,11 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import question_of, step
 
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 PATIENCE = StepContext(cell="c1", up=("s1", "s2"), deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
-MADE = replace(PATIENCE, set_back=SetBack(made_at=1.0))  # numbers what may be lost from 1000 on
 UUID = "00000000-0000-4000-8000-000000000001"
 
 
@@ -121,24 +119,3 @@ def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1"
 
 def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
     return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service)
-
-
-# --- a cell whose database was set back
-
-
-SET_BACK_AT = 1_000.0
-LIMIT_S = 3_600.0
-S1_SILENT = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")}
-AFTER = replace(PATIENCE, set_back=SetBack(SET_BACK_AT), doubt_limit_s=LIMIT_S)
-
-
-def run_after(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
-    stepped = Step(start or Instance(uuid=UUID))
-    for event in happened:
-        now = stepped.instance
-        stepped = step(now, answering(now, event), replace(AFTER, down=S1_SILENT if down else {}))
-    return stepped
-
-
-def requested(at: float) -> e.BuildRequested:
-    return replace(queried(hosts=2, at=SET_BACK_AT + 100.0), requested_at=at)

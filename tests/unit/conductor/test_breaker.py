@@ -515,39 +515,6 @@ LAST = listing("s1", 3, sequence=7, first_sequence=5, pages=2)
 CHANGE = listing("s1", 2, sequence=6, complete=False)
 
 
-@pytest.mark.parametrize(
-    ("reports", "hosts", "whole"),
-    [
-        ((), (), False),
-        ((CHANGE,), (2,), False),
-        ((FIRST,), (1,), False),
-        ((replace(FIRST, pages=1),), (1,), False),
-        ((FIRST, LAST), (1, 3), True),
-        ((LAST,), (3,), False),
-        ((FIRST, CHANGE, LAST), (1, 2, 3), True),
-        ((CHANGE, FIRST, LAST), (1, 3), True),
-        ((listing("s1", 4, sequence=2), FIRST), (4, 1), True),
-        ((listing("s1", 4, sequence=2), FIRST, LAST), (1, 3), True),
-        ((listing("s1", 4, sequence=2), CHANGE), (4, 2), True),
-        ((listing("s1", 4, sequence=2), listing("s1", 4, 5, sequence=3)), (4, 5), True),
-        ((listing("s1", 4, sequence=2), LAST), (4, 3), True),
-        ((listing("s1", 4, sequence=2), replace(CHANGE, epoch=2)), (2,), False),
-        ((listing("s1", 4, sequence=2), listing("s1", 5, sequence=2, epoch=2)), (5,), True),
-    ],
-)
-def test_the_hosts_that_a_service_has_by_its_reports(
-    reports: tuple[ComputeHosts, ...], hosts: tuple[int, ...], whole: bool
-) -> None:
-    known = listings_of(*reports)
-    assert known.has_heard("s1") is bool(reports) and not known.has_heard("s2")
-    assert known.hosts_of(["s1", "s2"]) == {host(n) for n in hosts}
-    assert known.may_have("s1", host(9)) is not whole
-    assert known.may_have("s2", host(9))
-    for n in range(1, 6):
-        assert known.listers(host(n)) == (("s1",) if n in hosts else ())
-        assert known.may_have("s1", host(n)) is (not whole or n in hosts)
-
-
 def test_a_host_that_one_service_leaves_out_stays_with_the_other() -> None:
     known = listings_of(listing("s1", 1, 2), listing("s2", 1), listing("s1", 2, sequence=2))
     assert [known.listers(host(n)) for n in (1, 2)] == [("s2",), ("s1",)]

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_ATTEMPT, Refusal
+from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
-from bus.contracts.cell import UNKNOWN_ATTEMPT, FoundMachine, InstanceSpec
+from bus.contracts.cell import FoundMachine
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
-from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import MOVE, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
-    IN_DOUBT,
     SOURCE_GONE,
     Case,
-    after,
     at_source,
     case,
     changing,
@@ -37,10 +33,8 @@ from tests.unit.conductor.records import (
     unshelving,
 )
 from tests.unit.conductor.scenario import (
-    MADE,
     PATIENCE,
     RELEASED,
-    SPEC,
     UUID,
     claimed,
     failed,
@@ -66,9 +60,8 @@ HELD = replace(DELETING, code="destroy.busy", reason="r")
 UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destroy.busy", reason="r")
 
 
-def deletes(*found: FoundMachine, **other: Any) -> e.DeleteRequested:
-    made = e.DeleteRequested(at=120.0, project_id="p", found=found or None)
-    return replace(made, **other)
+def deletes(**other: Any) -> e.DeleteRequested:
+    return replace(e.DeleteRequested(at=120.0, project_id="p"), **other)
 
 
 def build(**other: Any) -> e.BuildRequested:
@@ -76,7 +69,7 @@ def build(**other: Any) -> e.BuildRequested:
 
 
 def gives_up(code: str = "x", *, query: bool = False) -> e.BuildRequested:
-    return build(given_up=Refusal(code=code, reason="y"), is_query=query, found=() if query else None)
+    return build(given_up=Refusal(code=code, reason="y"), is_query=query)
 
 
 def renewed(**other: Any) -> e.BuildRequested:
@@ -87,34 +80,19 @@ def renewed(**other: Any) -> e.BuildRequested:
 UNKNOWN: list[Case] = [
     case(ABSENT, deletes(), "tombstone"),
     case(TOMB, deletes(), "tombstone"),
-    case(ABSENT, deletes(found=()), "releasing/deleted", "build: deleting"),
-    case(ABSENT, deletes(MACHINE), "destroying/deleted", "destroy 5@3", "build: deleting"),
-    case(ABSENT, deletes(MACHINE, ON_HOST_2), "destroying/deleted", "destroy 6@2", "destroy 5@3", "build: deleting"),
-    case(
-        ABSENT,
-        deletes(replace(MACHINE, built=False, attempt=7), ON_HOST_2),
-        "destroying/deleted",
-        "destroy 6@2",
-        "destroy 7@3",
-        "build: deleting",
-    ),
-    case(ABSENT, deletes(replace(MACHINE, project_id="q")), "releasing/deleted", "build: deleting"),
-    case(ABSENT, deletes(replace(MACHINE, project_id=None)), "destroying/deleted", "destroy 5@3", "build: deleting"),
-    case(ABSENT, deletes(replace(MACHINE, attempt=UNKNOWN_ATTEMPT)), "releasing/deleted", "build: deleting"),
-    case(
-        ABSENT,
-        deletes(replace(MACHINE, attempt=UNKNOWN_ATTEMPT + 1)),
-        "destroying/deleted",
-        "destroy 1@3",
-        "build: deleting",
-    ),
     case(TOMB, build(), "releasing/deleted"),
     case(TOMB, build(is_query=True), "tombstone"),
-    case(TOMB, build(is_query=True, found=()), "releasing/deleted"),
-    case(TOMB, build(found=(MACHINE,)), "destroying/deleted", "destroy 5@3", "build: deleting"),
-    case(TOMB, build(is_query=True, found=(MACHINE,)), "destroying/deleted", "destroy 5@3", "build: deleting"),
     case(TOMB, gives_up(), "releasing/deleted"),
-    case(TOMB, gives_up(query=True), "releasing/deleted"),
+    case(TOMB, gives_up(query=True), "tombstone"),
+    case(ABSENT, deletes(begun=True), "releasing/deleted", "build: deleting"),
+    case(TOMB, deletes(begun=True, attempt=3), "releasing/deleted", "build: deleting"),
+    case(
+        ABSENT,
+        deletes(begun=True),
+        "destroying/deleted",
+        "build: deleting",
+        context=replace(PATIENCE, unexplained=frozenset({UUID})),
+    ),
     case(TOMB, gives_up("build.machine_exists"), "releasing/deleted"),
     case(TOMB, gives_up("build.machine_exists", query=True), "tombstone"),
 ]
@@ -134,7 +112,6 @@ DELETES: list[Case] = [
     case(record(S.BUILDING), deletes(), "destroying/deleted", "destroy 2@2", "build: deleting"),
     case(record(S.CLAIMING, S.BUILDING), deletes(), "claiming/deleted", "build: deleting"),
     case(record(S.CLAIMING, S.DELETED), deletes(), "claiming/deleted", "build: deleting"),
-    case(record(S.CLAIMING, S.ACTIVE), deletes(), "destroying/deleted", "destroy 2@2", "build: deleting"),
     case(record(S.RELEASING, S.FAILED), deletes(), "releasing/deleted", "build: deleting"),
     case(moving(S.RELEASING, S.FAILED), deletes(), "releasing/deleted", "build: deleting"),
     case(DELETING, deletes(), "destroying/deleted", "build: deleting"),
@@ -230,8 +207,6 @@ AGAIN: list[Case] = [
     case(record(S.BUILDING), build(is_query=True), "building", "build: building"),
     case(record(S.BUILDING), build(is_query=True, sequence=30), "building", "build: building"),
     case(record(S.CLAIMING, S.BUILDING), build(is_query=True), "claiming/building", "build: building"),
-    case(record(S.CLAIMING, S.ACTIVE), build(is_query=True), "claiming/active", "build: building"),
-    case(record(S.CLAIMING, S.ACTIVE), build(), "claiming/active"),
     case(at_source(), build(is_query=True), "claiming/preparing", "build: active"),
     case(record(S.RELEASING, S.FAILED), build(is_query=True), "releasing/failed", "build: building"),
     case(record(S.RELEASING, S.FAILED), build(), "releasing/failed"),
@@ -252,9 +227,6 @@ AGAIN: list[Case] = [
     case(record(S.FAILED), renewed(attempt=2), "failed", "build: failed old"),
     case(record(S.FAILED), renewed(attempt=4), "failed", "build: failed old"),
     case(record(S.FAILED), renewed(attempt=5), "claiming/building"),
-    case(record(S.FAILED), renewed(attempt=4, found=(MACHINE,)), "claiming/active"),
-    case(record(S.FAILED), renewed(found=(replace(MACHINE, attempt=1, host_uuid=host(1)),)), "claiming/active"),
-    case(record(S.FAILED), renewed(attempt=4, found=(ON_HOST_1,)), "claiming/active"),
 ]
 
 
@@ -323,23 +295,12 @@ def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() ->
     assert isinstance(release, Release) and (release.attempt or 0) > record(S.FAILED).next_attempt
 
 
-@pytest.mark.parametrize("reused_from", [0, 1, 3])
-def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before(reused_from: int) -> None:
-    """It was given up in doubt as its host was silent, and the scheduler has forgotten it: the host comes back with the
-    machine that the client may have had.
-    """
-    unsure = record(S.FAILED, doubted=True, reused_from=reused_from, code="build.outcome_unknown")
-    anew = begun_anew(unsure, renewed())
-    assert [known.state for known in anew] == [S.CLAIMING, S.BUILDING, S.ACTIVE]
-    assert not any(is_over(known, 2, host(2)) for known in (unsure, *anew))
-
-
 @pytest.mark.parametrize(
     "kept",
-    [{"history": (AttemptRecord(attempt=1, host="host-1", outcome="not_tried"),)}, {"code": "build.machine_exists"}],
+    [{"code": "build.machine_exists"}],
 )
 def test_a_build_that_begins_anew_keeps_what_the_one_before_has_not_commanded(kept: dict[str, Any]) -> None:
-    """Its first host was passed over, and has a machine of a record that is lost; or there is another project's."""
+    """There is another project's."""
     before = record(S.FAILED, **kept)
     assert not any(is_over(known, 1, host(1)) for known in (before, *begun_anew(before, renewed(attempt=5))))
 
@@ -354,65 +315,9 @@ def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones()
     assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
 
 
-FORGOTTEN = {
-    "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 10_011,
-    "build_sequence": 10_010, "then": S.DELETED,
-}  # fmt: skip
 THERE = replace(selection(3), allocations={host(3): {}}, shapes={})
 TAKES = {host(3): {"VCPU": 7}}
 NUMBERED = {"sequence": 21, "build_sequence": 20}
-
-
-@pytest.mark.parametrize(
-    ("before", "event", "changes"),
-    [
-        (ABSENT, deletes(cause="c"), {"state": S.TOMBSTONE, "since": 120.0, "cause": "c"}),
-        (replace(ABSENT, cause="old"), deletes(found=(), cause="c"),
-         {**FORGOTTEN, "state": S.RELEASING, "deadline": 135.0, "newest": 1000, "cause": "c"}),
-        (replace(ABSENT, cause="old"), deletes(MACHINE),
-         {**FORGOTTEN, "state": S.DESTROYING, "deadline": 150.0, "newest": 1005, "attempt": 5,
-          "selections": (THERE,)}),
-        (ABSENT, deletes(replace(MACHINE, allocations=TAKES), replace(MACHINE, built=False, attempt=9)),
-         {**FORGOTTEN, "state": S.DESTROYING, "deadline": 150.0, "newest": 1009, "attempt": 5,
-          "selections": (replace(THERE, allocations=TAKES), THERE)}),
-        (replace(TOMB, cause="old"), deletes(cause="c"), {}),
-        (replace(TOMB, cause="old"), build(),
-         {"state": S.RELEASING, "then": S.DELETED, "since": 100.0, "deadline": 115.0, "spec": SPEC, "attempt": 1,
-          "selections": (selection(1),), "consumer_generation": 7, "build_timeout_s": 60.0}),
-        (record(S.ACTIVE), deletes(cause="c"),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0, "cause": "c"}),
-        (record(S.ACTIVE), deletes(),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0}),
-        (record(S.CLAIMING, S.BUILDING), deletes(cause="c"), {**NUMBERED, "then": S.DELETED, "cause": "c"}),
-        (record(S.CLAIMING, S.BUILDING), deletes(), {**NUMBERED, "then": S.DELETED}),
-        (record(S.OFFLOADED), deletes(cause="c"),
-         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0, "cause": "c"}),
-        (record(S.OFFLOADED), deletes(),
-         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0}),
-        (at_source({"answered": True}), deletes(), {**NUMBERED, "move_delete": True}),
-        (at_source({"answered": True}), deletes(cause="c"), {**NUMBERED, "move_delete": True, "cause": "c"}),
-        (record(S.FAILED), deletes(cause="c"),
-         {**NUMBERED, "state": S.DELETED, "since": 120.0, "cause": "c", "deadline": None}),
-        (record(S.FAILED), deletes(), {**NUMBERED, "state": S.DELETED, "since": 120.0, "deadline": None}),
-        (DELETING, UNDESTROYED, {**NUMBERED, "code": "destroy.busy", "reason": "r"}),
-        (DELETING, GONE, {"state": S.RELEASING, "since": 310.0, "deadline": 325.0}),
-        (moving(S.DESTROYING, S.DELETED), GONE, {"move_here_gone": True}),
-        (moving(S.DESTROYING, S.ACTIVE), GONE, {}),
-        (moving(S.DESTROYING, S.DELETED), SOURCE_GONE, {"move_source_gone": True}),
-        (record(S.BUILDING), build(is_query=True, sequence=19), NUMBERED),
-        (record(S.BUILDING), build(is_query=True, sequence=20), {"sequence": 22, "build_sequence": 21}),
-        (record(S.DELETED), build(is_query=True, sequence=19), NUMBERED),
-        (record(S.DELETED), build(is_query=True, sequence=18), {}),
-        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=15), NUMBERED),
-        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=14), {}),
-        (record(S.DELETED), build(sequence=30), {}),
-        (DELETING, deletes(), NUMBERED),
-    ],
-)  # fmt: skip
-def test_a_delete_or_a_build_that_comes_again_changes_this_of_its_record(
-    before: Instance, event: e.Event, changes: dict[str, Any]
-) -> None:
-    assert step(before, event, MADE).instance == after(before, changes)
 
 
 @pytest.mark.parametrize(
@@ -432,52 +337,3 @@ def test_an_end_that_is_announced_again(before: Instance, event: e.Event, number
     history = tuple(AttemptRecord(attempt=1, host="host-1", outcome=str(one)) for one in before.history)
     (last,) = step(replace(before, history=history), event, PATIENCE).commands
     assert isinstance(last, BuildEvent) and (last.sequence, last.terminal) == (number, terminal)
-
-
-@pytest.mark.parametrize(
-    ("before", "hosts"),
-    [
-        (record(S.ACTIVE), (GONE,)),
-        (record(S.ACTIVE, since=1200.0), (GONE,)),
-        (record(S.OFFLOADED), ()),
-        (record(S.BUILDING, doubted=True), (GONE,)),
-        (moving(S.RESIZED, move={"answered": True}, doubted=True), (GONE, SOURCE_GONE)),
-        (record(S.RELEASING, S.FAILED, doubted=True), ()),
-    ],
-)
-def test_a_delete_after_a_set_back_releases_what_forgotten_moves_have_claimed(
-    before: Instance, hosts: tuple[e.Destroyed, ...]
-) -> None:
-    """It was moved away and back since the backup, so its claim has a later number than the record knows of: under
-    that the release would be refused, and the claim stay for ever.
-    """
-    known = before
-    for event in (deletes(at=1300.0), *hosts):
-        known = step(known, event, IN_DOUBT).instance
-    release = question_of(known)
-    assert isinstance(release, Release) and release.attempt is not None
-    assert (known.phase, release.attempt > before.next_attempt + 2) == ((S.RELEASING, S.DELETED), True)
-
-
-@pytest.mark.parametrize("before", [record(S.ACTIVE, since=1301.0), record(S.OFFLOADED, since=1301.0)])
-def test_a_delete_of_what_has_come_to_rest_since_releases_what_is_on_record(before: Instance) -> None:
-    known = step(before, deletes(at=1400.0), IN_DOUBT).instance
-    known = step(known, GONE, IN_DOUBT).instance
-    release = question_of(known)
-    assert isinstance(release, Release) and release.attempt == before.next_attempt
-
-
-@pytest.mark.parametrize("attempt", [1_000_000, MAX_ATTEMPT])
-def test_what_follows_from_a_machine_that_a_service_has_found_is_what_placement_reads(attempt: int) -> None:
-    """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
-    machine = FoundMachine(instance_uuid=UUID, host_uuid=host(1), host="h", service="s1", attempt=attempt)
-    context = replace(PATIENCE, set_back=SetBack(at=1000.0))
-    incarnation = context.set_back.incarnation
-    event = e.DeleteRequested(at=1100.0, project_id="p", begun=True, found=(machine,), incarnation=incarnation)
-    gone = e.Destroyed(at=1101.0, attempt=attempt, host_uuid=host(1), service="s1")
-    deleted = step(step(Instance(uuid=UUID), event, context).instance, gone, context).instance
-    assert deleted.phase == (State.RELEASING, State.DELETED)
-    asked = msgspec.json.decode(msgspec.json.encode(question_of(deleted)), type=Release)
-    assert asked.attempt == min(attempt + FORGOTTEN_ATTEMPTS + 1, MAX_ATTEMPT)
-    doubted = replace(deleted, doubted=True)
-    msgspec.json.decode(msgspec.json.encode(question_of(doubted)), type=Release)

@@ -8,16 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import Message, Refusal
-from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import OTHER_ATTEMPT, CellDepart, Condition, Departure, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
 from cell_conductor.domain.departure_rules import answer_unbegun, refer, refuse_other
 from cell_conductor.domain.desires import PURGED_FAILED
-from cell_conductor.domain.doubt import is_in_doubt
 from cell_conductor.domain.instance import MAX_ENDED, EndedMove, Instance, Move, Phase, Power, State
 from cell_conductor.domain.report import is_over
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.handlers import departure_event
@@ -256,14 +253,6 @@ def test_an_arrival_is_on_record_from_then_on(
         assert (here.move.source, here.move.began, here.move.to_cell) == (None, 600.0, "c1")
 
 
-@pytest.mark.parametrize(("at", "is_doubted"), [(0.0, False), (200.0, False), (700.0, True)])
-def test_one_that_has_left_before_the_database_was_set_back_is_searched_for(at: float, is_doubted: bool) -> None:
-    here = step(NEW, ARRIVES, replace(PATIENCE, set_back=SetBack(at))).instance
-    assert here.phase == (State.CLAIMING, State.PREPARING)
-    assert (here.doubted, is_in_doubt(here)) == (is_doubted, is_doubted)
-    assert not is_doubted or here.reused_from == 9
-
-
 @pytest.mark.parametrize("state", [State.ACTIVE, State.DELETED, State.DEPARTED, State.FAILED, State.OFFLOADED])
 @pytest.mark.parametrize(("last", "arrives"), [(6, True), (7, True), (8, False), (40, False)])
 def test_an_arrival_is_taken_above_the_newest_attempt_alone(state: State, last: int, arrives: bool) -> None:
@@ -307,21 +296,6 @@ def test_what_no_host_takes_leaves_again_or_rests_offloaded(is_stopped: bool) ->
         departure = here.departure
         assert departure is not None and departure.cell == "c1"
         assert (departure.attempt, departure.is_stopped, departure.code) == (10, is_stopped, "max_retries_exceeded")
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        {"history": (AttemptRecord(attempt=1, host="host-1", outcome="not_tried"),)},
-        {"code": "build.machine_exists"},
-        {"doubted": True},
-    ],
-)
-def test_an_arrival_keeps_what_the_former_record_has_not_commanded(kept: dict[str, Any]) -> None:
-    """Its first host was passed over before, and has a machine of a record that is lost."""
-    former = replace(GONE, **kept)
-    here = step(former, ARRIVES, PATIENCE).instance
-    assert not any(is_over(known, 1, host(1)) for known in (former, here))
 
 
 # --- What the former cell answers.
@@ -374,26 +348,6 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
     is_new = answer is not None and not known
     kept = (EndedMove(OTHER, last.kind, *answer),) if is_new and answer is not None else known
     assert stepped.instance == replace(before, ended=kept)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "begun", "phase"),
-    [
-        (0, True, (State.DEPARTED, None)),
-        (7, True, (State.DEPARTED, None)),
-        (8, True, (State.RELEASING, State.DELETED)),
-        (8, False, (State.TOMBSTONE, None)),
-    ],
-)
-def test_a_delete_of_a_later_attempt_than_it_has_left_with_is_carried_out(
-    attempt: int, begun: bool, phase: Phase
-) -> None:
-    """It has come back since, and the record of that is lost."""
-    wanted = replace(DELETE, begun=begun, attempt=attempt, found=() if begun else None)
-    stepped = step(GONE, wanted, PATIENCE)
-    assert stepped.instance.phase == phase
-    if phase == (State.DEPARTED, None):
-        assert told(stepped) == [GONE_TOLD]
 
 
 def test_so_many_ends_are_kept() -> None:

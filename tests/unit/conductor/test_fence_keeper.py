@@ -14,7 +14,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
@@ -31,22 +31,19 @@ from cell_conductor.domain.report import rescan_id
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
-from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record, unshelving
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection
+from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
+from tests.unit.conductor.scenario import PATIENCE, UUID, host
 from tests.unit.conductor.test_single_conditions import fences_on
 from tests.unit.conductor.world import (
     Queried,
     Quiet,
     Relay,
-    Services,
     down,
     engine_of,
     hosts_of,
     insert,
     listing,
-    opened,
     opened_store,
     put,
 )
@@ -262,9 +259,6 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
         pytest.param(replace(LISTED, destroying=True), MOVED, True, id="it is being destroyed"),
         pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, id="an operator keeps it"),
         pytest.param(LISTED, replace(MOVED, kept=("x",)), True, id="an operator keeps another"),
-        pytest.param(LISTED, replace(MOVED, reused_from=1), True, id="an operator decides"),
-        pytest.param(LISTED, replace(MOVED, doubted=True), True, id="in doubt"),
-        pytest.param(LISTED, replace(HERE, state=State.FAILED, doubted=True), True, id="unsure"),
         pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), True, id="exists"),
         pytest.param(LISTED, unreadable_brief(INSTANCE, ()), True, id="unreadable"),
         pytest.param(replace(LISTED, attempt=0), MOVED, True, id="unnumbered"),
@@ -313,18 +307,6 @@ async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_no
     report = listing("s1", 1, runs=runs, rescans=tuple(rescan_id(one) for one in (*moved, *failed)))
     orders = await report_to(store, 1, report=report)
     assert sorted(one.instance_uuid for one in orders) == uuids and await store.safety.breakers() == breakers
-
-
-@pytest.mark.parametrize("doubted", [False, True])
-async def test_the_only_machine_that_its_host_is_to_spare_is_no_loss_of_its_fence(*, doubted: bool) -> None:
-    """The host was ordered to destroy it, whatever it was, before the record could follow it."""
-    store = await opened_store()
-    spared = unshelving(State.DESTROYING, State.REVERTING, {"lost_code": "x", "finishing": True}, doubted=doubted)
-    await insert(store, spared)
-    runs = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
-    report = listing("s1", 2, runs=(runs,), rescans=(rescan_id(spared),))
-    assert await report_to(store, 2, report=report) == []
-    assert store._table.instances[UUID].state is (State.DESTROYING if doubted else State.ACTIVE)
 
 
 async def test_a_second_service_does_not_clear_what_the_first_one_has_found_running() -> None:
@@ -447,35 +429,6 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
-
-
-@pytest.mark.parametrize("kept", ["before", "after", ""])
-async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(kept: str) -> None:
-    """The host was ordered to destroy it once it was back, and the operator's word went with the machine. A word that
-    came after the delete was not asked for.
-    """
-    conductor = await opened(Services(), ())
-    await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
-    keeper = keeper_of(HeldReads(conductor.store))
-    await keeper.load()
-    conductor.engine._fences = keeper
-    async with conductor.store.transaction() as transaction:
-        await transaction.insert(
-            [Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(selection(1),), attempt=1, doubted=True)]
-        )
-    await conductor.keep(1, KEEP if kept == "before" else "")
-    await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
-    recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is State.DELETED
-    await conductor.keep(1, KEEP if kept == "after" else "")
-    await keeper.load()
-    config, relay = ConductorConfig(), conductor.relay
-    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
-    runs = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
-    before = len(relay.sent)
-    await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
-    orders = [one for one in cast(list[OutboxMessage], relay.sent)[before:] if isinstance(one.message, Destroy)]
-    assert len(orders) == (0 if kept else 1)
 
 
 # --- A conductor that has just started: what it does not know yet is neither up, nor free of a fence.

@@ -13,14 +13,12 @@ from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
 from bus.contracts.operations import EvacuationPolicy, FenceState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.fences import Fence, RunningAfterFence, given_up_on
+from cell_conductor.domain.fences import Fence, RunningAfterFence
 from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_steps import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import FenceSteps, step
-from tests.unit.conductor.records import ON_1, ON_2, ON_3, fenced, record
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of
 from tests.unit.conductor.test_instance_table import BUILT, CONTEXT, IN_PLACE, fences, moved
 
@@ -47,7 +45,6 @@ BUILDING = replace(moved(), state=State.BUILDING, move=None)
 ACTIVE = replace(BUILDING, state=State.ACTIVE)
 FAILING = replace(ACTIVE, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
 STOPPED = replace(CHANGED, move=replace(CHANGED.move, kind=MoveKind.STOP)) if CHANGED.move else CHANGED
-DOUBTED = replace(CONTEXT, set_back=SetBack(at=1000.0))
 UNDONE, OVER, GONE = (
     (State.DESTROYING, State.REVERTING),
     (State.RELEASING, State.FAILED),
@@ -119,15 +116,6 @@ def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before
 def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
     stepped = step(at(AWAY, State.RESIZED), fence(HERE), replace(CONTEXT, fences=fences(HERE))).instance
     assert stepped.state is State.RESIZED and stepped.move is not None and stepped.move.lost_code == FENCED
-
-
-@pytest.mark.parametrize(
-    "before", [at(moved(None, doubted=True), State.FINISHING), at(moved(None, doubted=True), UNDONE)]
-)
-def test_what_may_be_the_only_machine_is_left_to_its_host(before: Instance) -> None:
-    assert step(before, fence(HERE), DOUBTED).instance is before
-    certain = replace(before, doubted=False)
-    assert step(certain, fence(HERE), CONTEXT).instance is not certain
 
 
 @pytest.mark.parametrize(
@@ -262,10 +250,7 @@ CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, position=0, attempt=1))
         (at(EVACUATED, State.RESIZED), SOURCE, True),
         (at(EVACUATED, State.FINISHING, kind=MoveKind.MIGRATE), SOURCE, False),
         (at(EVACUATED, State.PREPARING), SOURCE, False),
-        (replace(at(EVACUATED, State.PREPARING), doubted=True), SOURCE, True),
-        *((replace(one, doubted=True), SOURCE, True) for one in CLAIMS),
         *((one, SOURCE, False) for one in CLAIMS),
-        (replace(at(EVACUATED, (State.DESTROYING, State.ACTIVE)), doubted=True), SOURCE, False),
         (BUILT, SOURCE, False),
     ],
 )
@@ -344,34 +329,6 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
     assert {one: len(services) for one, services in steps.given_up.items()} == {host(n): 1 for n in lost}
-
-
-def test_a_fence_that_fails_an_outdated_record_loses_the_machine_on_record() -> None:
-    """The record was set back: another machine of it is searched for, and that of the fenced host is over."""
-    outdated, event = replace(FAILING, since=90.0), fence(HERE)
-    context, steps = replace(DOUBTED, fences=fences(HERE)), FenceSteps()
-    stepped = steps.follow(outdated, step(outdated, event, context), event, context)
-    assert stepped.instance.phase == OVER and stepped.instance.doubted
-    assert list(steps.given_up) == [host(HERE)]
-
-
-@pytest.mark.parametrize("alternates", [1, 0])
-def test_the_machine_of_a_renumbered_build_on_a_fenced_host_is_a_loss(alternates: int) -> None:
-    """With an alternate it was one, without it was none."""
-    selections = (ON_1, ON_2, ON_3)[: 2 + alternates]
-    building = record(State.BUILDING, selections=selections, reused_from=1, queried=False)
-    context, steps, event = fenced(2), FenceSteps(), e.HostFenced(at=300.0, host_uuid=host(2))
-    steps.follow(building, step(building, event, context), event, context)
-    assert list(steps.given_up) == [host(2)]
-
-
-@pytest.mark.parametrize(("state", "then"), [(State.RELEASING, State.FAILED), (State.RELEASING, State.DELETED)])
-@pytest.mark.parametrize("unsure", [True, False])
-def test_what_was_given_up_in_doubt_is_no_loss_until_it_is_deleted(state: State, then: State, *, unsure: bool) -> None:
-    """An operator decides about it, whatever its host's fence."""
-    before = record(State.BUILDING, queried=False, doubted=True)
-    lost = given_up_on(before, replace(before, state=state, then=then), host(2), unsure=unsure)
-    assert bool(lost) is (not unsure or then is State.DELETED)
 
 
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, Message, Meta
-from bus.contracts.cell import FindMachines, ServicesDigest
+from bus.contracts.cell import ServicesDigest
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
@@ -23,7 +23,6 @@ from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.keyed import DatabaseOutdated
 from tests.unit.conductor.records import record
-from tests.unit.conductor.scenario import UUID
 from tests.unit.conductor.world import (
     ALONE,
     BUILD,
@@ -33,10 +32,8 @@ from tests.unit.conductor.world import (
     Relay,
     beat,
     engine_of,
-    insert,
     opened_store,
     requests_of,
-    search_of,
 )
 
 
@@ -109,34 +106,6 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     assert bus.requested == [question]
 
 
-@pytest.mark.parametrize("on_record", [1, 2])
-async def test_a_conductor_ends_whose_requests_placement_refuses_unless_its_database_has_passed_on(
-    on_record: int,
-) -> None:
-    """Otherwise what waits for a claim or a release waits for ever, and nobody hears of it: in a cell that was made
-    anew under an old name no service states a later incarnation.
-    """
-    store, clock, bus, relay = await opened_store(), SystemClock(), cast("Any", Refusing()), cast("Any", Relay())
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=ConductorConfig(), cell="c1")
-    await insert(store, replace(record(State.RELEASING, State.FAILED), deadline=clock.time() - 1.0))
-    assert await engine.sweep() == 1
-    store._table.incarnation = on_record  # another conductor has begun it
-    if on_record == 1:
-        with pytest.raises(DatabaseOutdated):
-            await engine.sweep()
-    else:
-        await engine.sweep()
-        assert store.set_back.incarnation == 2
-
-
-async def test_a_service_that_refuses_a_query_as_outdated_has_not_answered() -> None:
-    bus: Any = Refusing()
-    search = search_of(await opened_store(), bus, clock=SystemClock(), config=ConductorConfig(), up=lambda: {"s1"})
-    searched = await search.find({UUID}, {"s1"}, thorough=True)
-    assert searched.missing == ("s1",) and searched.of(UUID) is None
-    assert [type(one) for one in bus.requested] == [FindMachines]
-
-
 async def test_what_is_commanded_states_the_incarnation_by_which_it_was_decided() -> None:
     store, relay = await opened_store(), Relay()
     bus: Any = Quiet()
@@ -146,6 +115,8 @@ async def test_what_is_commanded_states_the_incarnation_by_which_it_was_decided(
     requests = requests_of(engine, clock)
     store._table.place += 1
     await engine.sweep()
+    async with store.transaction() as transaction:
+        await transaction.end_recovery()
     message = replace(BUILD, requested_at=clock.time() + 1e6)
     await requests.requests([Received(message, Meta(id="m"), "c1", "conductor.requests")])
     assert {one.database_incarnation for one in relay.sent} == {2}  # type: ignore[attr-defined]

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from bus.contracts.moves import ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.moves import ChangeMachine, MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import (
-    OTHER,
-    Scenario,
     begun,
 )
-from tests.unit.conductor.records import BY_REVERT, in_place
-from tests.unit.conductor.scenario import DELETE, RELEASED, missed
-
-
-def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_instance_is_deleted() -> None:
-    made = Scenario(
-        in_place(State.RESIZED, move={**BY_REVERT, "answered": True}, queried=False, code="", doubted=False, newest=0)
-    )
-    made.apply(missed(made.instance))
-    assert made.instance.phase == (State.RELEASING, State.FAILED), made.instance.phase
-    made.apply(DELETE)
-    made.apply(RELEASED)
-    if made.instance.state is State.RELEASING:
-        made.apply(RELEASED)
-    for _ in range(3):
-        if made.instance.state is State.RELEASING:
-            q = question_of(made.instance)
-            made.apply(e.Released(at=400.0, consumer=q.consumer, attempt=q.attempt or 0))
-    assert made.instance.state is State.DELETED
-    ends = [m for m in made.commands if isinstance(m, MoveEvent) and m.terminal and m.request_id == OTHER]
-    assert ends, "the revert never gets its end"
 
 
 def test_a_change_that_takes_longer_than_its_step_comes_to_an_end() -> None:

@@ -18,7 +18,6 @@ from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, request, unbegun
 from tests.unit.conductor.records import (
     BY_REVERT,
-    IN_DOUBT,
     ON_1,
     ON_2,
     ON_3,
@@ -346,7 +345,6 @@ RESIZED: list[Case] = [
         "confirm: refused",
     ),
     case(moving(S.RESIZED, queried=False), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
-    case(moving(S.RESIZED, queried=False), wants(K.CONFIRM), "destroying/active", "destroy 1@1", context=IN_DOUBT),
     case(in_place(S.RESIZED), wants(K.CONFIRM), "releasing/active", context=SERVICE_DOWN),
     case(
         moving(S.RESIZED),

@@ -14,7 +14,6 @@ from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, claime
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
-    IN_DOUBT,
     ON_1,
     ON_2,
     SOURCE_GONE,
@@ -164,14 +163,6 @@ COMMANDED: list[Case] = [
     case(BUILT, failed(3, n=2), "finishing", "destroy 3@2"),
     case(BUILT, failed(1, n=2), "finishing"),
     case(BUILT, failed(2, n=3), "finishing"),
-    case(
-        unshelving(S.FINISHING, move={"finishing": True}),
-        failed(2),
-        "claiming/preparing",
-        "destroy 2@2",
-        "unshelve: claiming",
-        context=IN_DOUBT,
-    ),
     case(BUILT, GONE, "claiming/preparing", "migrate: claiming"),
     case(BUILT, SOURCE_GONE, "finishing"),
     case(BUILT, replace(GONE, attempt=1), "finishing"),

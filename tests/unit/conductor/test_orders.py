@@ -24,7 +24,6 @@ from cell_conductor.domain.orders import (
     with_orders,
 )
 from cell_conductor.domain.rules import ignore, tombstone
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import ByThen, Rule, question_of, rules_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER
@@ -38,7 +37,6 @@ OLD, NEW = replace(SPEC, flavor="small"), replace(SPEC, flavor="large")
 DELETING, CONFIRMING, UNDOING, OFFLOADING = (
     (State.DESTROYING, then) for then in (State.DELETED, State.ACTIVE, State.REVERTING, State.OFFLOADED)
 )
-BACK = replace(PATIENCE, set_back=SetBack(1000.0))
 MIGRATING = Move(
     request_id=MOVE,
     kind=MoveKind.MIGRATE,
@@ -51,7 +49,7 @@ MIGRATING = Move(
     step_timeout_s=100.0,
 )
 NO_MOVE: dict[str, Any] = {"move": None}
-FIELDS_OF_INSTANCE = frozenset({"move", "queried", "doubted", "selections"})
+FIELDS_OF_INSTANCE = frozenset({"move", "queried", "selections"})
 
 
 def in_phase(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any) -> Instance:
@@ -96,17 +94,14 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
         (in_phase(State.RESIZED, queried=True), PATIENCE, [], False),
         (in_phase(DELETING), PATIENCE, [HERE, SOURCE], False),
         (in_phase(DELETING, queried=True), PATIENCE, [HERE, SOURCE], False),
-        (in_phase(DELETING, doubted=True), BACK, [HERE, SOURCE], False),
         (in_phase(DELETING, here_gone=True), PATIENCE, [SOURCE], False),
         (in_phase(DELETING, source_gone=True), PATIENCE, [HERE], False),
         (in_phase(DELETING, source=None), PATIENCE, [HERE], False),
         (in_phase(DELETING, **NO_MOVE), PATIENCE, [HERE], False),
-        (in_phase(DELETING, doubted=True, **NO_MOVE), BACK, [HERE], False),
         (resized_here(DELETING), PATIENCE, [(2, host(1))], False),
         (in_phase(CONFIRMING), PATIENCE, [SOURCE], False),
         (in_phase(OFFLOADING), PATIENCE, [HERE], False),
         (in_phase(UNDOING), PATIENCE, [HERE], False),
-        (in_phase(UNDOING), BACK, [HERE], False),
         (in_phase(UNDOING), PATIENCE, [HERE], False),
     ],
 )
@@ -285,7 +280,6 @@ BOTH = (OPTION_2, OPTION_3)
          replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),))),
         (record(S.CLAIMING, S.BUILDING, position=0), replace(CLAIM, options=BOTH)),
         (record(S.CLAIMING, S.DELETED), CLAIM),
-        (record(S.CLAIMING, S.ACTIVE), replace(CLAIM, options=(OPTION_2,))),
         (at_source(), replace(CLAIM, release_first=False, options=BOTH, migration=MIGRATION)),
         (moving(S.CLAIMING, S.PREPARING), replace(CLAIM, migration=MIGRATION)),
         (unshelving(S.CLAIMING, S.PREPARING), CLAIM),
@@ -314,7 +308,6 @@ def test_the_request_that_follows_from_a_record(known: Instance, question: objec
     ("before", "highest"),
     [
         (record(S.CLAIMING, S.BUILDING), 5),
-        (record(S.CLAIMING, S.ACTIVE), 5),
         (record(S.FAILED), 5),
         (record(S.DELETED), 5),
         (record(S.RELEASING, S.FAILED), 5),
@@ -351,7 +344,6 @@ ANSWERS = {
     [
         record(S.CLAIMING, S.BUILDING),
         record(S.CLAIMING, S.DELETED),
-        record(S.CLAIMING, S.ACTIVE),
         at_source(),
         moving(S.REVERTING),
         record(S.RELEASING, S.FAILED),

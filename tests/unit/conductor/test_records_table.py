@@ -73,11 +73,6 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
 @pytest.mark.parametrize(
     ("before", "event", "changes"),
     [
-        (
-            record(BUILDING, doubted=True),
-            spawned(2),
-            {**UP, **numbered(), "since": 110.0, "history": (tried(2, "active", 110.0),)},
-        ),
         (record(BUILDING), failed(2), waits(CLAIMING, BUILDING, 110.0, deadline=125.0, history=(FAILED_1,))),
         (
             record(BUILDING),
@@ -124,13 +119,6 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (record(CLAIMING, State.DELETED), refused(5), {"state": RELEASING, "since": 111.0, "deadline": 126.0}),
         (record(CLAIMING, BUILDING), e.TimedOut(at=170.0), {"deadline": 185.0}),
         (record(State.ACTIVE), DELETE, {**waits(DESTROYING, State.DELETED, 120.0, deadline=150.0), **numbered()}),
-        (
-            record(RELEASING, State.FAILED, doubted=True, move=replace(LEAVES, instance_released=True)),
-            replace(RELEASED, consumer=MOVE),
-            {**RESTS, "sequence": 22, "build_sequence": 21, "state": State.FAILED, "since": 130.0, "answered": True,
-             "doubted": False, "move": None, "ended_attempts": (1, 4),
-             "ended": (EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED, "old", "old"),)},
-        ),
         (
             record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),
             replace(RELEASED, consumer=MOVE),

@@ -112,6 +112,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
 
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
+        handlers._store = await opened_store()
         handlers._newest, handlers._clock = Newest(), SystemClock()
         page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
         batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
@@ -131,6 +132,7 @@ async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_out
 
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
+        handlers._store = await opened_store()
         handlers._newest, handlers._clock = Newest(), SystemClock()
         handlers._outdated = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):

@@ -18,18 +18,14 @@ from cell_conductor.domain.report import (
     NEWER,
     NO_MARK,
     NO_RECORD,
-    RENUMBERED,
     UNNUMBERED,
     UNREADABLE,
-    UNSURE,
-    UNTRIED,
     Brief,
     Newest,
     differences,
     has_just_changed,
     is_at,
     is_ordered,
-    is_over,
     rescan_id,
 )
 from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, phase_of, selection
@@ -119,25 +115,12 @@ def outcome(
         (None, OURS, NO_RECORD),
         (None, replace(OURS, destroying=True), AGREES),
         (brief(State.ABSENT), OURS, UNREADABLE),
-        (brief(State.FAILED, untried=1), OURS, UNTRIED),
-        (brief(State.DELETED, untried=1), OURS, RUNS),
-        (brief(State.FAILED, 2, untried=1), SECOND, HARMFUL_RUNS),
-        (brief(State.FAILED, 2, untried=2), SECOND, UNTRIED),
-        (brief((State.CLAIMING, State.BUILDING), 2, untried=2), SECOND, UNTRIED),
-        (brief(State.FAILED, 2, untried=2), OURS, HARMFUL_RUNS),
-        (brief(State.FAILED, doubted=True), OURS, UNSURE),
-        (brief(State.FAILED, at_host=THERE, doubted=True), OURS, RENUMBERED),
-        (brief(State.FAILED, 2, newest=3, doubted=True), OURS, RENUMBERED),
-        (brief(State.BUILDING, 2, doubted=True), OURS, RENUMBERED),
-        (brief(State.ACTIVE, 2, reused_from=2), OURS, HARMFUL_RUNS),
-        (brief(State.ACTIVE, 2, reused_from=1), OURS, RENUMBERED),
         (brief(State.ACTIVE, at_host=THERE), OURS, ELSEWHERE),
         (brief(State.ACTIVE), SECOND, NEWER),
         (brief(State.ACTIVE), replace(OURS, attempt=UNKNOWN_ATTEMPT), UNNUMBERED),
         (moved(State.RESIZED, source=host(3)), OURS, ELSEWHERE),
         (moved(State.RESIZED, source=host(3)), SECOND, ELSEWHERE),
         (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ELSEWHERE),
-        (moved(State.HANDING_OVER, 2, HERE, host(3), doubted=True), SECOND, RENUMBERED),
         (brief(State.FAILED, code="build.machine_exists"), OURS, RUNS),
         # What it explains.
         (brief(State.ACTIVE), OURS, AGREES),
@@ -229,11 +212,6 @@ def test_what_is_over_is_destroyed_by_a_later_scan_and_a_young_record_demands_no
 @pytest.mark.parametrize(("age", "young"), [(-0.1, False), (0.0, True), (30.0, True), (30.1, False)])
 def test_what_has_just_changed(age: float, young: bool) -> None:
     assert has_just_changed(SINCE, now=SINCE + age, grace_s=30.0) is young
-
-
-@pytest.mark.parametrize(("reused_from", "over"), [(0, True), (1, False), (2, True)])
-def test_a_number_that_may_have_been_given_out_twice_proves_nothing(reused_from: int, over: bool) -> None:
-    assert is_over(brief(State.ACTIVE, 2, reused_from=reused_from), 1, HERE) is over
 
 
 # --- What the record has ordered itself, and where an instance is.

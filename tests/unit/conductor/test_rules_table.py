@@ -14,14 +14,12 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State, summary_of
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
-    IN_DOUBT,
     ON_1,
     ON_2,
     ON_3,
@@ -35,7 +33,6 @@ from tests.unit.conductor.records import (
     record,
 )
 from tests.unit.conductor.scenario import (
-    MADE,
     PATIENCE,
     RELEASED,
     SPEC,
@@ -59,7 +56,6 @@ DOWN_1, DOWN_2 = (
 )
 KEPT_3 = replace(PATIENCE, kept={(host(3), UUID): 1})
 FENCED_3 = replace(PATIENCE, fences={host(3): Fence(host_uuid=host(3), host="host-3", version=1)})
-DOWN_IN_DOUBT = replace(DOWN_1, set_back=IN_DOUBT.set_back)
 THEN_2 = (ON_1, ON_2, ON_3, replace(selection(4), service="s2"))
 OTHER_2 = (ON_1, ON_2, replace(ON_3, service="s2"))
 LATE = e.TimedOut(at=170.0)
@@ -68,18 +64,12 @@ UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destro
 
 
 def build(*services: str, **other: Any) -> e.BuildRequested:
-    """One that may be forgotten was searched for (`set_back.is_unsearched`)."""
-    is_searched = other.get("attempt", 1) > 1 or other.get("is_query", False)
-    return replace(on(*(services or ("s1",))), **{"found": () if is_searched else None, **other})
+    return replace(on(*(services or ("s1",))), **other)
 
 
 def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
     why = Refusal(code=code, reason="y")
     return build(given_up=why, is_query=query, **other)
-
-
-def doubted(state: State = S.BUILDING, then: State | None = None, **other: Any) -> Instance:
-    return record(state, then, doubted=True, **other)
 
 
 def runs(attempt: int, n: int | None = None, **other: Any) -> e.HostRuns:
@@ -99,15 +89,6 @@ STARTS: list[Case] = [
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2)),
     case(ABSENT, build("s1", "s2"), "building", "spawn 1@1", "build: building", context=fenced(2, context=DOWN_1)),
     case(ABSENT, build("s1", "s2", attempt=2), "claiming/building", context=DOWN_1),
-    case(ABSENT, build("s1", "s2", found=()), "claiming/building", context=DOWN_IN_DOUBT),
-    case(
-        ABSENT,
-        build("s1", "s2", found=(), is_part=True),
-        "building",
-        "spawn 1@1",
-        "build: building",
-        context=DOWN_IN_DOUBT,
-    ),
     case(ABSENT, gives_up(), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists"), "releasing/failed"),
     case(ABSENT, gives_up("build.machine_exists", query=True), "failed", "build: failed build.machine_exists"),
@@ -144,7 +125,6 @@ RUNS: list[Case] = [
     case(record(S.FAILED), runs(2), "failed"),
     case(record(S.FAILED), listed(record(S.FAILED), 2, 2), "failed", "destroy 2@2"),
     case(record(S.DELETED), runs(2), "deleted", "destroy 2@2"),
-    case(record(S.FAILED, doubted=True, reused_from=1), spawned(2), "failed"),
     case(record(S.CLAIMING, S.BUILDING), spawned(2), "claiming/building", "destroy 2@2"),
     case(at_source(), spawned(1), "claiming/preparing"),
     case(moving(S.PREPARING), spawned(1), "preparing"),
@@ -197,7 +177,6 @@ CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building"),
     case(record(S.CLAIMING, S.BUILDING), claimed(4), "claiming/building"),
     case(record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
-    case(doubted(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), "claiming/building", context=DOWN_1),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "building", "spawn 5@3", "build: building", context=DOWN_1),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", "build: building", context=KEPT_3),
     case(record(S.CLAIMING, S.BUILDING), claimed(5), "releasing/failed", context=FENCED_3),
@@ -283,7 +262,6 @@ def tried(n: int, outcome: str, code: str = "", reason: str = "", *, attempt: in
     return AttemptRecord(attempt=attempt, host=f"host-{n}", outcome=outcome, code=code, reason=reason, at=at)
 
 
-FORGOTTEN = "the cell may have lost its record of this instance; x y"
 FAILED_1 = tried(2, "failed", "spawn.destroyed", at=310.0)
 NEXT = {"state": S.CLAIMING, "then": S.BUILDING, "since": 310.0, "deadline": 325.0}
 STAMPS = Stamps(requested=1.0)
@@ -299,24 +277,10 @@ PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=
          {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 1, "consumer_generation": 7,
           "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 11,
           "build_sequence": 10}),
-        (ABSENT, build(attempt=3), MADE,
-         {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 3, "consumer_generation": 7,
-          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 10_011,
-          "build_sequence": 10_010, "reused_from": 1}),
-        (ABSENT, build(attempt=3, is_part=True), MADE,
-         {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 3, "consumer_generation": 7,
-          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 10_011,
-          "build_sequence": 10_010, "doubted": True, "reused_from": 1}),
         (ABSENT, gives_up(), PATIENCE,
          {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 1,
           "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
           "code": "x", "reason": "y", "history": (tried(1, "not_tried", "x", "y", attempt=1, at=100.0),)}),
-        (ABSENT, gives_up(attempt=2), MADE,
-         {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 2,
-          "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
-          "code": "build.outcome_unknown", "reason": FORGOTTEN, "doubted": True, "reused_from": 1,
-          "sequence": 10_010,
-          "history": (tried(1, "unknown", "build.outcome_unknown", FORGOTTEN, at=100.0),)}),
         (record(S.BUILDING), GONE, PATIENCE,
          {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)}),
         *(
@@ -366,36 +330,6 @@ def test_a_step_of_a_build_changes_this_of_its_record(
 
 
 OUT_OF_TIME = tried(2, "timed_out", "spawn.timeout", at=1.0)
-
-
-@pytest.mark.parametrize(
-    ("known", "doubted"),
-    [
-        ({"code": "build.outcome_unknown"}, True),
-        ({"code": "instance.lost"}, True),
-        ({}, False),
-        ({"code": "instance.lost", "history": (OUT_OF_TIME,), "doubted": False}, False),
-    ],
-)
-def test_a_build_that_has_failed_in_doubt_is_in_doubt_if_its_machine_may_be_there(
-    known: dict[str, Any], doubted: bool
-) -> None:
-    failing = record(S.RELEASING, S.FAILED, **{"doubted": True, **known})
-    assert step(failing, answering(failing, RELEASED), PATIENCE).instance.doubted is doubted
-
-
-@pytest.mark.parametrize("attempt", [1, 2])
-@pytest.mark.parametrize("services", [("s1",), ("s1", "s1")])
-def test_a_machine_that_a_build_finds_on_the_host_it_has_passed_over_is_kept(
-    attempt: int, services: tuple[str, ...]
-) -> None:
-    """A cell has claimed that host before its database was set back, under a later attempt perhaps: the host was
-    fenced when the build came again, so it was not asked, and is back with the machine that the client has.
-    """
-    passed = step(ABSENT, build(*services, attempt=attempt, found=()), fenced(1)).instance
-    ended = step(passed, answering(passed, RELEASED), fenced(1)).instance
-    assert (passed.attempt, passed.phase[0]) == (attempt, S.RELEASING if len(services) == 1 else S.CLAIMING)
-    assert not any(is_over(known, attempt, host(1)) for known in (passed, ended))
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +30,10 @@ from bus.contracts.stages import Stamps
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Listings
-from cell_conductor.domain.doubt import machine_query_of
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
 from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
-from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
     SILENT,
@@ -50,19 +47,16 @@ from tests.unit.conductor.scenario import (
     run,
     spawned,
 )
-from tests.unit.conductor.test_transfers import arrived
 from tests.unit.conductor.world import (
     Queried,
     Quiet,
     Relay,
-    Services,
     beat,
     engine_of,
     insert,
     listing,
     opened_store,
     requests_of,
-    search_of,
 )
 
 # --- The failure detector of a cell: who is suspected, and who never is.
@@ -280,47 +274,6 @@ async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> No
     assert table.forgotten == frozenset() and not table.leases
 
 
-def test_a_service_whose_hosts_are_not_all_remembered_has_not_listed_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counted as off once those that were remembered were fenced."""
-    monkeypatch.setattr("cell_conductor.domain.breaker.MAX_HOSTS", 1)
-    listings = Listings()
-    listings.note(listing("s1", 1, pages=1, first_sequence=1))
-    assert set(listings.all_of("s1", 1)) == {host(1)}
-    more = listing("s1", 1, pages=1, first_sequence=1)
-    listings.note(
-        replace(more, sequence=2, first_sequence=2, hosts=(*more.hosts, replace(more.hosts[0], uuid=host(2))))
-    )
-    listings.note(replace(more, service="s2", hosts=(replace(more.hosts[0], uuid=host(2)),)))
-    assert listings.all_of("s2", 1) == () and listings.unlisted(["s2"]) == {"s2"} and listings.may_have("s2", host(2))
-
-
-async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
-    """A move in doubt was held for as long as a service was down, and for ever by one that is gone."""
-    query = machine_query_of(arrived().instance)
-    assert query is not None
-    keeper = keeper_of()
-    await receive(keeper, digest(DOWN))
-    services = Services(s1=(), s2=())
-    services.silent = {"s3"}
-    listings = Listings()
-    for service in services.machines:
-        listings.note(listing(service, 1, pages=1, first_sequence=1))
-    store = await opened_store()
-    search = search_of(
-        store,
-        services,  # type: ignore[arg-type]
-        clock=SystemClock(),
-        config=ConductorConfig(),
-        up=lambda: ("s1", "s2"),
-        down=keeper.down,
-        forgotten=keeper.forgotten,
-        listings=listings,
-    )
-    assert not await search.find_doubted({UUID: query})
-    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    assert (await search.find_doubted({UUID: query})).keys() == {UUID}
-
-
 async def kept(keeper: LeaseKeeper) -> None:
     """The keeper takes its turn."""
     keeper._keep_at = 0.0
@@ -346,7 +299,7 @@ async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
     for _ in ("not recognised", "recognised"):
         await kept(keeper)
         async with store.transaction() as transaction:
-            await transaction.recognise()
+            await transaction.begin_recovery(0)
     assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_keeper
 
 
@@ -378,21 +331,6 @@ def test_only_services_that_are_down_for_long_are_old() -> None:
     table.adopt(Lease(service=name, epoch=1, state=LeaseState.SILENT, since=since) for name, since in times.items())
     table.adopt([Lease(service="d", epoch=1, since=1.0)])
     assert table.down_before(5.0, 10) == ["b", "a"] and table.down_before(9.0, 1) == ["b"]
-
-
-@pytest.mark.parametrize("set_back", [False, True])
-async def test_no_service_is_dropped_in_a_cell_whose_database_was_set_back(*, set_back: bool) -> None:
-    """A search for a machine in doubt counted as complete, though its service had never been asked."""
-    store = await opened_store()
-    if set_back:
-        store._table.place += 1
-        async with store.transaction() as transaction:
-            await transaction.recognise()
-    keeper = keeper_of(store)
-    await receive(keeper, digest(DOWN))
-    await kept(keeper)
-    assert set(keeper.down()) == ({"s3"} if set_back else set())
-    assert [one.service for one in await store.leases.leases()] == ["s3"] * set_back
 
 
 class Published:
@@ -566,33 +504,3 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         now += wait_s
         await keeper._fail_over(engine)
         assert table.instances[UUID].state is state
-
-
-async def test_no_build_leaves_a_lost_service_before_the_database_was_compared() -> None:
-    """The keeper failed builds over from restored leases and records before a sweep had doubted them."""
-    table, relay, config = MemoryInstanceTable(clock := SystemClock()), Relay(), ConductorConfig()
-    bus: Any = Queried()
-    store = MemoryInstances(table.session())
-    await store.open()
-    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
-    engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=keeper)  # type: ignore[arg-type]
-    building = run(on("s1", "s2")).instance
-    await insert(store, building)
-    (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
-    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
-    table.place += 1  # an operator restores a backup
-    with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
-        await keeper._fail_over(engine)
-    keeper._runs_since = -math.inf
-
-    async def recorded() -> Instance:
-        async with store.transaction() as transaction:
-            return (await transaction.lock([UUID]))[UUID]
-
-    for _ in range(2):
-        await keeper._fail_over(engine)
-        keeper._fail_over_at = 0.0
-        found = await recorded()
-        assert (found.state, found.doubted) == (State.BUILDING, True)
-    assert not relay.sent, "nothing is destroyed"

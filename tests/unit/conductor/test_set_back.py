@@ -3,108 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.bus import Bus
-from bus.clock import CLOCKS_APART_S, SystemClock
+from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
 from bus.contracts.moves import CellMove, Departure, MoveKind
-from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Move, Phase, State
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.domain.rules import _spawn
-from cell_conductor.domain.set_back import (
-    SetBack,
-    doubted_from,
-    is_doubted_request,
-    is_outdated,
-    is_unsearched,
-    marked_reused,
-    numbered_on,
-)
-from cell_conductor.domain.table import _without_kept, step
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.domain.table import _without_kept
+from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import begun, claimed
-from tests.unit.conductor.records import record
-from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection, spawned
+from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection
 from tests.unit.conductor.world import (
     Conductor,
     Quiet,
-    Relay,
-    Services,
-    engine_of,
     hosts_of,
     insert,
     listing,
     opened,
-    opened_store,
 )
 
 # --- What a database that was set back proves, and what an event or a state says where it says nothing: tables.
 
 
 AT = 1000.0
-BACK, NEVER = SetBack(AT), SetBack()
-
-
-@pytest.mark.parametrize(
-    ("set_back", "at", "lacks"),
-    [
-        (NEVER, 0.0, False),
-        (NEVER, 20.0, False),
-        (SetBack(0.5), 20.0, True),
-        (BACK, 0.0, True),
-        (BACK, AT + 240.0, True),  # requested before, by a client whose clock is four minutes ahead
-        (BACK, AT + CLOCKS_APART_S, True),
-        (BACK, AT + CLOCKS_APART_S + 0.1, False),
-        (SetBack(made_at=AT), 0.0, False),
-        (SetBack(made_at=AT), 0.5, True),
-        (SetBack(made_at=AT), AT, True),
-        (SetBack(made_at=AT), AT + 0.1, False),
-    ],
-)
-def test_what_a_database_may_have_no_record_of(set_back: SetBack, at: float, lacks: bool) -> None:
-    assert set_back.may_lack(at) is lacks
-
-
-def test_hosts_can_have_answered_since_the_record_and_the_set_back() -> None:
-    ages = [BACK.doubted_for_s(since, 1500.0) for since in (900.0, 1200.0)]
-    assert ages == [500.0, 300.0]
 
 
 BEFORE, AFTER = (replace(queried(), requested_at=at) for at in (AT, AT + 999.0))
-
-
-@pytest.mark.parametrize(
-    ("event", "set_back", "doubted"),
-    [
-        (BEFORE, NEVER, False),
-        (BEFORE, BACK, True),
-        (AFTER, BACK, False),
-        (replace(AFTER, attempt=2), NEVER, True),
-        (replace(AFTER, is_query=True), NEVER, True),
-        (replace(BEFORE, is_query=True), BACK, True),
-        (replace(AFTER, stamps=Stamps(requested=AT)), BACK, True),
-        (replace(BEFORE, stamps=Stamps(requested=AT + 999.0)), BACK, True),
-        (replace(AFTER, stamps=Stamps(requested=AT + 999.0)), BACK, False),
-    ],
-)
-def test_builds_that_a_lost_record_may_have_had(event: e.BuildRequested, set_back: SetBack, doubted: bool) -> None:
-    assert is_doubted_request(event, set_back) is doubted
-    unsearched = is_unsearched(UNKNOWN, event, set_back)
-    assert unsearched is (doubted or event.is_query), "a query is searched for by the record alone"
 
 
 GONE = Departure(cell="c2", spec=SPEC, image="i", last=selection(1), attempt=1)
@@ -113,130 +50,8 @@ TOMB, LEFT = replace(UNKNOWN, state=State.TOMBSTONE), replace(KNOWN, state=State
 QUERY, BEGUN = replace(AFTER, is_query=True), replace(DELETE, begun=True)
 
 
-@pytest.mark.parametrize(
-    ("known", "event", "set_back", "unsearched"),
-    [
-        (UNKNOWN, DELETE, BACK, True),
-        (UNKNOWN, DELETE, NEVER, False),
-        (UNKNOWN, BEGUN, NEVER, True),
-        (TOMB, BEGUN, NEVER, True),
-        (TOMB, DELETE, BACK, True),
-        (KNOWN, BEGUN, BACK, False),
-        (LEFT, replace(BEGUN, attempt=2), BACK, False),
-        (LEFT, replace(BEGUN, attempt=3), NEVER, True),
-        (LEFT, replace(DELETE, attempt=3), NEVER, False),
-        (replace(KNOWN, state=State.ACTIVE), replace(BEGUN, attempt=3), BACK, False),
-        (UNKNOWN, QUERY, NEVER, True),
-        (TOMB, QUERY, NEVER, True),
-        (KNOWN, QUERY, BACK, False),
-        (UNKNOWN, replace(QUERY, found=(), incarnation=1), NEVER, False),
-        (UNKNOWN, replace(DELETE, found=(), incarnation=BACK.incarnation), BACK, False),
-        (UNKNOWN, replace(DELETE, found=()), BACK, True),
-        (UNKNOWN, replace(DELETE, found=(), incarnation=1), replace(BACK, incarnation=2), True),
-        (KNOWN, DELETE, BACK, False),
-        (UNKNOWN, BEFORE, BACK, True),
-        (KNOWN, BEFORE, BACK, True),
-        (UNKNOWN, AFTER, BACK, False),
-        (UNKNOWN, replace(BEFORE, found=(), incarnation=BACK.incarnation), BACK, False),
-        (UNKNOWN, replace(BEFORE, found=()), BACK, True),
-        (UNKNOWN, spawned(), BACK, False),
-    ],
-)
-def test_requests_that_the_services_were_not_queried_about(
-    known: Instance, event: e.Event, set_back: SetBack, unsearched: bool
-) -> None:
-    assert is_unsearched(known, event, set_back) is unsearched
-
-
-def test_a_machine_that_no_record_explains_has_a_build_searched_for_and_nothing_else() -> None:
-    assert is_unsearched(KNOWN, AFTER, NEVER, {UUID})
-    assert not is_unsearched(KNOWN, replace(AFTER, found=(), incarnation=1), NEVER, {UUID})
-    assert not any(is_unsearched(KNOWN, event, NEVER, {UUID}) for event in (DELETE, QUERY, spawned()))
-
-
 OLD = replace(KNOWN, state=State.ACTIVE, since=AT)
 MOVES = e.move_event(CellMove(request_id=UUID, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP), 1.0, "")
-
-
-@pytest.mark.parametrize(
-    ("record", "set_back", "outdated"),
-    [
-        (OLD, BACK, True),
-        (OLD, NEVER, False),
-        (replace(OLD, state=State.OFFLOADED), BACK, True),
-        (replace(OLD, state=State.RESIZED), BACK, False),
-        (replace(OLD, state=State.DEPARTED), BACK, False),
-        (replace(OLD, since=AT + 999.0), BACK, False),
-        (replace(OLD, since=AT + 999.0, doubted=True), BACK, True),
-        (replace(OLD, state=State.FAILED), BACK, True),
-        (replace(OLD, state=State.FAILED, since=AT + 999.0), BACK, False),
-        (replace(OLD, state=State.FAILED, since=AT + 999.0, doubted=True), BACK, True),
-        (replace(OLD, state=State.RELEASING, then=State.FAILED, doubted=True), BACK, False),
-        (replace(OLD, doubted=True), SetBack(made_at=AT), True),
-        (UNKNOWN, BACK, False),
-    ],
-)
-def test_an_instance_at_rest_may_have_been_moved_since_the_backup(
-    record: Instance, set_back: SetBack, outdated: bool
-) -> None:
-    assert is_outdated(record, set_back) is outdated
-    for request in (MOVES, AFTER):
-        assert is_unsearched(record, request, set_back) is outdated
-        assert not is_unsearched(record, replace(request, found=(), incarnation=set_back.incarnation), set_back)
-    for event in (e.MoveQueried, e.InstanceArrives):
-        assert not is_unsearched(record, event(at=1.0, request=MOVES.request), set_back)
-
-
-@pytest.mark.parametrize(
-    ("set_back", "record", "event", "sequence"),
-    [
-        (BACK, 10, None, 1_000_000),
-        (SetBack(made_at=AT), 10, None, 1_000_000),
-        (SetBack(AT, made_at=AT - 1), 10, None, 1_000_000),
-        (SetBack(AT - 1, made_at=AT), 10, None, 1_000_000),
-        (BACK, 1_000_010, None, 1_010_010),  # by a clock that is behind the one before
-        (BACK, 10, replace(AFTER, sequence=1_000_000), 1_000_001),
-        (NEVER, 10, None, 10),
-        (NEVER, 10, replace(AFTER, sequence=10), 11),
-    ],
-)
-def test_announcements_go_on_above_every_lost_number(
-    set_back: SetBack, record: int, event: e.BuildRequested | None, sequence: int
-) -> None:
-    assert numbered_on(Instance(uuid=UUID, sequence=record), set_back, event).sequence == sequence
-
-
-def test_what_two_lost_records_announce_has_different_numbers() -> None:
-    """Clients ignore a number that they have had (seed 4300411)."""
-    query = replace(BEFORE, is_query=True, found=(), sequence=2)
-    lost, now = (step(UNKNOWN, query, replace(PATIENCE, set_back=SetBack(AT + ago))) for ago in (0.0, 1.0))
-    assert now.instance.sequence > lost.instance.sequence
-
-
-@pytest.mark.parametrize(
-    ("reused_from", "requested_at", "marked"), [(0, AT, 4), (0, AT + 999.0, 0), (2, AT, 2), (1, AT, 1)]
-)
-def test_the_first_number_that_may_be_given_out_twice_is_recorded_once(
-    reused_from: int, requested_at: float, marked: int
-) -> None:
-    known = replace(KNOWN, attempt=1, newest=3, requested_at=requested_at, reused_from=reused_from)
-    assert marked_reused(known, BACK).reused_from == marked
-
-
-@pytest.mark.parametrize(
-    ("doubted", "since", "reused_from", "marked"),
-    [(False, AT, 0, 4), (False, AT, 2, 2), (False, AT, 1, 1), (True, AT, 0, None), (False, AT + 999.0, 0, None)],
-)
-def test_an_instance_that_is_as_before_the_set_back_may_have_been_numbered_on(
-    doubted: bool, since: float, reused_from: int, marked: int | None
-) -> None:
-    known = replace(KNOWN, attempt=1, newest=3, sequence=10, doubted=doubted, since=since, reused_from=reused_from)
-    after = doubted_from(known, BACK)
-    if marked is None:
-        assert after is known
-        return
-    assert (after.doubted, after.reused_from) == (True, marked)
-    assert (after.newest, after.sequence) == (3, BACK.first_number)
 
 
 # --- Events
@@ -289,15 +104,7 @@ def test_states_are_listed_in_sql_in_the_order_of_the_table() -> None:
         (desires.PURGED, "tombstone deleted"),
         (desires.PURGED_FAILED, "failed departed/absent"),
         (desires.ELSEWHERE, "departed departed/absent"),
-        (
-            desires.IN_DOUBT_AFTER_SET_BACK,
-            "building claiming/building claiming/preparing claiming/active destroying/active"
-            " destroying/reverting"
-            " releasing/active preparing handing_over finishing resized reverting restarting"
-            " changing resizing destroying/offloaded releasing/offloaded",
-        ),
         (desires.EVACUATED, "destroying/reverting finishing resized"),
-        (desires.EVACUATED_IN_DOUBT, "claiming/preparing preparing handing_over"),
         (
             desires.EXPECTED_HERE,
             "active resized destroying/deleted destroying/reverting destroying/offloaded",
@@ -332,7 +139,7 @@ class Reported(Conductor):
         self.sequence = 0
         self.own = Running(instance_uuid=UUID, attempt=1, deployment=self.store.deployment)
         self.hosts = hosts_of(
-            self.engine, self.store, SystemClock(), ConductorConfig(), self.bus, up=lambda: self.up, gone=self.gone
+            self.engine, self.store, SystemClock(), ConductorConfig(), self.bus, up=lambda: ("s1", "s2"), gone=self.gone
         )
 
     async def report(self, *runs: Running, service: str = "s1", rescans: tuple[str, ...] = ()) -> None:
@@ -353,7 +160,7 @@ class Reported(Conductor):
 
 
 async def kept_on_host_1(gone: Collection[str] = ()) -> Reported:
-    conductor = Reported(Services(s1=(), s2=()), ("s1", "s2"))
+    conductor = Reported()
     await conductor.begin(gone)
     return conductor
 
@@ -449,7 +256,7 @@ async def test_a_word_that_comes_while_a_report_is_compared_is_kept() -> None:
 
 async def over(instance: Instance, *messages: Message, kept: tuple[int, ...] = (1,)) -> tuple[Instance, list[Destroy]]:
     """The record after these messages in one batch, and what hosts were commanded to destroy."""
-    conductor = await opened(Services(s1=()), ("s1",))
+    conductor = await opened()
     await insert(conductor.store, instance)
     for n in kept:
         await conductor.keep(n, KEEP)
@@ -540,21 +347,3 @@ def test_a_build_that_is_commanded_where_another_machine_is_kept_goes_on_elsewhe
     assert [type(one) for one in stepped.commands] == [BuildEvent]
     own = replace(PATIENCE, kept={(host(2), UUID): 1})
     assert any(isinstance(one, Spawn) for one in _without_kept(_spawn(adopted, 1.0, own), 1.0, own).commands)
-
-
-async def test_an_operators_word_from_before_a_set_back_destroys_nothing() -> None:
-    """The machine was given to its instance since (`adopt`), and the restored record has the earlier word."""
-    store, clock, config, bus = await opened_store(), SystemClock(), ConductorConfig(), Quiet()
-    machine = Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, "newer than its record")
-    store._table.made_at = 1.0
-    await store.safety.record("s1", [machine], 1.0)
-    await store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
-    await insert(store, record(State.ACTIVE, queried=False, newest=0))
-    store._table.place += 1
-    async with store.transaction() as transaction:
-        assert await transaction.recognise() is not None
-    engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Any, Relay()), clock=clock, config=config, cell="c1")
-    hosts = hosts_of(engine, store, clock, config, cast(Bus, bus))
-    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment)
-    await hosts.hosts([Received(listing("s1", 3, runs=(there,)), Meta(id="m"), "c1", "conductor.hosts")])
-    assert not [one for one in bus.published if isinstance(one, Destroy)]

@@ -56,7 +56,7 @@ from tests.unit.conductor.scenario import (
 from tests.unit.conductor.scenario import (
     claimed as claimed_alternate,
 )
-from tests.unit.conductor.world import Services, beat, insert, opened
+from tests.unit.conductor.world import beat, insert, opened
 
 # --- Single conditions of the cell's rules that no table of a decision holds.
 
@@ -410,7 +410,6 @@ DOWN = Lease(service="a", epoch=5, state=LeaseState.SILENT, since=3.0)
     ("recorded", "stated", "adopted"),
     [
         (DOWN, None, False),
-        (replace(DOWN, interval_s=3.0, listed="h", incarnation=7), None, False),
         (replace(DOWN, since=4.0), None, True),
         (replace(DOWN, since=2.0), None, True),
         (replace(DOWN, epoch=6), None, True),
@@ -555,7 +554,7 @@ POISONED = {
 @pytest.mark.parametrize("poisoned", POISONED.values(), ids=POISONED)
 async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poisoned: Instance) -> None:
     """It ended the conductor, and again at each start, and with it the whole cell."""
-    conductor = await opened(Services(), ())
+    conductor = await opened()
     await insert(conductor.store, poisoned, record(State.BUILDING, uuid=LONE, queried=False))
     with capture_logs() as logged:
         assert await conductor.engine.sweep() == 2
@@ -570,7 +569,7 @@ async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poi
 
 async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_message_a_dead_letter() -> None:
     """Each report with it ended the conductor; the message of a fence did, and ended no step of the others."""
-    conductor = await opened(Services(), ())
+    conductor = await opened()
     poisoned = record(State.RESIZED)
     await insert(conductor.store, poisoned, record(State.BUILDING, uuid=LONE))
     runs = e.HostRuns(at=300.0, attempt=2, host_uuid=host(2), service="s2")

@@ -7,9 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
-from bus.clock import SystemClock
 from bus.contracts.cell import Destroy, FoundMachine, InstanceSpec
 from bus.contracts.moves import (
     CellDepart,
@@ -22,24 +20,16 @@ from bus.contracts.moves import (
     MoveState,
 )
 from bus.contracts.placement import Claim, Release
-from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain import rules
-from cell_conductor.domain.doubt import machine_query_of
 from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SetBack
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
-from cell_conductor.engine import LOGGED_MOVES
 from cell_conductor.handlers import departure_event
-from cell_conductor.store.safety import KEEP
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request, unbegun
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, spawned
-from tests.unit.conductor.world import Conductor, Services, insert, opened
 
 THERE = replace(PATIENCE, cell="c2")
-AFTER_HERE = replace(PATIENCE, set_back=SetBack(at=1_300.0))
-AFTER = replace(THERE, set_back=SetBack(at=1_300.0))
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
 
 
@@ -90,14 +80,6 @@ def building(made: Scenario, n: int = 2) -> Scenario:
     made.apply(claimed(made.instance.next_attempt))
     made.end(n, made.instance.attempt)
     return made
-
-
-def arrived() -> Scenario:
-    """It is being built in the next cell, whose database was set back."""
-    there = building(in_next_cell(arrives(departed()[1])))
-    there.context = AFTER
-    there.instance = replace(there.instance, doubted=True, since=1_200.0)
-    return there
 
 
 def changes(made: Scenario) -> list[ChangeKind]:
@@ -282,107 +264,11 @@ def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def found(*machines: FoundMachine) -> e.InstanceSearched:
-    """All services have answered, about all hosts."""
-    hosts = frozenset(host(n) for n in range(1, 10))
-    return e.InstanceSearched(
-        at=1_600.0, query=ANY, incarnation=AFTER.set_back.incarnation, machines=machines, hosts=hosts
-    )
-
-
 def orders(made: Scenario) -> list[Destroy]:
     return [one for one in made.commands if isinstance(one, Destroy)]
 
 
 # --- the next cell was set back
-
-
-@pytest.mark.parametrize("is_built", [True, False])
-@pytest.mark.parametrize("n", [2, 3], ids=["the claimed host", "another host"])
-def test_a_complete_machine_of_an_arrival_is_the_instances(n: int, *, is_built: bool) -> None:
-    there = arrived()
-    attempt = there.instance.attempt + (n == 3)
-    there.apply(found(machine(attempt, n, built=is_built)))
-    if not is_built:
-        assert (there.instance.state, there.instance.host_uuid) == (State.FINISHING, host(n))
-        assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(n), True)
-        there.apply(e.Spawned(at=1_601.0, attempt=attempt, host_uuid=host(n), service="s1"))
-    now = there.instance
-    assert (now.state, now.attempt, now.host_uuid, now.doubted) == (State.ACTIVE, attempt, host(n), True)
-    assert there.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
-
-
-async def resolved(conductor: Conductor, *moved: Instance) -> dict[str, Instance]:
-    """The records after a search, of those that are certain by then."""
-    await insert(conductor.store, *[replace(one, deadline=1.0) for one in moved])
-    await conductor.engine.sweep()
-    await conductor.engine.search()
-    known = await conductor.engine.known([one.uuid for one in moved])
-    return {uuid: one for uuid, one in known.items() if not one.doubted}
-
-
-@pytest.mark.parametrize("is_built", [False, True])
-async def test_a_move_in_doubt_ends_no_machine_that_an_operator_keeps(is_built: bool) -> None:
-    """It became the destination that is given up. The move waits for another word about it."""
-    conductor = await opened(Services(s1=(), s2=(machine(9, built=is_built),)), ("s1", "s2"))
-    await conductor.keep(3, KEEP)
-    assert not await resolved(conductor, arrived().instance)
-    sent = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
-    assert {type(one) for one in sent} <= {MoveEvent}
-
-
-@pytest.mark.parametrize("has", [False, True])
-@pytest.mark.parametrize("how", ["nothing", "silent", "down", "unknown", "unseen", "fenced", "unlisted"])
-async def test_an_arrival_is_offloaded_once_all_services_have_answered_that_none_is_there(
-    how: str, *, has: bool
-) -> None:
-    """None that is found counts before, either: another service, or host, may have a later one."""
-    services = Services(s1=(), s2=(machine(9),) if has else (), s4=())
-    services.silent = {"s4"} if how == "silent" else {"s3"}
-    conductor = await opened(services, None if how == "unknown" else ("s1", "s2", "s4"))
-    if how in ("unseen", "fenced"):  # it may have the machine, which no record has
-        conductor.listed |= {host(77)}
-    conductor.fenced = {host(77)} if how == "fenced" else set()
-    conductor.down = {"s3"} if how == "down" else ()
-    conductor.without_list = {"s4"} if how == "unlisted" else ()  # which hosts it is to look at is not known
-    now = (await resolved(conductor, arrived().instance)).get(UUID)
-    is_complete = how in ("nothing", "fenced")
-    if not is_complete:
-        assert now is None
-        return
-    assert now is not None and now.phase == ((State.ACTIVE, None) if has else (State.DESTROYING, State.REVERTING))
-    if not has:
-        there = Scenario(now, AFTER)
-        there.apply(gone(now, 2))
-        assert there.instance.phase == (State.RELEASING, State.OFFLOADED)
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-@pytest.mark.parametrize("silent", ["of its hosts", "another"])
-async def test_a_move_with_a_source_waits_for_other_services_until_the_doubts_limit(
-    silent: str, *, is_over: bool
-) -> None:
-    """Nothing is started from its image: what its two hosts have answered decides then."""
-    services = Services(s1=(), s2=())
-    services.silent = {"s1"} if silent == "of its hosts" else {"s2"}
-    conductor = await opened(services, ("s1", "s2"))
-    conductor.listed |= {host(1), host(2)}
-    checking = begun(MoveKind.MIGRATE, 2)
-    checking.apply(claimed())
-    moved = replace(checking.instance, doubted=True, since=1.0 if is_over else SystemClock().time())
-    now = await resolved(conductor, moved)
-    assert (UUID in now) is (is_over and silent == "another")
-
-
-async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
-    services = Services(s1=())
-    services.silent = {"s3"}
-    conductor = await opened(services, ("s1",))
-    conductor.down = {"s3"}
-    moved = [replace(arrived().instance, uuid=f"{n:08x}-0000-4000-8000-000000000000") for n in range(LOGGED_MOVES + 3)]
-    with capture_logs() as logged:
-        assert not await resolved(conductor, *moved)
-    assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
 
 
 # --- the former cell was set back
@@ -395,122 +281,8 @@ def lost(given: Scenario, context: StepContext) -> Scenario:
     return given
 
 
-def test_a_record_from_before_its_departure_ends_once_the_build_elsewhere_has() -> None:
-    """Its image may be kept under a forgotten name, so it was held for good."""
-    made = leaving()
-    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
-    made.apply(found())
-    assert made.instance.phase == (State.CHANGING, None) and made.instance.doubted
-    ended = CellDepart(
-        request_id=MOVE,
-        instance_uuid=UUID,
-        project_id="p",
-        kind=MoveKind.MIGRATE,
-        to_cell="c2",
-        attempt=2,
-        ended=True,
-    )
-    made.apply(departure_event(ended, 1_700.0))
-    assert made.instance.phase == (State.DEPARTED, State.ABSENT) and question_of(made.instance) is None
-
-
-def test_a_record_in_doubt_about_its_departure_ends_no_move_that_may_go_on_elsewhere() -> None:
-    made = leaving()
-    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
-    made.apply(e.TimedOut(at=AFTER_HERE.set_back.at + 2 * AFTER_HERE.doubt_limit_s))
-    (told,) = [one for one in made.commands if isinstance(one, MoveEvent)][-1:]
-    assert (told.terminal, told.state) == (False, MoveState.CHANGING)
-
-
-@pytest.mark.parametrize("is_query", [False, True])
-def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_without_an_end(*, is_query: bool) -> None:
-    """The cell was set back to before the departure, and its schedulers to before the move."""
-    made = Scenario(active(), AFTER_HERE)
-    over = CellDepart(
-        request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=2, ended=True
-    )
-    made.apply(departure_event(over, 1_700.0))
-    assert made.instance.phase == (State.DEPARTED, State.ABSENT)
-    asked = departs(active())
-    assert isinstance(asked, e.MoveRequested)
-    for _ in range(2):
-        made.apply(unbegun(asked) if is_query else asked)
-    end = (MoveState.FAILED, "move.lost") if is_query else (MoveState.REFUSED, "instance.departed")
-    assert made.terminals == [(MoveKind.MIGRATE, *end)] * 2
-
-
 def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:
     former, departure = departed()
     former.commands.clear()
     former.apply(queried(hosts=1))
     assert [getattr(one, "departure", None) for one in former.commands] == [departure]
-
-
-def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_attempt() -> None:
-    there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", begun=True, found=(), attempt=1_501))
-    released(there)
-    assert there.instance.state is State.DELETED
-    _, departure = departed()
-    there.apply(arrives(replace(departure, attempt=1_500)))
-    assert there.instance.state is State.DELETED
-
-
-def test_an_undone_arrival_in_doubt_outranks_no_later_cell() -> None:
-    """It came here, went on and is in a third cell, by the next attempts: what that has claimed was released here."""
-    there = arrived()
-    attempt = there.instance.last_attempt
-    there.apply(found(), gone(there.instance, 2))
-    question = question_of(there.instance)
-    assert isinstance(question, Release) and question.attempt == attempt + 1
-    released(there)
-    assert departure_of(there).attempt == attempt + 1
-    there.commands.clear()
-    _, departure = departed()
-    newest = replace(departure, attempt=attempt + 5, image="newest", at=2_000.0)
-    there.apply(arrives(newest, request_id=OTHER))
-    assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
-
-
-async def test_what_comes_home_without_a_host_waits_for_no_service_of_the_other_cell() -> None:
-    """No host was named for it at home, and the database was set back meanwhile."""
-    former, departure = departed()
-    last = replace(departure.last, service="compute-of-c2", host_uuid=host(77))
-    back = replace(departure, cell="c1", attempt=departure.attempt + 9, last=last, at=1_200.0)
-    for record in (former.instance, Instance(uuid=UUID)):
-        made = Scenario(record, AFTER_HERE)
-        made.apply(arrives(back, MoveKind.UNSHELVE, to_cell=None, selections=()))
-        assert made.instance.doubted
-        conductor = await opened(Services(s1=()), ("s1",))
-        assert UUID in await resolved(conductor, replace(made.instance, since=1.0))
-
-
-def test_what_is_back_in_doubt_about_its_departure_leaves_once_more() -> None:
-    made = leaving()
-    made.end(1, 1, image="snapshot-1", runs=False)
-    made.context, made.instance = AFTER_HERE, replace(made.instance, doubted=True)
-    made.apply(found(), gone(made.instance, 1))
-    released(made)
-    assert made.instance.state is State.DEPARTED and departure_of(made).cell == "c2"
-
-
-def test_one_that_was_resized_in_place_is_not_adopted_with_its_move() -> None:
-    """It was, and every later delete waited for the end of a move that nothing ended."""
-    resized = begun(MoveKind.RESIZE, 1)
-    resized.apply(claimed(resized.instance.next_attempt))
-    resized.end(1, 1)
-    assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
-    resized.instance = replace(resized.instance, doubted=True)
-    lost(resized, AFTER_HERE)
-    assert machine_query_of(resized.instance) is None
-    resized.apply(found(machine(5, 3, built=True)))
-    assert resized.instance.phase == (State.RELEASING, State.FAILED)
-
-
-def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
-    given, _ = departed()
-    given.context = AFTER_HERE
-    given.instance = replace(given.instance, newest=3_000)
-    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, found=(), attempt=3_001))
-    question = question_of(given.instance)
-    assert isinstance(question, Release) and question.attempt is not None
-    assert question.attempt > 3_000 + FORGOTTEN_ATTEMPTS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from cell_conductor.domain.instance import Instance, State
@@ -14,7 +13,7 @@ from cell_conductor.store.postgres import PostgresTransaction
 from lab.simulation.watch import failed_steps
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID
-from tests.unit.conductor.world import Services, insert, opened
+from tests.unit.conductor.world import opened
 
 LONE = "00000000-0000-4000-8000-0000000000aa"
 
@@ -63,41 +62,13 @@ async def test_it_does_not_stop_the_deadlines_of_others_and_is_put_off() -> None
     assert found == [good] and not connection.changed, "nothing is written where all can be read"
 
 
-async def test_an_instance_that_cannot_be_searched_for_ends_no_search_and_stops_none_of_another() -> None:
-    """It ended the task, with it the conductor, and came again with its deadline at each start."""
-    conductor = await opened(Services(s1=()), ("s1",))
-    waits = record(State.RELEASING, State.FAILED, doubted=True, deadline=1.0)
-    others = [replace(waits, uuid=f"{LONE[:-1]}{n}") for n in range(3)]
-    await insert(conductor.store, waits, *others)
-    found = conductor.search.find_doubted
-
-    async def crashes(doubted: Any) -> Any:
-        assert UUID not in doubted
-        return await found(doubted)
-
-    conductor.search.find_doubted = crashes  # type: ignore[method-assign]
-    for times in (1, 2):
-        assert await conductor.engine.sweep() == 4
-        with capture_logs() as logged:
-            await conductor.engine.search()
-        assert [(one["event"], one["instance"], one["code"]) for one in logged if one["log_level"] == "error"] == [
-            ("instance.search_failed", UUID, "AssertionError")
-        ]
-        services: Any = conductor.engine._bus
-        assert {one.consumer for one in services.of_placement} == {one.uuid for one in others}
-        assert len(services.of_placement) == times * len(others), "each once, and it is tried again"
-        async with conductor.store.transaction() as transaction:
-            known = await transaction.lock([UUID, *(one.uuid for one in others)])
-            await transaction.update([replace(one, deadline=1.0) for one in known.values()])
-
-
 async def test_a_machine_that_cannot_be_given_to_its_instance_ends_no_search() -> None:
-    conductor = await opened(Services(s1=()), ("s1",))
+    conductor = await opened()
 
     async def crashes(*_: Any) -> Any:
         raise ValueError
 
-    conductor.search.find_decided = crashes  # type: ignore[method-assign]
+    conductor.engine._apply = crashes  # type: ignore[method-assign]
     conductor.engine.adopt(UUID)
     with capture_logs() as logged:
         await conductor.engine.search()

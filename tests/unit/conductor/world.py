@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,15 +13,11 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.cell import (
     CellBuild,
     ComputeHosts,
-    FindMachines,
-    FoundMachine,
     Heartbeat,
     HostReport,
-    MachinesFound,
     Running,
 )
-from bus.contracts.placement import Claim, Release
-from bus.faults import Fault, Transient
+from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance
@@ -29,7 +25,6 @@ from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
-from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DecidedMachine
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
@@ -56,7 +51,7 @@ class Queried:
         return [Transient("no answer", code="request.timeout") for _ in messages]
 
 
-class Silent:
+class Silent(Queried):
     """A bus that takes what is published."""
 
     name = "c"
@@ -135,7 +130,7 @@ def engine_of(**parts: Any) -> Engine:
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
     """Handlers of requests that are alone but for these."""
-    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "search": ALONE, "leases": ALONE, **parts})
+    return RequestHandlers(engine, clock, bus, **{"fences": ALONE, "leases": ALONE, **parts})
 
 
 def beat(service: str, epoch: int, sequence: int, **other: Any) -> Heartbeat:
@@ -169,52 +164,7 @@ def hosts_of(*parts: Any, **named: Any) -> HostHandlers:
     return HostHandlers(*parts, leases=told, **{"listings": Listings(), "fences": ALONE, **named})
 
 
-def search_of(store: Any, bus: Any, **parts: Any) -> MachineSearch:
-    """A search that is told of nothing but these."""
-    nothing: Any = {
-        "down": dict,
-        **dict.fromkeys(("forgotten", "fenced"), frozenset),
-        "listings": Listings(),
-    }
-    return MachineSearch(store, bus, **{**nothing, **parts})
-
-
 BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
-
-
-class Services:
-    """A bus whose compute services have these machines; those of `silent` do not answer. Placement never does."""
-
-    name = "c1"
-
-    def __init__(self, **machines: Sequence[FoundMachine]) -> None:
-        self.machines = machines
-        self.silent: set[str] = set()
-        self.hosts: tuple[str, ...] = tuple(host(n) for n in range(1, 10))  # that each has looked at
-        self.page: int | None = None  # of these hosts in one answer
-        self.queried: list[FindMachines] = []
-        self.of_placement: list[Any] = []
-
-    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
-        """One answer or fault each."""
-        self.queried += [one for one in messages if isinstance(one, FindMachines)]
-        self.of_placement += [one for one in messages if isinstance(one, Claim | Release)]
-        return [
-            MachinesFound(
-                machines=tuple(self.machines[one.service]),
-                hosts=self._hosts(one),
-                more=self.page is not None and one.hosts_after + self.page < len(self.hosts),
-            )
-            if isinstance(one, FindMachines) and one.service not in self.silent
-            else Transient("no answer", code="request.timeout")
-            for one in messages
-        ]
-
-    def _hosts(self, query: FindMachines) -> tuple[str, ...]:
-        if not query.thorough:
-            return ()
-        page = len(self.hosts) if self.page is None else self.page
-        return self.hosts[query.hosts_after : query.hosts_after + page]
 
 
 async def insert(store: MemoryInstances, *instances: Instance) -> None:
@@ -230,10 +180,9 @@ async def opened_store(clock: Clock | None = None) -> MemoryInstances:
     return store
 
 
-def down(service: str, *hosts: int, **other: Any) -> Lease:
-    """The lease of a service that is silent, with the hosts that it has listed."""
-    named = " ".join(map(host, hosts))
-    return replace(Lease(service=service, epoch=1, state=LeaseState.SILENT, reason="why", listed=named), **other)
+def down(service: str, **other: Any) -> Lease:
+    """The lease of a service that is silent."""
+    return replace(Lease(service=service, epoch=1, state=LeaseState.SILENT, reason="why"), **other)
 
 
 async def put(store: MemoryInstances, *leases: Lease) -> None:
@@ -243,55 +192,18 @@ async def put(store: MemoryInstances, *leases: Lease) -> None:
 
 
 class Conductor:
-    """Takes requests over a database that was set back just now."""
+    """Takes requests over a cell's database. Nobody answers on its bus."""
 
-    def __init__(
-        self,
-        services: Services,
-        up: Collection[str] | None,
-        table: MemoryInstanceTable | None = None,
-    ) -> None:
+    def __init__(self, bus: Any = None, up: Any = None, table: MemoryInstanceTable | None = None) -> None:
         """`table`: another conductor's."""
         clock = SystemClock()
         self.table = table if table is not None else MemoryInstanceTable(clock)
-        self.table.made_at = 0.0  # long before every request
-        self.listed = set(services.hosts)
-        self.up = up
-        self.down: Collection[str] = ()
-        self.forgotten: Collection[str] = ()
-        self.fenced: Collection[str] = ()
-        self.without_list: Collection[str] = ()
-        self.relay, bus = Relay(), services
+        self.relay, self.bus = Relay(), bus or Quiet()
         self.store = MemoryInstances(self.table.session())
-        self.search = search_of(
-            self.store,
-            bus,  # type: ignore[arg-type]
-            clock=clock,
-            config=ConductorConfig(),
-            up=lambda: self.up,
-            listings=self,
-            down=lambda: {one: down(one) for one in self.down},
-            fenced=lambda: self.fenced,
-            forgotten=lambda: self.forgotten,
-        )
         self.engine = engine_of(
-            store=self.store,
-            bus=bus,  # type: ignore[arg-type]
-            relay=self.relay,  # type: ignore[arg-type]
-            clock=clock,
-            config=ConductorConfig(),
-            cell="c1",
-            search=self.search,
+            store=self.store, bus=self.bus, relay=self.relay, clock=clock, config=ConductorConfig(), cell="c1"
         )
-        self.requests = requests_of(self.engine, clock, search=self.search)
-
-    def hosts_of(self, _services: Collection[str]) -> set[str]:
-        """As of listings."""
-        return self.listed
-
-    def unlisted(self, services: Collection[str]) -> set[str]:
-        """As of listings."""
-        return set(services) & set(self.without_list)
+        self.requests = requests_of(self.engine, clock)
 
     async def keep(self, n: int, verdict: str = "") -> None:
         """A host has a machine of the instance that no record explains, with this word of an operator."""
@@ -299,13 +211,6 @@ class Conductor:
         await self.store.safety.record(f"s{n}", [machine], 1.0)
         if verdict:
             await self.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
-
-    async def take(self, build: Message = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
-        await self.store.open()
-        if set_back:
-            self.table.place += 1
-            await self.engine.sweep()
-        return await self.request(build, attempt=attempt)
 
     async def request(self, message: Message, *, attempt: int = 0, message_id: str = "m") -> Outcome:
         (outcome,) = await self.requests.requests(
@@ -318,8 +223,8 @@ class Conductor:
             return (await transaction.lock([UUID])).get(UUID)
 
 
-async def opened(services: Services, up: Collection[str] | None, table: MemoryInstanceTable | None = None) -> Conductor:
-    """A conductor whose database is open, and was not set back yet."""
-    conductor = Conductor(services, up, table)
+async def opened(bus: Any = None, up: Any = None, table: MemoryInstanceTable | None = None) -> Conductor:
+    """A conductor whose database is open."""
+    conductor = Conductor(bus, up, table)
     await conductor.store.open()
     return conductor
