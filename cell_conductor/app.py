@@ -37,7 +37,6 @@ from .known_reader import KnownReader
 from .lease_keeper import LeaseKeeper
 from .recovery import CellRecovery
 from .search import MachineSearch
-from .store.keyed import Recovering
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
 from .store.safety import KEEP
@@ -229,9 +228,10 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
     """
     while True:
         deleted = failed = 0
+        if store.is_recovering:  # what is over may prove something yet
+            await clock.sleep(config.purge_interval_s)
+            continue
         try:
-            if store.is_recovering:
-                raise Recovering
             before, failed_before = (clock.time() - s for s in (config.deleted_retention_s, config.failed_retention_s))
             fences = await store.fences.fences()
             awaited = (one.since for one in fences if not one.lifting or one.at > failed_before)

@@ -10,9 +10,10 @@ from bus.contracts.build import BuildState
 
 from .desires import DELETE_REQUESTED, desire_of, in_text
 from .events import DeleteRequested, MachineDecided, MoveRequested, TimedOut
-from .instance import BlockedReason, Instance, State
+from .instance import BlockedReason, Instance
 from .move_events import refuse_request, repeat_end
 from .orders import repeat_at
+from .reconcile import DESTROYING_DELETED
 from .steps import Step, StepContext, announce
 
 INSTANCE_BLOCKED = "instance.blocked"
@@ -58,12 +59,12 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """It is on record from now on, and carried out by the next reconciliation. It is of the attempt that it names: the
     record may be older.
     """
-    move, cause = instance.move, event.cause or instance.cause
+    (state, then), move, cause = DESTROYING_DELETED, instance.move, event.cause or instance.cause
     instance = replace(instance, newest=max(instance.last_attempt, event.attempt))
     if move is not None and not move.delete:
         recorded = replace(instance, move=replace(move, delete=True), cause=cause, deadline=event.at)
     elif move is None and instance.phase not in DELETE_REQUESTED:
-        recorded = replace(instance, state=State.DESTROYING, then=State.DELETED, cause=cause, deadline=event.at)
+        recorded = replace(instance, state=state, then=then, cause=cause, deadline=event.at)
     else:
         recorded = instance
     return announce(recorded, BuildState.DELETING, event.at, context)

@@ -49,8 +49,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one compute service, as it is recorded.
 
     epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
-    state; seconds since the epoch, and a sentence (empty while it is up). listed: the hosts of one that is down, as it
-    has listed them last, with blanks between them ("": not known). incarnation: of its database by then.
+    state; seconds since the epoch, and a sentence (empty while it is up).
     """
 
     service: str

@@ -213,7 +213,7 @@ class MemoryTransaction:
         return now.incarnation
 
     async def expect_recovering(self) -> None:
-        """One statement, under a lock."""
+        """One statement, under a lock. Raises Unrecognised."""
         await self._transaction.statement()
         await self._transaction.lock(["identity"])
         if not _is_known(self._table, self._seen) or not self._table.recovers:

@@ -246,7 +246,7 @@ class PostgresTransaction:
         return int(incarnation)
 
     async def expect_recovering(self) -> None:
-        """One statement."""
+        """One statement. Raises Unrecognised."""
         if not await self._connection.fetchval(RECOVERING, *self._seen.state):
             raise Unrecognised
 

@@ -29,14 +29,8 @@ CREATE TABLE identity (
     deployment UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     origin TEXT DEFAULT '' NOT NULL,
-    set_back_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
-    PRIMARY KEY (one)
-);
-
-CREATE TABLE made (
-    at DOUBLE PRECISION DEFAULT extract(epoch FROM clock_timestamp()) NOT NULL,
-    one BOOLEAN DEFAULT true NOT NULL CHECK (one),
+    state TEXT DEFAULT 'open' NOT NULL,
     PRIMARY KEY (one)
 );
 
@@ -102,5 +96,3 @@ CREATE INDEX handled_at ON handled (at);
 INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 
 INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
-
-INSERT INTO made DEFAULT VALUES RETURNING made.one;
