@@ -156,6 +156,7 @@ def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
     assert found is not None
     selections = (replace(at, shapes={}), replace(source, shapes={}, service=NO_SERVICE))
     expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12, is_old=True)
+    expected = replace(expected, own_count=1, migrations=(uuid(9),))
     assert found.instances[uuid(1)] == expected
 
 
