@@ -145,11 +145,13 @@ UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE ins
 # As `Instance.service`.
 SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 
-# After the rows of instances, as everywhere. Only where more commits than counters are at once does one wait.
+# After the rows of instances, as everywhere. Only where more commits than counters are at once does one wait. The free
+# one is chosen apart: a condition is evaluated again on a row that has changed meanwhile, and would choose another.
 RAISE_SENT = f"""
-UPDATE sent SET sequence = sequence + 1 WHERE {{met}} AND slot = coalesce(
-    (SELECT slot FROM sent ORDER BY slot LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED), pg_backend_pid() % {SENT_SLOTS})
-RETURNING slot, sequence
+WITH free AS MATERIALIZED (SELECT coalesce((SELECT slot FROM sent ORDER BY slot LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED),
+    pg_backend_pid() % {SENT_SLOTS}) AS slot)
+UPDATE sent SET sequence = sequence + 1 FROM free WHERE {{met}} AND sent.slot = free.slot
+RETURNING sent.slot, sequence
 """
 SENT = "(SELECT array_agg(sequence ORDER BY slot) FROM sent)"
 
