@@ -16,7 +16,7 @@ from msgspec import structs
 from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
-from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.base import DatabaseMark, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
 from bus.contracts.queues import BY_QUEUE, EVENTS, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
@@ -65,7 +65,7 @@ class Bus:
         self.tracer = tracer
         self.stall_watch = StallWatch() if stall_watch is None else stall_watch
         self.publisher = Publisher(name, transport, limits)
-        self._incarnation: Callable[[], int] = lambda: 0
+        self._mark: Callable[[], DatabaseMark] = DatabaseMark
         self._requester = Requester(
             name,
             transport,
@@ -73,7 +73,6 @@ class Bus:
             process=process,
             clock=clock,
             rng=rng,
-            incarnation=self._stated_incarnation,
         )
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
@@ -99,12 +98,11 @@ class Bus:
         """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
 
-    def _stated_incarnation(self) -> int:
-        return self._incarnation()
-
-    def states_incarnation(self, incarnation: Callable[[], int]) -> None:
-        """Have each message state the incarnation of the cell's database by which this process decides."""
-        self._incarnation = incarnation
+    def states_mark(self, mark: Callable[[], DatabaseMark]) -> None:
+        """Have each message state the incarnation of the cell's database by which this process decides, and what of it
+        is certainly on disk.
+        """
+        self._mark = self._requester.mark = mark
 
     async def open(self) -> None:
         """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
@@ -151,14 +149,14 @@ class Bus:
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
         line: Callable[[Message], Hashable],
-        incarnations: Sequence[int] = (),
+        incarnations: Sequence[int | None] = (),
     ) -> None:
         """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
         The caller bounds them. line: the line in which a message waits; the lines have their turns. incarnations: by
         which each was decided; by default it is that of now.
         """
         few = len(messages) <= FEW
-        stated = incarnations or [self._incarnation()] * len(messages)
+        stated = incarnations or [None] * len(messages)
         for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
             self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
 
@@ -258,13 +256,17 @@ class Bus:
         incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
+        mark = self._mark()
+        if incarnation is not None and incarnation != mark.database_incarnation:
+            mark = DatabaseMark(incarnation)
         meta = Meta(
             id=new_uuid(self.rng),
             cause=cause,
             sent_at=self.clock.time(),
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
-            database_incarnation=self._incarnation() if incarnation is None else incarnation,
+            database_incarnation=mark.database_incarnation,
+            sent_sequences=mark.sent_sequences,
         )
         packed = pack(message, meta)
         # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
@@ -301,16 +303,16 @@ REPLY_PREFETCH = 1_000
 
 class _PendingRequests:
     """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request. incarnation: by which they were decided, however often they are published.
+    request. mark: of when they were decided, however often they are published.
     """
 
-    def __init__(self, count: int, spans: Mapping[int, Span], incarnation: int) -> None:
+    def __init__(self, count: int, spans: Mapping[int, Span], mark: DatabaseMark) -> None:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.incarnation = incarnation
+        self.mark = mark
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:
@@ -321,7 +323,9 @@ class _PendingRequests:
 
 
 class Requester:
-    """Sends requests and waits for their replies. It opens the reply queue at the first request."""
+    """Sends requests and waits for their replies. It opens the reply queue at the first request. mark(): what they
+    state of the cell's database.
+    """
 
     def __init__(
         self,
@@ -332,13 +336,12 @@ class Requester:
         process: str,
         clock: Clock,
         rng: random.Random,
-        incarnation: Callable[[], int],
     ) -> None:
         self._transport = transport
         self._publisher = publisher
         self._clock = clock
         self._rng = rng
-        self._incarnation = incarnation
+        self.mark: Callable[[], DatabaseMark] = DatabaseMark
         self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
         self._codec = Codec(REPLIES, queue=self._queue)
         self._pending: dict[str, tuple[_PendingRequests, int]] = {}
@@ -360,7 +363,7 @@ class Requester:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
-        pending = _PendingRequests(len(messages), _spans(messages, causes), self._incarnation())
+        pending = _PendingRequests(len(messages), _spans(messages, causes), self.mark())
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
@@ -452,7 +455,8 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
-            database_incarnation=pending.incarnation,
+            database_incarnation=pending.mark.database_incarnation,
+            sent_sequences=pending.mark.sent_sequences,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         self._publisher.post(*where, mode, pack(message, meta), waiter, until)

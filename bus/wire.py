@@ -18,7 +18,17 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from bus.contracts.base import MAX_INCARNATION, MAX_REASON, Message, Meta, encode, reason_of, tag_of
+from bus.contracts.base import (
+    MAX_INCARNATION,
+    MAX_REASON,
+    MAX_SENT_SEQUENCE,
+    SENT_SLOTS,
+    Message,
+    Meta,
+    encode,
+    reason_of,
+    tag_of,
+)
 from bus.contracts.catalogue import (
     BY_TYPE,
     FORBIDDEN,
@@ -48,6 +58,7 @@ ATTEMPT = "berth-attempt"
 PATIENCE = "berth-patience-ms"
 WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
+SENT_SEQUENCES = "berth-sent-sequences"
 TRACEPARENT = "traceparent"
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
@@ -84,6 +95,7 @@ TOO_LARGE = "message.too_large"
 WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
 
+_is_sent = re.compile(rf"[0-9]{{1,15}}(?: [0-9]{{1,15}}){{0,{SENT_SLOTS - 1}}}").fullmatch
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
 # In a project's virtual host every key is the project's: what comes there names it, whatever a key or a body says.
@@ -201,6 +213,8 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[TRACEPARENT] = meta.traceparent
     if meta.database_incarnation:
         headers[INCARNATION] = meta.database_incarnation
+    if meta.sent_sequences:
+        headers[SENT_SEQUENCES] = " ".join(map(str, meta.sent_sequences))
     return headers
 
 
@@ -407,6 +421,8 @@ def _may_travel(meta: Meta) -> bool:
         and abs(meta.waited_s) < MAX_TIME_S
         and 0 <= meta.attempt <= MAX_ATTEMPT
         and 0 <= meta.database_incarnation <= MAX_INCARNATION
+        and len(meta.sent_sequences) <= SENT_SLOTS
+        and all(0 <= one <= MAX_SENT_SEQUENCE for one in meta.sent_sequences)
     )
 
 
@@ -449,6 +465,9 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
     """
     headers = delivery.headers
     numbers, problem = _numbers(headers)
+    sent = headers.get(SENT_SEQUENCES, "")
+    if not isinstance(sent, str) or (sent and not _is_sent(sent)):
+        sent, problem = "", f"header {SENT_SEQUENCES} is not a list of numbers"
     patience_ms = numbers[PATIENCE]
     meta = Meta(
         id=_id(delivery, new_id),
@@ -461,6 +480,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
         database_incarnation=int(numbers[INCARNATION] or 0),
+        sent_sequences=tuple(map(int, sent.split())),
     )
     return meta, problem
 

@@ -78,7 +78,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     shared = database if not config.own_database else None
     bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
     bus.publishes_as("cell_conductor")
-    bus.states_incarnation(lambda: store.set_back.incarnation)
+    bus.states_mark(lambda: store.mark)
     # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)

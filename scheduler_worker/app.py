@@ -375,7 +375,7 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = AnnouncementHandler(parts.store, writer, bus.name, on_fences=registry.record_fences)
+    announced = AnnouncementHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     recoveries = RecoveryAnswers(parts.store, parts.claims, registry, parts.selector, bus=bus, api=parts.api)

@@ -8,12 +8,14 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bus.contracts.base import DatabaseMark
 from bus.faults import Fault
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.instance import Brief, Instance, Phase
+from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import SetBack
 
 from .keyed import KnownDatabase
@@ -136,6 +138,13 @@ class InstanceStore(Flushed, Protocol):
     @property
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
+
+    @property
+    def mark(self) -> DatabaseMark:
+        """What messages state of the database: of this process's commits, those that are on disk."""
+
+    async def recorded_marks(self) -> RecordedMarks:
+        """What the database has on record, for `is_behind`. One statement."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
@@ -266,3 +275,8 @@ class SeenStore(FlushedStore):
     def set_back(self) -> SetBack:
         """When the database came to be older than the world, as far as this process has found out."""
         return self._seen.set_back
+
+    @property
+    def mark(self) -> DatabaseMark:
+        """What messages state of the database: of this process's commits, those that are on disk."""
+        return self._seen.mark

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import asyncpg
+import msgspec
 import structlog
 from msgspec import DecodeError
 from msgspec.structs import replace
 
-from bus.contracts.base import reason_of
+from bus.contracts.base import DatabaseMark, SentSequences, reason_of
 from bus.contracts.operations import FenceState
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
@@ -41,6 +42,7 @@ from cell_conductor.domain.instance import (
     Phase,
     unreadable_brief,
 )
+from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import LOST_NUMBERS, SetBack
 
 from . import tables
@@ -72,10 +74,12 @@ SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_in
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
+RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"""
 {NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()),
-    database_incarnation = greatest(database_incarnation, $1) + 1
+    database_incarnation = greatest(database_incarnation, $1) + 1, ended_incarnations = (ended_incarnations::jsonb
+        || jsonb_build_object(database_incarnation::text, {tables.SENT}))::json
 WHERE origin <> origin_of('instances') RETURNING set_back_at, database_incarnation
 """
 # As `domain.set_back.in_doubt`.
@@ -86,8 +90,8 @@ UPDATE instances SET deadline = $3::float8, record = (record::jsonb || jsonb_bui
 WHERE state = ANY($1) AND json_typeof(record) = 'object'
 """
 
-INSERT = tables.numbered(tables.INSERT)
-UPDATE = tables.numbered(tables.UPDATE)
+INSERT = tables.marked(tables.INSERT)
+UPDATE = tables.marked(tables.UPDATE)
 
 READ_VERSIONS = f"SELECT {_ROW}, xmin FROM instances WHERE uuid = ANY($1::uuid[])"
 
@@ -144,6 +148,7 @@ DELETE FROM instances WHERE uuid IN (
 """
 
 
+_decode_ended = msgspec.json.Decoder(dict[int, SentSequences]).decode
 FALSE_TRUE = ("false", "true")  # of JSON
 
 
@@ -212,9 +217,15 @@ class PostgresInstanceRows:
         if updates:
             columns = tables.columns(updates)
             statement.add("updated", f"{tables.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
+        if writes.durable:
+            statement.add("marked", tables.RAISE_SENT)
+            statement.column("(SELECT slot FROM marked) AS slot, (SELECT sequence FROM marked) AS sequence")
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
+        incarnation = self._seen.set_back.incarnation
         written = await statement.execute(self._connection, durable=writes.durable)
+        if writes.durable:
+            self._seen.note_sent(tables.mark_of(incarnation, written["slot"], written["sequence"]))
         return Committed(written["version"], written["outbox_rows"])
 
 
@@ -228,6 +239,7 @@ class PostgresTransaction:
         self.rows: Sequence[int] = ()
         self.durable = True
         self.recognised: SetBack | None = None
+        self.mark = DatabaseMark()  # once it has written instances
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
         """Compare the database with its last known state; if it was set back, its builds are doubted. Raises
@@ -240,7 +252,7 @@ class PostgresTransaction:
         check_identity(found, seen.deployment)
         if not is_elsewhere:
             check_incarnation(incarnation, highest)
-            seen.set_back = replace(seen.set_back, at=set_back_at, incarnation=incarnation)
+            seen.adopt(replace(seen.set_back, at=set_back_at, incarnation=incarnation))
             return None
         if heard is None:  # it would not be above what others go by
             raise Unrecognised
@@ -275,16 +287,20 @@ class PostgresTransaction:
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
-        if instances:
-            status: str = await self._connection.execute(INSERT, *tables.columns(instances))
-            if int(status.rsplit(" ", 1)[-1]) != len(instances):
-                raise Conflict
+        if instances and await self._write(INSERT, instances) != len(instances):
+            raise Conflict
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
         if instances:
             self._cache.invalidate([instance.uuid for instance in instances])
-            await self._connection.execute(UPDATE, *tables.columns(instances))
+            await self._write(UPDATE, instances)
+
+    async def _write(self, statement: str, instances: Sequence[Instance]) -> int:
+        incarnation = self._seen.set_back.incarnation
+        count, slot, sequence = await self._connection.fetchrow(statement, *tables.columns(instances))
+        self.mark = self.mark.joined(tables.mark_of(incarnation, slot, sequence))
+        return int(count)
 
     async def rely_on(
         self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
@@ -321,7 +337,13 @@ class PostgresInstances(SeenStore):
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
             seen = self._seen
             seen.deployment, *set_back = await connection.fetchrow(IDENTITY)
-            seen.set_back = SetBack(*set_back)
+            seen.adopt(SetBack(*set_back))
+
+    async def recorded_marks(self) -> RecordedMarks:
+        """What the database has on record. One statement."""
+        async with self._database.single() as connection:
+            incarnation, sent, ended = await connection.fetchrow(RECORDED_MARKS)
+        return RecordedMarks(DatabaseMark(incarnation, tuple(sent)), _decode_ended(ended))
 
     async def close(self) -> None:
         """Close the pool."""
@@ -338,8 +360,9 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             transaction = PostgresTransaction(connection, self._cache, self._seen)
             yield transaction
+        self._seen.note_sent(transaction.mark)
         if transaction.recognised is not None:
-            self._seen.set_back = transaction.recognised
+            self._seen.adopt(transaction.recognised)
 
     @asynccontextmanager
     async def optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:

@@ -31,8 +31,16 @@ CREATE TABLE identity (
     origin TEXT DEFAULT '' NOT NULL,
     set_back_at DOUBLE PRECISION DEFAULT 0 NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
+    ended_incarnations JSON DEFAULT '{}' NOT NULL,
     PRIMARY KEY (one)
 );
+
+CREATE TABLE sent (
+    slot INTEGER NOT NULL,
+    sequence BIGINT DEFAULT 0 NOT NULL,
+    PRIMARY KEY (slot)
+)
+ WITH (fillfactor = 10);
 
 CREATE TABLE made (
     at DOUBLE PRECISION DEFAULT extract(epoch FROM clock_timestamp()) NOT NULL,
@@ -104,3 +112,5 @@ INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
 
 INSERT INTO made DEFAULT VALUES RETURNING made.one;
+
+INSERT INTO sent (slot) VALUES (0), (1), (2), (3), (4), (5), (6), (7);

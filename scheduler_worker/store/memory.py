@@ -10,6 +10,7 @@ from functools import partial
 from msgspec import convert
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
@@ -190,6 +191,20 @@ class MemoryBuilds(UnitStore):
         if len(found) >= limit:
             return CellInstances(found[:limit], found[limit - 1])
         return CellInstances(found, page[-1] if len(page) == MAX_EXAMINED else "")
+
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            transaction.durable = False  # it is heard again
+            await transaction.lock([("cell", cell)])
+            highest = mark.joined(self._table.marks.get(cell, DatabaseMark()))
+            transaction.will(partial(self._table.marks.update, {cell: highest}))
+        return highest.database_incarnation
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """One transaction."""
+        async with self._session.transaction():
+            return self._table.marks.get(cell, DatabaseMark())
 
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """A scan."""

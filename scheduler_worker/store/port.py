@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
@@ -218,6 +219,13 @@ class SchedulerStore(Flushed, Protocol):
         `after`, along the primary key. At most MAX_EXAMINED builds are looked at.
         """
         ...
+
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """Record what of the mark of a cell's database is above the one on record. Returns the highest incarnation."""
+        ...
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """The mark of a cell's database on record."""
 
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """The newest moves of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""

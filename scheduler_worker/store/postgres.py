@@ -9,12 +9,14 @@ from itertools import chain
 import asyncpg
 import structlog
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.moves import MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
+from bus.persistence.marks import raise_mark, read_mark
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache
@@ -387,6 +389,16 @@ class PostgresBuilds(UnitStore):
         async with self._database.single() as connection:
             found, last = await connection.fetchrow(IN_CELL, after or FIRST_UUID, MAX_EXAMINED, cell, states, limit)
         return CellInstances(found, last or "")
+
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """One statement, once a second."""
+        async with self._database.single() as connection:
+            return await raise_mark(connection, cell, mark, alone=True)
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """One statement."""
+        async with self._database.single() as connection:
+            return await read_mark(connection, cell)
 
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """Along the index of each instance's."""

@@ -29,6 +29,7 @@ from sqlalchemy import (
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
 from bus.contracts.moves import MoveRecord
+from bus.persistence.marks import cells_table
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
@@ -144,6 +145,7 @@ object_log = Table(
     needed("forced", Boolean, default=false()),
 )
 
+cells_table(METADATA)
 outbox_tables(METADATA)
 identity_table(METADATA)
 

@@ -19,7 +19,7 @@ from bus.consuming import dead_letters, outcome_handling
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.base import Message, encode
+from bus.contracts.base import DatabaseMark, Message, encode
 from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.key_trust import UNTRUSTED
@@ -227,7 +227,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     bus = await house.bus()
     willing = False
     handler = await house.answer(bus, REQUESTS, lambda _: Done() if willing else Refuse("not.now"), concurrency=1)
-    bus.states_incarnation(lambda: 3)
+    bus.states_mark(lambda: DatabaseMark(3))
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)

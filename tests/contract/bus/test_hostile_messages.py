@@ -72,6 +72,7 @@ HOSTILE: dict[str, dict[str, bytes]] = {
             "berth-patience-ms",
             "berth-key",
             "berth-database-incarnation",
+            "berth-sent-sequences",
             "traceparent",
         )
         for what, value in (

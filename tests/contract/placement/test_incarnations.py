@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec import Struct
 
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import ORDER_OUTDATED, Message, Meta, Refusal
+from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message, Meta, Refusal
+from bus.contracts.book import CellConsumersQuery
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryReleased, Release, ReleaseResult
+from bus.persistence.marks import RECORD_S
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.memory_rows import MemoryBookRows
-from tests.contract.books import HOSTS, VMS, Books, claimed, revert
+from tests.contract.books import HOSTS, KINDS, VMS, Books, books, claimed, revert
+from tests.unit.bus.test_outbox import HandClock
 
 OPTION = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}}, host=HOSTS[0])
 
@@ -29,7 +33,7 @@ def claim(vm: int, attempt: int = 1) -> Claim:
 async def requested(store: ResourceBook, *stated: tuple[Message, int], bus: str = "c1") -> list[str]:
     """The outcome of each, requested in one batch."""
     items = [item for item, _ in stated]
-    replies = await store.apply(items, bus=bus, incarnations=[number for _, number in stated])  # type: ignore[arg-type]
+    replies = await store.apply(items, bus=bus, marks=[DatabaseMark(number) for _, number in stated])  # type: ignore[arg-type]
     return [one.code if isinstance(one, Refusal) else str(one.outcome) for one in replies]  # type: ignore[union-attr]
 
 
@@ -85,13 +89,49 @@ async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_
     await claimed(store, claim(0), claim(1))
     assert await requested(store, (claim(2), 2)) == ["claimed"]
     if isinstance(store.rows, MemoryBookRows):
-        store.rows.table.incarnations.clear()
+        store.rows.table.marks.clear()
     else:
         async with store.rows.transaction() as transaction:
             await transaction.connection.execute("DELETE FROM cells")  # type: ignore[attr-defined]
     for vm in (3, 4):
         assert await requested(store, (claim(vm), 2)) == ["claimed"]
     assert await requested(store, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
+
+
+class TimedBooks(Struct):
+    make: Books
+    clock: HandClock
+
+
+@pytest.fixture(params=KINDS)
+async def timed(request: pytest.FixtureRequest) -> AsyncIterator[TimedBooks]:
+    clock = HandClock()
+    async with books(request, clock) as make:
+        yield TimedBooks(make, clock)
+
+
+async def test_the_highest_mark_is_recorded_once_a_second_and_a_later_incarnation_at_once(timed: TimedBooks) -> None:
+    one, other, clock = timed.make(), timed.make(), timed.clock
+    await one.open()
+    await other.open()
+
+    async def marks(*stated: DatabaseMark, store: ResourceBook = one) -> DatabaseMark:
+        """On record, after requests with these."""
+        await store.apply([Release(consumer=VMS[0])] * len(stated), bus="c1", marks=stated)
+        return (await other.reads.consumers_in_cell(CellConsumersQuery(cell="c1"))).mark
+
+    assert await marks(DatabaseMark(2, (5,)), DatabaseMark(2, (0, 1))) == DatabaseMark(2, (5, 1))
+    assert await marks(DatabaseMark(2, (7,))) == DatabaseMark(2, (5, 1))
+    assert await marks(DatabaseMark(2, (0, 0, 9)), store=other) == DatabaseMark(2, (5, 1, 9))
+    clock.now += RECORD_S
+    assert await marks(DatabaseMark(2, (6,))) == DatabaseMark(2, (7, 1, 9)), "the highest that it has heard"
+    clock.now += RECORD_S
+    assert await marks(DatabaseMark(2, (7,))) == DatabaseMark(2, (7, 1, 9))
+    assert await marks(DatabaseMark(3)) == DatabaseMark(3)
+    assert await marks(DatabaseMark(2, (99,))) == DatabaseMark(3)
+    assert await marks(DatabaseMark(3, (4,)), store=other) == DatabaseMark(3, (4,))
+    await other.release_roots("compute-s", [], bus="c1", mark=DatabaseMark(3, (8,)))
+    assert await marks() == DatabaseMark(3, (8,))
 
 
 async def test_many_that_raise_it_at_once_are_all_taken(make: Books, store: ResourceBook) -> None:

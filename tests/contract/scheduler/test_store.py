@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Refuse
-from bus.contracts.base import Refusal
+from bus.contracts.base import DatabaseMark, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainRecord, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveState
@@ -469,6 +470,25 @@ async def test_a_cells_instances_are_those_with_a_machine_page_by_page(
                 after = page.last
             assert found == [A, D, E]
     assert list((await store.in_cell("nobody", "", 10)).instances) == []
+
+
+async def test_of_a_cells_database_the_highest_mark_is_kept(make: Callable[[], SchedulerStore]) -> None:
+    store, other = make(), make()
+    await store.open()
+    await other.open()
+    assert await store.mark_of("c1") == DatabaseMark()
+    for mark, highest in (
+        (DatabaseMark(2), DatabaseMark(2)),
+        (DatabaseMark(2, (0, 3)), DatabaseMark(2, (0, 3))),
+        (DatabaseMark(2, (5, 1, 7)), DatabaseMark(2, (5, 3, 7))),
+        (DatabaseMark(2, (6,)), DatabaseMark(2, (6, 3, 7))),
+        (DatabaseMark(1, (9,)), DatabaseMark(2, (6, 3, 7))),
+        (DatabaseMark(3, (1,)), DatabaseMark(3, (1,))),
+    ):
+        assert await store.raise_mark("c1", mark) == highest.database_incarnation
+        assert await other.mark_of("c1") == highest
+        store, other = other, store
+    assert await store.mark_of("c2") == DatabaseMark()
 
 
 async def test_the_newest_moves_of_an_instance_without_those_that_were_refused(

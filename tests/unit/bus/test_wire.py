@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus import wire
-from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, Meta
+from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, MAX_SENT_SEQUENCE, SENT_SLOTS, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
 from bus.contracts.cell import ComputeHosts, FoundMachine, Heartbeat, Running, ServiceOutdated
@@ -44,6 +44,7 @@ METAS = st.builds(
     traceparent=st.none() | st.text(min_size=1, max_size=40),
     attempt=st.integers(0, 1000),
     database_incarnation=st.integers(0, MAX_INCARNATION),
+    sent_sequences=st.lists(st.integers(0, MAX_SENT_SEQUENCE), max_size=SENT_SLOTS).map(tuple),
 )
 
 
@@ -151,6 +152,13 @@ def test_a_header_of_the_wrong_type_is_named(name: str, value: object) -> None:
     assert isinstance(got, wire.Malformed)
     assert got.code == wire.INVALID
     assert name in got.reason
+
+
+@pytest.mark.parametrize("value", [7, "-1", "1 x", " 1", "1  2", "1" * 16, "1 " * SENT_SLOTS + "1", "1\n", "\u0661"])
+def test_marks_that_are_no_numbers_are_refused(value: object) -> None:
+    (got,) = read(arrived(msgspec.json.encode(delete()), headers={wire.SENT_SEQUENCES: value}))
+    assert isinstance(got, wire.Malformed) and got.code == wire.INVALID and wire.SENT_SEQUENCES in got.reason
+    assert got.meta.sent_sequences == ()
 
 
 @pytest.mark.parametrize("number", [-1, MAX_INCARNATION + 1, 2**31])
