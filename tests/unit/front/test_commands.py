@@ -35,9 +35,9 @@ from berth.site import Site
 from bus.clock import SystemClock
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostScore, HostsPage, TimelineEntry
+from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
 from bus.contracts.drains import DrainFailure, DrainProgress, DrainsPage, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.objects import (
     CellState,
     ObjectKind,
@@ -610,6 +610,29 @@ def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert f"  evacuate scheduled: to cell c1: node2 of 1 candidates, request {OTHER}\n" in shown
     assert "node1" not in shown
+
+
+def test_the_hosts_that_refused_a_move_are_shown_and_of_which_request_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record, move = (
+        kind(
+            instance_uuid=UUID,
+            project_id="p",
+            funnel=(FunnelStep(step=step, remaining=0, rejected={"full": 3}),),
+            **more,
+        )
+        for kind, step, more in (
+            (BuildRecord, "of_build", {"flavor": "f", "state": BuildState.ACTIVE}),
+            (MoveRecord, "of_move", {"request_id": OTHER, "kind": MoveKind.RESIZE, "state": MoveState.FAILED}),
+        )
+    )
+    newest = MovePage(moves=(move,)).unplaced
+    show_record(record, newest, history=False)
+    shown = capsys.readouterr().out
+    assert "of_move" in shown and f"request {OTHER}" in shown and "of_build" not in shown
+    show_record(record, MovePage(moves=(replace(move, funnel=()), move)).unplaced, history=False)  # since then, another
+    assert "of_build" in capsys.readouterr().out
 
 
 def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixture[str]) -> None:
