@@ -36,7 +36,7 @@ from bus.clock import SystemClock
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
-from bus.contracts.drains import DrainFailure, DrainProgress, DrainsPage, DrainState, DrainTarget
+from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainsPage, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.objects import (
     CellState,
@@ -411,6 +411,7 @@ def running(**more: Any) -> DrainProgress:
         (running(failed=(STUCK,)), common.Exit.NO, "drain.left"),
         (running(failed=(STUCK,), not_begun=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
+        (running(under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), more=True), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), state=DrainState.PAUSED), common.Exit.TIME, "drain.under_way"),
         (running(), common.Exit.TIME, "drain.under_way"),
@@ -434,6 +435,23 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     with pytest.raises(Stop) as stopped:
         _ended(seen, as_json=False)
     assert (stopped.value.status, stopped.value.code) == (status, code)
+
+
+@pytest.mark.parametrize(("moved", "left"), [(0, True), (1, False)])
+@on_virtual_time
+async def test_one_more_try_of_what_was_refused_does_not_begin_the_wait_anew(moved: int, *, left: bool) -> None:
+    """With a try each few seconds `--wait` went on for ever. But where each try moves one, the drain is not stuck."""
+    clock, looks = SystemClock(), list[float]()
+
+    class Answering:
+        async def request(self, *_: object, **__: object) -> DrainsPage:
+            looks.append(clock.monotonic())
+            tries, counts = len(looks) % 8 == 0, {DrainMoveState.MOVED: moved * len(looks) // 8}
+            seen = running(**{"under_way": (STUCK.instance_uuid,)} if tries else {"failed": (STUCK,)})
+            return DrainsPage(drains=(replace(seen, counts=counts),))
+
+    await follow(cast("Any", Answering()), DRAIN, clock=clock, timeout_s=100.0)
+    assert (looks[-1] - looks[0] < 2 * STUCK_S) is left
 
 
 @on_virtual_time
