@@ -7,8 +7,8 @@ page. Here each expression of each template is typed from the declared types bel
 from __future__ import annotations
 
 import ast
-import re
 import enum
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
