@@ -258,6 +258,7 @@ WITHIN_CELL = Refusal(
     code=ACROSS_CELLS,
     reason="its instances could go to other cells only, and the setting moves_across_cells is off",
 )
+NO_OTHER_CELL = Refusal(code=ACROSS_CELLS, reason="no other cell has a host here to which its instances could go")
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -333,6 +334,9 @@ class DrainPlanner:
         target, hosts = found
         if target is DrainTarget.CELL and not self._selector.config.moves_across_cells:
             return WITHIN_CELL
+        table, rows = self._selector.table, self._selector.announced_in_book()
+        if target is DrainTarget.CELL and {table.cells[at] for at in np.unique(table.cell[rows])} <= {query.host}:
+            return NO_OTHER_CELL
         self._selector.holds.settle()
         held = await self._holders.held_on(hosts, everything=True)
         # What is not active there is no part of the plan, but for the source of an unconfirmed move: a revert needs it.

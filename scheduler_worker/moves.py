@@ -51,6 +51,7 @@ from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
+    CELL_DRAIN_USER,
     CHANGED,
     NO_SOURCE,
     SOURCE_UNKNOWN,
@@ -259,6 +260,10 @@ class MoveEngine:
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
+        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
+        anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
+        if may_leave and stays is None and pending.request.user_id == CELL_DRAIN_USER:
+            may_leave, spec = False, replace(anywhere, leaves=spec.cell)
         chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen
@@ -267,11 +272,8 @@ class MoveEngine:
             await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, located, planned)
-        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        anywhere = replace(spec, cell=None, key=(*spec.key, "any cell"))
-        stays = stays_in_cell(known)  # then its choice holds nothing there
         elsewhere = self._pick(pending, known, anywhere, located, planned if stays is None else planned or {})
         return Chosen(failure=stays, funnel=chosen.funnel) if stays and isinstance(elsewhere, Chosen) else elsewhere
 

@@ -26,6 +26,7 @@ from tests.kit.fixtures import (
     postgres_url,
 )
 from tests.kit.turns import unfinished
+from tests.kit.waiting import cut_off
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
@@ -107,6 +108,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         sources.forget()
     assert (left := unfinished()) == [], f"left on a closed loop: {left}"
     return ended
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A TimeoutError says nothing: what was waited for, and what was there last, is added."""
+    report = yield
+    if waited := cut_off(call.excinfo.value if call.excinfo else None):
+        report.sections.append(("waited at", waited))
+    return report
 
 
 @pytest.fixture(autouse=True)

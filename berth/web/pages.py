@@ -331,15 +331,15 @@ class Pages:
         """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
-        moves = (await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves
+        page = await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))
         return self._page(
             request,
             "build.html",
             build=found,
             stages=stages_of(found),
-            unplaced=next((one for one in moves[:1] if one.funnel), None),
+            unplaced=page.unplaced,
             lost=lost_claims(found),
-            moves=moves,
+            moves=page.moves,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,

@@ -40,6 +40,9 @@ Uuid = Annotated[str, matching(_UUID + _END, "a UUID in lower case with hyphens"
 # A word that is safe as one segment of a routing key and as part of a queue name.
 Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters, digits, _ and -")]
 
+# The longest role of a cell, berth-conductor-CELL, has 63 characters then, the most that PostgreSQL takes.
+CellName = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,47}" + _END, "1 to 47 letters, digits, _ and -")]
+
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
 # The name of an availability zone, where it is made and where it is asked for: as a person writes it, at most 1,020

@@ -26,7 +26,7 @@ SELECT EXISTS (
         state IN ({in_sql(EVACUATED)})
         OR (state IN ({in_sql(EVACUATED_IN_DOUBT)}) AND record ->> 'doubted' = 'true')))
 """
-# It reads the whole table, and fences are rare. Instances that are over hold nothing there.
+# The states are a partial index's condition. Instances that are over hold nothing there.
 TOUCHING = f"""
 SELECT uuid FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid

@@ -24,7 +24,7 @@ from bus.persistence.tables import (
     only_row,
     outbox_tables,
 )
-from cell_conductor.domain.desires import EXPECTED_HERE, PURGED, PURGED_FAILED, in_sql, in_text
+from cell_conductor.domain.desires import AT_REST, PURGED, PURGED_FAILED, in_sql, in_text
 from cell_conductor.domain.instance import Instance
 
 from .safety import KEYED, UNEXPLAINED
@@ -50,7 +50,7 @@ instances = Table(
     Column("deadline", Double),
     needed("record", JSON),
     Index("instances_deadline", "deadline", postgresql_where=text("deadline IS NOT NULL")),
-    Index("instances_host", "host_uuid", postgresql_where=text(f"state IN ({in_sql(EXPECTED_HERE)})")),
+    Index("instances_host", "host_uuid", postgresql_where=text(f"state NOT IN ({in_sql(AT_REST)})")),
     Index("instances_source", "source_host_uuid", postgresql_where=text("source_host_uuid IS NOT NULL")),
     Index("instances_over", "since", postgresql_where=text(f"state IN ({in_sql(PURGED)})")),
     Index("instances_failed", "since", postgresql_where=text(f"state IN ({in_sql(PURGED_FAILED)})")),

@@ -19,7 +19,7 @@ CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NU
 
 CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed/absent');
 
-CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'destroying/deleted', 'destroying/reverting', 'destroying/offloaded', 'resized');
+CREATE INDEX instances_host ON instances (host_uuid) WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed', 'departed/absent');
 
 CREATE INDEX instances_over ON instances (since) WHERE state IN ('tombstone', 'deleted');
 

@@ -25,6 +25,7 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from bus.contracts.placement import INSTANCES
+from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
@@ -36,6 +37,7 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.requests import TOO_OLD, refused_move
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.view import RequestSpec
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -181,11 +183,13 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
 _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 
 
-def stays_in_cell(known: MoveContext) -> Refusal | None:
+def stays_in_cell(known: MoveContext, spec: RequestSpec) -> Refusal | None:
     """Why the instance can leave its cell by no request: said before a move begins, and checked again by the cell."""
-    if known.build_request is None or not (known.build_request.networks or known.build_request.volumes):
-        return None
-    return Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
+    if known.build_request is not None and (known.build_request.networks or known.build_request.volumes):
+        return Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
+    if not {"VCPU", "PCPU"} & total_resources(spec.query).keys():
+        return Refusal(code=ACROSS_CELLS, reason="it is a bare-metal node's, and that moves no instance")
+    return None
 
 
 def may_leave_cell(request: MoveRequest) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
+from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.contracts.base import MAX_REASON, Message, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeHolder
 from bus.contracts.build import BuildState
@@ -182,6 +182,11 @@ NOT_LIVE = ended(0.1, "instance.not_running")
         pytest.param(ACTIVE, tries(8.0, 98, 99), MoveKind.LIVE_MIGRATE, id="it is tried again all the same"),
         pytest.param(ACTIVE, tries(59.9, *range(90, 99)), REFUSED | STUCK, id="the longest pause"),
         pytest.param(ACTIVE, tries(60.0, *range(90, 99)), MoveKind.LIVE_MIGRATE, id="and for ever"),
+        pytest.param(ACTIVE, tries(899.9, *range(901, 930)), REFUSED | STUCK, id="but rarely after many"),
+        pytest.param(ACTIVE, tries(900.0, *range(901, 930)), MoveKind.LIVE_MIGRATE, id="four times an hour"),
+        pytest.param(ACTIVE, tries(60.0, *range(90, 99), *range(901, 920)), MoveKind.LIVE_MIGRATE, id="not yet rarely"),
+        pytest.param(ACTIVE, tries(-CLOCKS_APART_S), REFUSED | STILL, id="by another scheduler's clock"),
+        pytest.param(ACTIVE, tries(-9999.0), MoveKind.LIVE_MIGRATE, id="before the clock was set back"),
         pytest.param(ACTIVE, [UNTIL_DONE, *tries(97, 98, 99)], MoveKind.LIVE_MIGRATE, id="it has come back"),
         pytest.param(ACTIVE, tries(0.1, drain=None), MoveKind.LIVE_MIGRATE, id="a client was refused"),
         pytest.param(ACTIVE, tries(0.1, drain=H9), MoveKind.LIVE_MIGRATE, id="another drain was"),
@@ -242,7 +247,7 @@ def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals
 @pytest.mark.parametrize("record", [{"kind": MoveKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
 @pytest.mark.parametrize(
     ("state", "count", "is_last"),
-    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 40, False)],
+    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 29, False)],
 )
 def test_a_cold_move_that_began_and_failed_is_tried_three_times(
     record: dict[str, Any], state: MoveState, count: int, is_last: bool

@@ -42,6 +42,7 @@ from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild,
 from scheduler_worker.domain.moves import CELL_DRAIN_USER, CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import LAST, OVERTAKES, RETRIES, RequestDelivery
+from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
@@ -273,6 +274,15 @@ def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind:
     assert moves.may_leave_cell(requested(kind, policy=HERE)) is (leaves and kind is not RESIZE)
     assert not moves.may_leave_cell(requested(kind, user_id=DRAIN_USER))
     assert moves.may_leave_cell(requested(kind, user_id=CELL_DRAIN_USER)) is leaves
+
+
+@pytest.mark.parametrize(("flavor", "code"), [("bm.gold", "move.across_cells"), ("gpu.small", None), ("m1.tiny", None)])
+def test_bare_metal_stays_in_its_cell(flavor: str, code: str | None) -> None:
+    """Its cell alone refused that, when the other one had been chosen."""
+    spec = SELECTOR.request_spec(replace(BUILT, flavor=flavor, host=None))
+    assert isinstance(spec, RequestSpec)
+    found = moves.stays_in_cell(KNOWN, spec)
+    assert (found.code if found else None) == code
 
 
 @pytest.mark.parametrize(
