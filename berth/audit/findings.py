@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
-    ENDED,
     TOMBSTONE,
     Facts,
     InstanceFact,
@@ -27,6 +26,7 @@ from berth.audit.invariants import (
     settled_machines,
 )
 from bus.contracts.build import BuildState
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 
 class FindingKind(StrEnum):
@@ -256,7 +256,7 @@ def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding
         if one.state in ALIVE and request is None:
             reason = f"{one.state} in {one.cell}, and no request is on record"
             yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason)
-        elif one.state in ALIVE and request in ENDED:
+        elif one.state in ALIVE and request in ENDED_WITHOUT_MACHINE:
             reason = f"{one.state} in {one.cell}, and its request is {request}"
             yield _finding(
                 Kind.UNREQUESTED, one.instance_uuid, reason, f"berth delete {one.instance_uuid} --cell {one.cell}"

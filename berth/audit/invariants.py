@@ -14,24 +14,27 @@ from math import floor
 
 from msgspec import Struct
 
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
 from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
+from cell_conductor.domain import desires
 from cell_conductor.domain.desires import Wish, in_text, states_where
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 
 TOMBSTONE, RESIZED = "tombstone", "resized"
-DEPARTED = "departed"  # another cell has it: this record is no instance
+# Another cell has it: this record is no instance.
+ELSEWHERE = frozenset(map(in_text, desires.ELSEWHERE))
 # Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.
 _RESTS = states_where(lambda row: row.condition is not Condition.MOVING or row.elsewhere)
 _WAITS = states_where(lambda row: row.asks is not None or Wish.DESTROY in (row.here, row.source))
 AT_REST = frozenset(map(in_text, _RESTS - _WAITS))
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset(map(in_text, states_where(lambda row: row.here is Wish.RUN)))
-# Of a request: no client wants its instance.
-ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+# Its cell has proved that no machine and no allocation of it is left.
+OVER = AT_REST - ALIVE - ELSEWHERE
 
 
 class InventoryFact(Struct, frozen=True):
@@ -294,13 +297,12 @@ def _over_capacity(facts: Facts) -> Iterator[str]:
 
 
 def _terminal(facts: Facts) -> Iterator[str]:
-    settled = {BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED}
     for uuid in facts.accepted:
         if uuid not in facts.requests:
             yield f"{uuid}: accepted, but no scheduler has it on record"
     may_wait = facts.may_wait()
     for uuid, state in facts.requests.items():
-        if state not in settled and uuid not in may_wait:
+        if state not in TERMINAL_STATES and uuid not in may_wait:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
@@ -458,7 +460,7 @@ def _caused(facts: Facts) -> Iterator[str]:
         request = facts.requests.get(instance.instance_uuid)
         if request is None:
             yield f"{instance.instance_uuid}: an instance that was not requested"
-        elif instance.state in ALIVE and request in ENDED:
+        elif instance.state in ALIVE and request in ENDED_WITHOUT_MACHINE:
             yield f"{instance.instance_uuid}: {instance.state} in {instance.cell}, but its request is {request}"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"

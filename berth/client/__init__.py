@@ -15,6 +15,7 @@ from bus.clock import Clock, event_or_time
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import (
+    TERMINAL_STATES,
     BuildEvent,
     BuildPage,
     BuildQuery,
@@ -50,7 +51,6 @@ MAX_QUERIED = 2_000
 ASK_TIMEOUT_S = 10.0
 MIN_ASK_S = 0.5
 
-ENDS_A_BUILD = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
 
 
@@ -374,7 +374,7 @@ class BuildClient:
 
     def _learn(self, track: Track, record: BuildRecord) -> None:
         """A scheduler's record of one build, instead of the event that was missed."""
-        ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
+        ended = record.state is BuildState.DELETED if track.deleting else record.state in TERMINAL_STATES
         if ended and track.ended_at is None:
             self._end(track, record.state, None)
             track.learned = True

@@ -38,10 +38,10 @@ STRANDED = "claim.stranded"  # a claim is held on a host that no compute service
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # A build in one of these states has no machine and never will.
-ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+ENDED_WITHOUT_MACHINE = tuple(one for one in BuildState if one in TERMINAL_STATES - {BuildState.ACTIVE})
 # A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
 # others by their cell.
-OPEN = (BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
+OPEN = tuple(one for one in BuildState if one not in TERMINAL_STATES)
 
 
 def is_search(query: BuildQuery) -> bool:

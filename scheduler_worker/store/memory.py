@@ -33,7 +33,6 @@ from scheduler_worker.store.memory_units import (
     delete,
     key_of,
 )
-from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
 from scheduler_worker.store.port import (
     FIRST_UUID,
     MAX_EXAMINED,
@@ -99,7 +98,7 @@ class MemoryBuilds(UnitStore):
             found = [
                 uuid
                 for uuid, build in self._table.recorded.items()
-                if build.state in BUILDS_WITH_A_MACHINE
+                if build.state not in ENDED_WITHOUT_MACHINE
                 and flavor in (None, *flavors_in_use(self._table.records[uuid].flavor, build.instance))
                 and group in (None, _group_of(self._table.requested[uuid].request))
                 and cell in (None, build.cell, *coming.get(uuid, ()))
