@@ -251,14 +251,18 @@ class BuildClient:
         for uuid in requested:
             self.tracks[uuid].under_way = False
         for start in range(0, len(requested), ASK_SLICE):
-            part = requested[start : start + ASK_SLICE]
-            queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
+            # What was dropped during a query is not followed any more.
+            tracks = [
+                one for uuid in requested[start : start + ASK_SLICE] if (one := self.tracks.get(uuid)) is not None
+            ]
+            part = [one.instance_uuid for one in tracks]
+            queries = [BuildQuery(instance_uuid=one.instance_uuid, project_id=one.project_id or None) for one in tracks]
             pages = await self.bus.request_all(queries, BuildPage, timeout_s=timeout_s, causes=part)
             for page in pages:
                 if isinstance(page, Fault):
                     raise page
                 for record in page.builds:
-                    if record.instance_uuid in self.tracks:  # else it was dropped during the query
+                    if record.instance_uuid in self.tracks:
                         self._learn(self.tracks[record.instance_uuid], record)
         self._changed.set()
 
