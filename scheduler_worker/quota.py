@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
+from bus.contracts.moves import Condition
 from bus.contracts.placement import INSTANCES
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.selector import Selector
@@ -19,9 +20,9 @@ async def rooms_of(store: SchedulerStore, selector: Selector, projects: Collecti
     """
     quotas = {project: selector.config.quota_of(project) for project in projects}
     limited = sorted(project for project, quota in quotas.items() if quota)
-    for project, flavor, count in await store.without_host(limited) if limited else ():
-        parsed = selector.flavors.get(flavor)
-        kept = {INSTANCES: 1, **({} if parsed is None else total_resources(parsed.query))}
-        quota = quotas[project]
-        quotas[project] = {name: max(0, most - count * kept.get(name, 0)) for name, most in quota.items()}
+    for one in await store.without_host(limited) if limited else ():
+        flavor = selector.flavors.get(one.flavor) if one.condition is Condition.MOVING else None
+        kept = {INSTANCES: 1, **({} if flavor is None else total_resources(flavor.query))}
+        quota = quotas[one.project_id]
+        quotas[one.project_id] = {name: max(0, most - one.count * kept.get(name, 0)) for name, most in quota.items()}
     return quotas

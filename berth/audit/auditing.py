@@ -36,7 +36,7 @@ SELECT instance_uuid::text FROM build_requests WHERE state = '{BuildState.ACTIVE
 # that nothing of it is left.
 REQUESTS = f"""
 SELECT b.instance_uuid::text, b.state, b.cell IS NULL
-    AND b.state IN ({in_list({*ENDED_WITHOUT_MACHINE} - {BuildState.DELETED})})
+    AND b.state IN ({in_list(sorted({*ENDED_WITHOUT_MACHINE} - {BuildState.DELETED}))})
     AND (b.run <> held.run OR b.code = '{STRANDED}') AS in_doubt, {IS_OPEN} AS is_open
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
 """

@@ -81,7 +81,7 @@ _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE} FROM instances
-WHERE state NOT IN ({in_list([RESIZED, *ELSEWHERE])})
+WHERE state NOT IN ({in_list([RESIZED, *sorted(ELSEWHERE)])})
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
@@ -91,7 +91,7 @@ SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{mov
 FROM instances WHERE state = '{RESIZED}'
 """
 # What has not had its time yet: since the last step began, as long as one may take, by the request or the settings.
-_SETTLED = in_list(AT_REST)
+_SETTLED = in_list(sorted(AT_REST))
 _STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{move,step_timeout_s}')::float8, $2)"""
 _WITHIN_TIME = f"SELECT uuid::text FROM instances WHERE state NOT IN ({_SETTLED}) AND since + {_STEP_S} > $1"
 IS_OPEN = f"state IN ({in_list(OPEN)})"

@@ -53,8 +53,8 @@ async def fetch(connection: asyncpg.Connection, statement: sa.Executable, **valu
 
 
 def in_list(states: Iterable[str]) -> str:
-    """States as the list of an SQL condition."""
-    return ", ".join(f"'{state}'" for state in sorted(states))
+    """States as the list of an SQL condition, in their order."""
+    return ", ".join(f"'{state}'" for state in states)
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from bus.contracts.build import (
     TERMINAL_STATES,
     BuildEvent,
     BuildQuery,
+    BuildRecord,
     BuildRequest,
     BuildState,
     FunnelStep,
@@ -93,6 +94,18 @@ def flavors_in_use(built: str, now: SinceBuild | None) -> tuple[str, ...]:
     """
     now = now or AS_BUILT
     return present_flavor(built, now), now.new_flavor, now.old_flavor
+
+
+# Of an instance that has been built. Between two hosts it has none until the next has claimed it.
+MAY_HAVE_NO_HOST = (Condition.OFFLOADED, Condition.MOVING)
+
+
+def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
+    """A build's record with what the instance has become since."""
+    if instance is None:
+        return record
+    flavor = present_flavor(record.flavor, instance)
+    return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
 
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
