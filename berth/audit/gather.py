@@ -40,6 +40,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import KEEP, LeaseStore, Safety
 from cell_conductor.store.tables import SERVICE
+from placement_worker.operations.audit import sharers
 from scheduler_worker.domain.builds import OPEN
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
@@ -161,7 +162,7 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
     return Facts(
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
-        roots=dict(await _rows(book, _ROOTS)),
+        roots=await _roots(book),
         namesakes=await _namesakes(book, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
@@ -178,6 +179,12 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         under_way=began | await _within_time(scheduler, cells, site.clock.time(), step_s),
         unheard=unheard,
     )
+
+
+async def _roots(book: Database) -> dict[str, str]:
+    async with book.raw() as connection:
+        sharing = await sharers(connection)
+    return {provider: root for provider, root in await _rows(book, _ROOTS) if provider not in sharing}
 
 
 async def _within_time(scheduler: Database, cells: dict[str, Database], now: float, step_s: float) -> set[str]:

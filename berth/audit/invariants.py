@@ -73,6 +73,13 @@ class InstanceFact(Struct, frozen=True):
     source: SourceFact | None = None
 
     @property
+    def holders(self) -> tuple[tuple[str, str | None], ...]:
+        """The consumers that hold something for it, each with its host, while it has a machine."""
+        source = self.source_elsewhere
+        own = self.instance_uuid, self.host_uuid
+        return (own,) if source is None else (own, (source.migration, source.host_uuid))
+
+    @property
     def source_elsewhere(self) -> SourceFact | None:
         """The source, if it is another machine than the instance's own: not that of a resize in place."""
         return self.source if self.source is not None and self.source.host_uuid != self.host_uuid else None
@@ -149,18 +156,18 @@ class GangFact(Struct, frozen=True, kw_only=True):
 class Facts(Struct, frozen=True, kw_only=True):
     """Everything the invariants are judged by, all of it read from outside the workers.
 
-    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
-    cells: {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when
-    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
-    the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
-    mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
-    requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
-    or None. services: (cell, service) of every compute service on record, or None: unknown. down: those of them that do
-    not report what their hosts run, so that it is not judged, or None: unknown.
-    unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or None: unknown.
-    unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose build, move or
-    delete is within its time; they are not judged. namesakes: (host, name, the host that has
-    it) of hosts that a service reports and the book refuses, because it has the name as another's.
+    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record; cells:
+    {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when there was no
+    listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the process
+    belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}, without those that share,
+    of which allocations are of no host. audit: mismatches that the book's own audit found, one line each. breakers,
+    quarantine: the cells' records, or None. moves: requests about instances, or None. gangs: requests for several
+    machines, those of which every member is on record, or None. services: (cell, service) of every compute service on
+    record, or None: unknown. down: those of them that do not report what their hosts run, so that it is not judged, or
+    None: unknown. unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or
+    None: unknown. unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose
+    build, move or delete is within its time; they are not judged. namesakes: (host, name, the host that has it) of
+    hosts that a service reports and the book refuses, because it has the name as another's.
     """
 
     inventories: Sequence[InventoryFact]
@@ -186,6 +193,11 @@ class Facts(Struct, frozen=True, kw_only=True):
     unread: AbstractSet[str] = frozenset()
     under_way: AbstractSet[str] = frozenset()
     namesakes: Sequence[tuple[str, str, str]] | None = None
+
+    def hosts_of(self, consumer: str) -> set[str]:
+        """The hosts of which a consumer holds something."""
+        held = self.allocations.get(consumer, {})
+        return {self.roots[provider] for provider in held if provider in self.roots}
 
     def may_wait(self) -> set[str]:
         """Instances of which something may be open: within its time, at a service that is down, in an unread cell."""
@@ -378,10 +390,9 @@ def _agreement(facts: Facts) -> Iterator[str]:
 
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
-        yield from _held_on(facts, uuid, instance.host_uuid, f"{uuid}: {instance.state}")
-        if (source := instance.source_elsewhere) is not None:
-            what = f"{uuid}: {source.migration} keeps its source"
-            yield from _held_on(facts, source.migration, source.host_uuid, what)
+        for consumer, host in instance.holders:
+            what = instance.state if consumer == uuid else f"{consumer} keeps its source"
+            yield from _held_on(facts, consumer, host, f"{uuid}: {what}")
     # A move under way has a consumer for its source as well: by the requests on record.
     under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
     allowed = holders(facts).keys() | unsettled | under_way | facts.in_unread_cells()
@@ -395,9 +406,9 @@ def _held_on(facts: Facts, consumer: str, host_uuid: str | None, what: str) -> I
     if held is None:
         yield f"{what}, but holds no allocation"
         return
-    roots = {facts.roots.get(provider) for provider in held}
-    if host_uuid not in roots:
-        yield f"{what} on {host_uuid}, allocated on {sorted(map(str, roots))}"
+    hosts = facts.hosts_of(consumer)
+    if host_uuid not in hosts:
+        yield f"{what} on {host_uuid}, allocated on {sorted(hosts)}"
 
 
 def _running(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.audit.gather import _gangs
+from berth.audit.gather import _gangs, _roots
 from berth.audit.invariants import RunningFact
 from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
 from berth.commands import book
@@ -208,6 +208,15 @@ async def test_what_runs_on_a_node_is_claimed_though_a_node_in_use_is_reserved(r
     assert [getattr(one, "outcome", None) for one in again] == ["unchanged"]
     other = await restored.instance(host=2, amounts={gold: 1})
     assert await restored.repair() == [f"{other}: left alone, full"], "one holds it"
+
+
+async def test_what_a_pool_shares_is_of_no_host(restored: Restored) -> None:
+    """`berth audit` called each instance with a share of a pool doubled, and the proposed repair found nothing."""
+    pool = new_uuid(restored.rng)
+    shares = {"inventories": {"DISK_GB": Inventory(total=9)}, "traits": ("MISC_SHARES_VIA_AGGREGATE",)}
+    report = ProviderReport(uuid=pool, name="pool", **shares)  # type: ignore[arg-type]
+    await restored.book.store.report([InventoryUpdate(source="p", version=1, root_uuid=pool, providers=(report,))])
+    assert await _roots(restored.book.database) == {host: host for host in restored.hosts}
 
 
 async def test_what_a_hypervisor_has_reserved_is_not_claimed_for_what_runs_there(restored: Restored) -> None:
