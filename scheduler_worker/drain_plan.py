@@ -46,13 +46,14 @@ from scheduler_worker.domain.drains import (
     next_moves,
 )
 from scheduler_worker.domain.hosts import CELL_SILENT
+from scheduler_worker.domain.moves import Located
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, RequestKey, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup, hosts_of_services
-from scheduler_worker.moves import Chosen, Located, MoveEngine
+from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 

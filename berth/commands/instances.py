@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.audit.invariants import ENDED
 from berth.client import BuildClient, Track
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
@@ -53,6 +52,7 @@ from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.port import BusUnavailable, PublishRefused
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_COUNT = 100_000
 
@@ -318,7 +318,7 @@ def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
     """Raises Stop: a client can delete one."""
     site.check_cell(cell)
     for record in records:
-        if record.state not in ENDED:
+        if record.state not in ENDED_WITHOUT_MACHINE:
             reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
             raise Stop(Exit.NO, "instance.requested", reason)
 

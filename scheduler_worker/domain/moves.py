@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
     ACROSS_CELLS,
@@ -24,7 +26,8 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, LocatePage
+from bus.faults import Fault
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.builds import SinceBuild
@@ -245,3 +248,25 @@ def added_by(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
         for uuid, share in allocations.items()
     }
     return {uuid: share for uuid, share in added.items() if share}
+
+
+class Located(Struct, frozen=True):
+    """Where an instance and those that it depends on are, and what it holds."""
+
+    instance_uuid: str
+    page: LocatePage
+    held: Holding
+
+    @property
+    def source(self) -> str | None:
+        """The instance's host."""
+        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
+
+
+def located_of(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:
+    """Both answers of placement about one instance."""
+    if isinstance(page, Fault):
+        return page
+    if isinstance(held, Fault):
+        return held
+    return Located(pending.request.instance_uuid, page, {} if held is None else held.holding)

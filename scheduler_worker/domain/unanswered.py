@@ -76,7 +76,8 @@ def open_move(move: RecordedMove) -> AwaitedRequest | None:
 def open_now(request: AwaitedRequest, known: MoveContext) -> AwaitedRequest | None:
     """The request by its records as they are now; None: it has ended, or waits for another one."""
     if request.is_move:
-        return None if known.move is None else open_move(known.move)
+        move = known.move_of(request.instance_uuid)
+        return None if move is None else open_move(move)
     return None if known.build is None else open_build(known.build)
 
 

@@ -37,7 +37,7 @@ from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store import memory, postgres
 from scheduler_worker.store import objects as store_module
-from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
+from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore, WithoutHost
 from tests.kit.sent import Sent
 from tests.unit.scheduler.hosts import Hosts
 
@@ -245,8 +245,8 @@ async def test_an_instance_counts_for_each_flavor_that_it_may_have_next(
 @pytest.mark.parametrize(
     ("state", "condition", "host", "counted"),
     [
-        (BuildState.ACTIVE, Condition.OFFLOADED, None, [("p", "", 1)]),
-        (BuildState.ACTIVE, Condition.MOVING, None, [("p", "large", 1)]),
+        (BuildState.ACTIVE, Condition.OFFLOADED, None, [WithoutHost("p", Condition.OFFLOADED, "large", 1)]),
+        (BuildState.ACTIVE, Condition.MOVING, None, [WithoutHost("p", Condition.MOVING, "large", 1)]),
         (BuildState.ACTIVE, Condition.MOVING, "host-1", []),
         (BuildState.ACTIVE, Condition.SHELVED, None, []),
         (BuildState.DELETED, Condition.OFFLOADED, None, []),
@@ -257,7 +257,7 @@ async def test_the_instances_of_projects_that_have_no_host_are_counted(
     state: BuildState,
     condition: Condition,
     host: str | None,
-    counted: list[tuple[str, str, int]],
+    counted: list[WithoutHost],
 ) -> None:
     async with built.operation() as unit:
         build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build

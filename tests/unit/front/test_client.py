@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -17,7 +18,9 @@ from berth.audit import gather
 from berth.audit.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.audit.invariants import InstanceFact
 from berth.client import BuildClient, host_pages
+from berth.client import moves as client_moves
 from berth.client.host_pages import json_of, read_hosts
+from berth.client.moves import MoveClient
 from berth.client.object_edits import project_usage
 from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
@@ -32,6 +35,7 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRecord, MoveRequest, MoveState
 from bus.faults import RequestRefused
 from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
@@ -97,6 +101,51 @@ async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_w
     await client_world.scheduler.publish(forged)
     await until(lambda: client_world.client.foreign_events == 1)
     assert (track.state, client_world.client.unfinished) == ("requested", 1)
+
+
+async def test_a_record_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
+    """Ours was refused, as its uuid was taken, and the event of that was missed: it was `active`."""
+    client_world.answer_at_once = False
+    (request,) = requests(1)
+    (track,) = await client_world.client.boot([request])
+    client_world.records[request.instance_uuid] = replace(record(request, BuildState.ACTIVE), project_id="evil")
+    await client_world.client.resync()
+    assert client_world.queries == 1
+    assert (track.state, client_world.client.unfinished) == ("requested", 1)
+
+
+MOVE = MoveRequest(
+    request_id="b0000000-0000-4000-8000-000000000000",
+    instance_uuid="a0000000-0000-4000-8000-000000000000",
+    project_id="p",
+    kind=MoveKind.STOP,
+)
+
+
+@pytest.mark.parametrize("other", [{}, {"instance_uuid": f"c{MOVE.instance_uuid[1:]}"}, {"project_id": "evil"}])
+@pytest.mark.parametrize("by", ["record", "event"])
+async def test_a_request_is_its_id_its_instance_and_its_project(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], by: str
+) -> None:
+    """A client gives one id to requests about two instances: the end of the first ended the second as `done`."""
+    monkeypatch.setattr(client_moves, "SILENCE_S", 0.01)
+    moves, heard = MoveClient(client_world.client.bus, clock=client_world.clock, process="moves"), list[MoveEvent]()
+    await moves.open()
+    moves.on_event(heard.append)
+    await moves.offer([MOVE])
+    names = {"request_id": MOVE.request_id, "instance_uuid": MOVE.instance_uuid, "project_id": "p"}
+    of: dict[str, Any] = {"kind": MOVE.kind, "state": MoveState.DONE}
+    if by == "record":
+        client_world.moves.append(MoveRecord(**{**names, **other}, **of, terminal=True))
+        waiting = asyncio.create_task(moves.wait(20))
+        await until(lambda: client_world.queries > 1 or not moves.unfinished)
+        waiting.cancel()
+    else:
+        await client_world.scheduler.publish(MoveEvent(**{**names, **other}, **of, sequence=20, terminal=True))
+        await client_world.scheduler.publish(MoveEvent(**names, **of, sequence=21))
+        await until(lambda: (bool(heard) and heard[-1].sequence == 21) or not moves.unfinished)
+    assert moves.unfinished == bool(other)
+    await moves.close()
 
 
 async def test_a_delete_that_was_given_up_ends_though_its_event_has_no_number(client_world: ClientWorld) -> None:

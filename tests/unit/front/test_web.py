@@ -19,7 +19,7 @@ from berth import site
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import as_seen, body_of, stream_response
+from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
 from berth.web.fleet import (
@@ -43,6 +43,8 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import (
     BuildEvent,
+    BuildPage,
+    BuildQuery,
     BuildRecord,
     BuildState,
     HostRecord,
@@ -409,6 +411,32 @@ async def test_an_end_that_is_published_twice_is_counted_once() -> None:
     assert sum(second.failed for second in stream._seconds) == len(stream.failures) == 1
     assert sum(second.lost_claims for second in stream._seconds) == 4
     assert sum(second.retries for second in stream._seconds) == 2
+
+
+@pytest.mark.parametrize("caller", [WebCaller("ann", WebRole.OPERATOR), WebCaller("bob", WebRole.PROJECT, "p")])
+@pytest.mark.parametrize("other", [{"project_id": "evil", "sequence": 99}, {"sequence": 0}])
+async def test_a_refusal_of_another_request_under_its_uuid_ends_no_stream_of_a_build(
+    caller: WebCaller, other: dict[str, Any]
+) -> None:
+    """Any project may name any uuid in a request of its own. The page called a build that was made refused."""
+    stream, made = Live(None, clock=SystemClock(), process="p"), event(7, BuildState.ACTIVE)  # type: ignore[arg-type]
+    record = BuildRecord(instance_uuid=made.instance_uuid, project_id="p", flavor="f", state=BuildState.BUILDING)
+
+    class OneBuild(WebApi):
+        async def builds(self, query: BuildQuery) -> BuildPage:
+            return BuildPage(builds=(record,))
+
+    path = {"uuid": record.instance_uuid}
+    scope = {"type": "http", "method": "GET", "path": "/", "path_params": path, "query_string": b"", "headers": []}
+    request = Request({**scope, "state": {"caller": caller}})
+    response = await OneBuild(None, stream, random.Random(1)).follow_build(request)  # type: ignore[arg-type]
+    pieces = aiter(response.body_iterator)
+    assert b"event: build" in await anext(pieces)
+    stream.note(structs.replace(made, state=BuildState.REFUSED, reason="a clash", **other))
+    stream.note(made)
+    seen = [one async for one in pieces]
+    assert b'"active"' in seen[-1]
+    assert len(seen) == (1 if "project_id" in other else 2), "what its own project is told is shown"
 
 
 async def test_the_history_has_each_second_once() -> None:
