@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import structlog
-from msgspec import structs
 
 from bus import metrics
 from bus.clock import Clock, new_uuid
@@ -23,18 +22,15 @@ from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
-from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
+from bus.publishing import BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
 from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, Packed, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, pack, tag
 
 R = TypeVar("R", bound=Message)
-
-# A call with more messages than this publishes batches, also of messages that otherwise leave under a key of their own.
-FEW = 2
 
 log = structlog.get_logger("bus")
 
@@ -132,7 +128,7 @@ class Bus:
         """
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
-        self._post(message, cause, waiter, few=True, correlation_id=correlation_id)
+        self._post(message, cause, waiter, correlation_id=correlation_id)
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -150,17 +146,14 @@ class Bus:
         messages: Sequence[tuple[Message, str]],
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
-        line: Callable[[Message], Hashable],
         incarnations: Sequence[int] = (),
     ) -> None:
         """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
-        The caller bounds them. line: the line in which a message waits; the lines have their turns. incarnations: by
-        which each was decided; by default it is that of now.
+        The caller bounds them. incarnations: by which each was decided; by default it is that of now.
         """
-        few = len(messages) <= FEW
         stated = incarnations or [self._incarnation()] * len(messages)
         for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
-            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
+            self._post(message, cause, waiter, traceparent=traceparent, incarnation=number)
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
@@ -189,12 +182,11 @@ class Bus:
     async def _post_each(
         self, messages: Sequence[tuple[Message, str]], waiter: Callable[[], Waiter], traceparents: Sequence[str] = ()
     ) -> None:
-        few = len(messages) <= FEW
         for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
-            self._post(message, cause, waiter(), few=few, traceparent=traceparent)
+            self._post(message, cause, waiter(), traceparent=traceparent)
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's
@@ -237,13 +229,11 @@ class Bus:
         )
 
     async def declare_now(self, queue: str, **fill: str) -> str:
-        """Declare a queue as `declare` does, and those of its lanes. Raises QueueLocked at once."""
-        names = []
-        for row in BY_QUEUE[queue].queues:
-            name, bindings = fill_in(row, {"process": self.process, **fill})
-            await self.transport.declare_queue(row, name, bindings)
-            names.append(name)
-        return names[0]
+        """Declare a queue as `declare` does. Raises QueueLocked at once."""
+        row = BY_QUEUE[queue]
+        name, bindings = fill_in(row, {"process": self.process, **fill})
+        await self.transport.declare_queue(row, name, bindings)
+        return name
 
     def _post(
         self,
@@ -251,10 +241,8 @@ class Bus:
         cause: str,
         waiter: Waiter,
         *,
-        few: bool,
         correlation_id: str | None = None,
         traceparent: str | None = None,
-        line: Hashable = None,
         incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
@@ -267,31 +255,19 @@ class Bus:
             database_incarnation=self._incarnation() if incarnation is None else incarnation,
         )
         packed = pack(message, meta)
-        # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
-        # together.
-        in_batches = row.batch_key and mode.batches
-        exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
-        if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
-            return
-        self.publisher.post(exchange, key, mode, packed, waiter, line=line)
-        if mode.probes_first:
-            # A new id, because the id distinguishes the broker's answers on this connection.
-            again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
+        in_cell = row.cell_key and not mode.drops_refused
+        exchange, key = (row.exchange, row.cell_key) if in_cell else destination(message)
+        self.publisher.post(exchange, key, mode, packed, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
-            # Other programs may listen to public events on the API bus, and read one JSON object in each message.
-            # Without listeners this costs almost nothing. On a project's bus nobody else listens.
             of_project = is_project_bus(self.name)
-            alone = row.public and row.exchange == EVENTS and (self.name == API or of_project)
-            probes_first = alone and bool(row.batch_key) and not of_project
-            found = self._modes[kind] = (
-                row,
-                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
-            )
+            for_others = row.public and row.exchange == EVENTS and (self.name == API or of_project)
+            # A project's clients read one JSON object in each message.
+            mode = Mode(not (for_others and of_project), row.persistent, row.mandatory, row.max_batch, for_others)
+            found = self._modes[kind] = row, mode
         return found
 
 

@@ -13,7 +13,6 @@ from bus.contracts.queues import (
     DELAY,
     DELAYED,
     EVENTS,
-    GIVEN_UP,
     REPLAY,
     REPLY,
     RETRY_S,
@@ -187,7 +186,6 @@ def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
         ExchangePlan(COMMANDS),
         ExchangePlan(EVENTS),
         ExchangePlan(DEAD),
-        ExchangePlan(GIVEN_UP),
         ExchangePlan(REPLAY),
         ExchangePlan(REPLY),
         ExchangePlan(RETURN, alternate=DEAD),
@@ -196,12 +194,7 @@ def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
 
 
 def shared_queues(bus: str = "") -> tuple[QueuePlan, ...]:
-    """Return the queues that all consumers of a bus share; on a project's there are none.
-
-    A message that the broker gives up of a queue that `keeps_keys` is no dead letter at once: clients choose its bytes,
-    and a full queue of dead letters would hold it, and then the requests of all, in the queue of requests. The consumer
-    that announces its end parks a letter that is cut (`ClientLetters`).
-    """
+    """Return the queues that all consumers of a bus share; on a project's there are none."""
     if is_project_bus(bus):
         return ()
     dead = QueuePlan(
@@ -234,7 +227,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
     dies = row.has_letters
-    dead_exchange, dead_key = (GIVEN_UP, "") if row.keeps_keys else (DEAD, name)
+    dead_exchange, dead_key = DEAD, name
     if row.drops_to:
         dead_exchange, dead_key = RETURN, _named_as(row.drops_to, row, name)
     return QueuePlan(

@@ -12,10 +12,9 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import EventsMissed
 from bus.contracts.catalogue import destination, door_destination
-from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns
 from bus.faults import Transient
-from bus.port import BusError, Delivery, Subscription, waiting_in
+from bus.port import BusError, Delivery, Subscription
 from bus.refused_requests import unreadable_events
 from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.wire import Malformed
@@ -108,7 +107,7 @@ class ProjectLink:
         metrics.OLDEST_S.labels(self.project).set(self._requests.oldest_s)
         if is_connected:
             try:
-                waiting = await waiting_in(self._clients.transport, BY_QUEUE["gateway.requests"])
+                waiting = await self._clients.transport.depth("gateway.requests")
                 metrics.WAITING.labels(self.project).set(waiting + self._consumers[0].in_hand)
             except BusError as error:
                 log.info("gateway.not_measured", project=self.project, code=error.code)

@@ -172,7 +172,7 @@ def limit_disk(system: Guarded) -> None:
 
 
 async def write_by_second_keys(system: Guarded, messages: int = LARGE_MESSAGES, vhost: str = project_bus(MINE)) -> None:
-    keys = [f"build.request.{lane}.{MINE}" for lane in range(LANES)]
+    keys = [f"build.request.{MINE}" for lane in range(LANES)]
     properties = Basic.Properties(content_type="application/json", delivery_mode=2, headers={"CC": keys})
     body = b'{"x": "%s"}' % (b"A" * LARGE)
     with contextlib.suppress(AMQPError, RuntimeError, TimeoutError, ConnectionError):

@@ -22,7 +22,6 @@ from aiormq.exceptions import DeliveryError
 from pamqp.commands import Basic
 
 from berth.trial.servers import API_VHOST
-from bus.contracts.queues import lane_of
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import until
 from tests.system.small import PLAN
@@ -153,7 +152,7 @@ async def test_many_requests_in_one_message_are_many_turns(system: Guarded) -> N
                 async with Flood(system.url(f"berth-project-{MINE}"), make, connections).running():
                     await boots_s(quiet, 2)
                     beside += await boots_s(quiet)
-                lane = f"scheduler.requests.{lane_of(MINE)}"  # what is left there would be beside the next ones
+                lane = "scheduler.requests"  # what is left there would be beside the next ones
                 await asyncio.to_thread(system.servers.broker.control, "purge_queue", "-p", API_VHOST, lane)
                 await until(lambda: number(system, MESSAGES_IN_LANES) == 0, patience_s=300)
             assert statistics.median(beside) < TIMES * statistics.median(alone), make.__name__

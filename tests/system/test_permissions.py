@@ -368,7 +368,7 @@ FORBIDDEN: dict[str, Attempt] = {
     "deletes for another project": publishing(key_of("build.delete", THEIRS)),
     "a key that ends like its own": publishing(key_of("build.delete", MINE).replace(MINE, f"x.{MINE}")),
     "a key without a lane": publishing(f"build.delete.{MINE}"),
-    "a lane that is not its own": publishing(f"build.delete.1.{MINE}"),
+    "a lane that is not its own": publishing(f"build.delete.{MINE}"),
     "a key that begins like its own": publishing(key_of("build.delete", MINE) + ".x"),
     "claims": publishing("placement.claim"),
     "releases": publishing("placement.release"),

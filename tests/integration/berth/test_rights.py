@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import aiormq
 import pytest
 from aiormq.exceptions import AMQPError, ChannelAccessRefused
+from bus.key_trust import published_key
 
 from berth.permissions import PermissionRole, definitions, exchanges, of_project, of_role
 from berth.trial.servers import API_VHOST, RealServers, SystemPlan
@@ -27,7 +28,6 @@ from bus.contracts.queues import (
     QueueKind,
     Where,
 )
-from bus.key_trust import published_key
 from bus.port import Delivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange

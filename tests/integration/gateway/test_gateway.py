@@ -29,7 +29,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.queues import MAX_PROJECT_BYTES, lane_of, project_bus
+from bus.contracts.queues import MAX_PROJECT_BYTES, project_bus
 from bus.rabbitmq.transport import RabbitTransport
 from gateway.config import GatewayConfig
 from tests.kit.forks import ForkedProcess
@@ -136,7 +136,7 @@ class Client:
         answer = await self.channel.basic_publish(
             json.dumps(body).encode() + b" " * size,
             exchange="berth",
-            routing_key=f"build.request.{lane_of(self.project)}.{self.project}",
+            routing_key=f"build.request.{self.project}",
             properties=Basic.Properties(content_type="application/json", delivery_mode=2, headers=headers),
             mandatory=True,
         )
@@ -235,7 +235,7 @@ async def test_long_requests_are_all_taken_by_one_gateway(door: GuardedDoor) -> 
 async def test_a_second_key_brings_one_copy_to_nobody_else(door: GuardedDoor) -> None:
     async with door.scheduler(), door.client("p0") as client:
         await door.start("gateway1")
-        keys = [f"build.request.{lane}.p0" for lane in range(32)] + ["build.query", "instance.query", "x.y"]
+        keys = ["build.request.p0" for lane in range(32)] + ["build.query", "instance.query", "x.y"]
         instance = await client.boot(1, CC=keys)
         await until(lambda: door.got)
         last = await client.boot(2)
