@@ -407,3 +407,16 @@ async def depth_is(at: Bus | Transport, queue: str, count: int) -> bool:
 
 async def _waiting(at: Bus | Transport, queue: str) -> int:
     return await (at.transport if isinstance(at, Bus) else at).depth(queue)
+
+
+def watched(transport: Transport) -> list[Outgoing]:
+    """The messages that leave on this transport from now on."""
+    sent: list[Outgoing] = []
+    publish = transport.publish
+
+    async def watch(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watch  # type: ignore[method-assign]
+    return sent

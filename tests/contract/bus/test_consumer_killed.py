@@ -11,7 +11,6 @@ import pytest
 
 from bus.bus import Bus
 from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
-from bus.consuming.in_flight import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
@@ -291,9 +290,9 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
     consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency)
     plain = consumer._on_delivery
 
-    def on_delivery(lane: ConsumerLane, delivery: Delivery) -> None:
+    def on_delivery(delivery: Delivery) -> None:
         arrived.append(loop.time())
-        plain(lane, delivery)
+        plain(delivery)
 
     consumer._on_delivery = on_delivery  # type: ignore[method-assign]
     await consumer.start()
@@ -324,8 +323,8 @@ async def test_the_first_to_arrive_is_not_always_the_first_taken(house: House, c
         consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency, max_batch=1)
         plain, arrivals = consumer._on_delivery, itertools.count()
 
-        def apart(lane: ConsumerLane, delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
-            loop.call_later(0.005 * next(arrivals), plain, lane, delivery)  # as from a network
+        def apart(delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
+            loop.call_later(0.005 * next(arrivals), plain, delivery)  # as from a network
 
         consumer._on_delivery = apart  # type: ignore[method-assign]
         await consumer.start()

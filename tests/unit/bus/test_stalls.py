@@ -136,7 +136,7 @@ class House:
 @pytest.fixture
 async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     monkeypatch.setattr(topology, "DELAYS_S", (0.02,))
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=(0.02,)))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=(0.02,)))
     made = House()
     await made.requester.open()
     await made.server.open()
