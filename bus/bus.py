@@ -17,7 +17,7 @@ from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
-from bus.contracts.queues import BY_QUEUE, EVENTS, Where, is_project_bus
+from bus.contracts.queues import BY_QUEUE, EVENTS, REPLY, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
@@ -28,7 +28,7 @@ from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, may_gather, pack, tag
 
 R = TypeVar("R", bound=Message)
 
@@ -205,13 +205,26 @@ class Bus:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send many requests in one round trip. Returns the reply or the fault of each, in order.
 
         to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does.
+        cannot take raises as `publish` does. on_confirmed: called when it has all of them; they are then handled
+        however late it is.
         """
-        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes, to=to)
+        return await self._requester.ask(
+            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed
+        )
+
+    def post_reply(self, meta: Meta, reply: Message, waiter: Waiter) -> None:
+        """Send a reply to the requester of a message with this metadata, which wants one."""
+        assert meta.reply_to is not None
+        answer = Meta(
+            id=new_uuid(self.rng), cause=meta.cause, sent_at=self.clock.time(), correlation_id=meta.correlation_id
+        )
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
+        self.publisher.post(REPLY, meta.reply_to, mode, pack(reply, answer), waiter)
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name, and return its real name. `{process}` is this bus's own
@@ -332,6 +345,7 @@ class Requester:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
@@ -344,7 +358,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to)
+                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to, on_confirmed=on_confirmed)
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -385,6 +399,7 @@ class Requester:
         until: float | None,
         *,
         to: Callable[[Message], tuple[str, str]] | None,
+        on_confirmed: Callable[[], None] | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
         repeated. until: the time of the event loop at which the requester stops waiting.
@@ -396,8 +411,11 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     where = (to or destination)(message)
-                    self._post(message, where, causes[index], ids[index], until, waiter, pending, index)
+                    left = None if on_confirmed is not None else until
+                    self._post(message, where, causes[index], ids[index], left, waiter, pending, index)
             await waiter.wait()
+            if on_confirmed is not None:
+                on_confirmed()
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:

@@ -19,6 +19,7 @@ from bus.contracts.queues import (
     RETURN,
     QueueKind,
     QueueRow,
+    Where,
     is_project_bus,
 )
 
@@ -239,12 +240,19 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         max_length=row.max_length,
         max_bytes=row.max_bytes,
         drop_head=private or bool(row.drops_to),
-        delivery_limit=None if private else row.delivery_limit if durable else NEVER_GIVEN_UP,
+        delivery_limit=_delivery_limit(row),
         ttl_s=row.ttl_s,
         dead_exchange=dead_exchange if dies or row.drops_to else None,
         dead_key=dead_key if dies or row.drops_to else "",
         bindings=(*bindings, (RETURN, name), (REPLAY, name)) if durable else tuple(bindings),
     )
+
+
+def _delivery_limit(row: QueueRow) -> int | None:
+    """A project's message that ends its gateway each time is given up, as a worker's."""
+    if row.kind is QueueKind.PRIVATE:
+        return None
+    return row.delivery_limit if row.kind is QueueKind.DURABLE or row.where is Where.PROJECT else NEVER_GIVEN_UP
 
 
 def _named_as(template: str, row: QueueRow, name: str) -> str:

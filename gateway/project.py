@@ -37,8 +37,8 @@ class ProjectLink:
         self.project = project
         self._api = api
         self._clients = clients
-        self._requests = RequestForwarder(project, api, door_destination, turns)
-        queries = RequestForwarder(project, api, destination, turns)
+        self._requests = RequestForwarder(project, api, clients, door_destination, turns)
+        self._queries = RequestForwarder(project, api, clients, destination, turns)
         self._consumers = [
             Consumer(
                 clients,
@@ -49,7 +49,7 @@ class ProjectLink:
                 prefetch=PREFETCH,
                 on_malformed=self._on_malformed,
             )
-            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", queries))
+            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", self._queries))
         ]
         self._events = Consumer(
             api, "gateway.events.{project}", EventForwarder(clients), concurrency=1, prefetch=256, project=project
@@ -89,6 +89,7 @@ class ProjectLink:
         if self._missed is not None:
             await self._missed.cancel()
         await asyncio.gather(*(consumer.drain(grace_s) for consumer in (*self._consumers, self._events)))
+        await asyncio.gather(*(one.drain(grace_s) for one in (self._requests, self._queries)))
 
     async def close(self) -> None:
         """Close the connection. What is not acknowledged goes back."""

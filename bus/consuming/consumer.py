@@ -211,7 +211,7 @@ class Consumer:
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
         self._held.hold(delivery)
         self._arrived.append(ArrivedDelivery(delivery, now, since))
-        if self._tries(delivery) >= SUSPECT_FROM:
+        if self._is_suspect(self._tries(delivery)):
             self._suspect_until = now + SUSPECT_WAIT_S
         self._gather.wake()
 
@@ -326,9 +326,13 @@ class Consumer:
 
     def _tries(self, delivery: Delivery) -> int:
         """Return the number of earlier deliveries that may have been tries: not those that this process lost before a
-        handler had them, and none of a queue with one consumer at a time, which keeps its order."""
-        count = 0 if self._row.single_active else delivery.delivery_count
-        return max(0, count - self._untried.get(delivery.message_id or "", 0))
+        handler had them.
+        """
+        return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
+
+    def _is_suspect(self, tries: int) -> bool:
+        """Whether a message of so many tries is handled apart. A queue with one consumer at a time keeps its order."""
+        return tries >= SUSPECT_FROM and not self._row.single_active
 
     def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
         """Read a delivery. Returns its messages, unless they are suspects."""
@@ -367,7 +371,7 @@ class Consumer:
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
             goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
-        if in_flight.tries >= SUSPECT_FROM:
+        if self._is_suspect(in_flight.tries):
             self._suspects += opened
             return []
         return opened

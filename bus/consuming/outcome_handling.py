@@ -20,8 +20,7 @@ from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.queues import DEAD, ENDED_BY_LETTER, REPLY, QueueRow, Where
-from bus.contracts.replies import REPLY_PREFIX
+from bus.contracts.queues import DEAD, ENDED_BY_LETTER, QueueRow, Where
 from bus.port import BusError, BusForbidden, PublishRefused
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
@@ -183,13 +182,7 @@ class OutcomeHandler:
         meta = item.received.meta
         if meta.reply_to is None or reply is None:
             return []
-        bus, reply_to = self._bus, meta.reply_to
-        answer = Meta(
-            id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
-        )
-        mode = Mode(reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
-        packed = pack(reply, answer)
-        return [OutcomeMessage(item, partial(bus.publisher.post, REPLY, reply_to, mode, packed), is_reply=True)]
+        return [OutcomeMessage(item, partial(self._bus.post_reply, meta, reply), is_reply=True)]
 
     def _ends_by_letter(self, meta: Meta) -> bool:
         """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
@@ -50,6 +50,7 @@ class Acks:
         self._acked: set[int] = set()
         self._frames = FrameWriter(channel)
         self._timer: asyncio.TimerHandle | None = None
+        self._once_settled: Callable[[], None] | None = None
 
     def register(self, tag: int) -> None:
         """Record a delivery that was handed out."""
@@ -72,6 +73,11 @@ class Acks:
             # Not basic.nack: what that gives back RabbitMQ 4.3 does not count towards the delivery limit.
             self._frames.write(answer_frame(self.channel.number, REJECT, tag, requeue))
             self._send()
+
+    def once_settled(self, call: Callable[[], None]) -> None:
+        """Call this when nothing is open any more: no further delivery comes."""
+        self._once_settled = call
+        self._send()
 
     async def acknowledged(self, tag: int) -> None:
         """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
@@ -113,6 +119,9 @@ class Acks:
             del self._open[tag]
             if tag > last:
                 self._frames.write(answer_frame(self.channel.number, ACK, tag, False))
+        if self._once_settled is not None and not self._open:
+            call, self._once_settled = self._once_settled, None
+            call()
 
 
 def _seconds(expiration: str | None) -> float | None:
