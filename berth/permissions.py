@@ -305,7 +305,7 @@ def _allow_messages(allowed: _Allowed, package: str, kind: Where, names: QueueNa
     for row in published:
         for key in keys_of(row, package):
             allowed.allow_publish(names.exchange(row.exchange), _filled(key))
-    if any(row.reply is not None for row in published):
+    if package != CLIENT and any(row.reply is not None for row in published):
         allowed.allow_ownership(replies)
         allowed.allow_bind(names.exchange(REPLY), replies)
 

@@ -30,7 +30,7 @@ from bus.contracts.catalogue import (
     routing_key,
     wrong_key,
 )
-from bus.contracts.queues import BY_QUEUE, DEAD, PROJECT, QUEUES, REPLAY, REPLY, RETURN
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, EVENTS, PROJECT, QUEUES, REPLAY, REPLY, RETURN
 from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.port import UNREAD, Delivery, Outgoing
@@ -229,12 +229,15 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). In a
-        project's virtual host what a queue of its own has dead-lettered is no message: it may be an answer to one.
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). What a
+        queue has dead-lettered into the exchange of commands or events, or an exchange that is bound to it has passed
+        on, is no message: the broker has checked no key of it, and it may be an answer to one.
         """
-        key = published_key(delivery)
-        if not self._binds_keys and not {DEATHS, UNREAD}.isdisjoint(delivery.headers):
+        if delivery.exchange not in (DEAD, REPLAY, RETURN) and (
+            delivery.exchange not in (COMMANDS, EVENTS, REPLY) or not {DEATHS, UNREAD}.isdisjoint(delivery.headers)
+        ):
             return []
+        key = published_key(delivery)
         try:
             return self._read(delivery, new_id, key)
         except Exception as error:  # the input is hostile, and no error of it may end the consumer
@@ -358,19 +361,32 @@ class Codec:
 def published_key(delivery: Delivery) -> str:
     """Return the routing key that a message was first published with; "": none that binds its body. A reply has such a
     key, and a message that a worker has read before and delayed.
+
+    By a queue's dead-letter exchange the broker checks no key. What another queue than berth's has passed on to the
+    exchange of delayed messages or of dead letters has the key that it came with, under which no message is read.
     """
-    if delivery.exchange in (REPLY, RETURN):
+    exchange, written = delivery.exchange, delivery.headers.get(ORIGINAL_KEY)
+    if exchange == REPLY:
         return ""
-    if delivery.exchange not in (DEAD, REPLAY):
+    if exchange not in (DEAD, REPLAY, RETURN):
         return delivery.routing_key
-    written, deaths = delivery.headers.get(ORIGINAL_KEY), delivery.headers.get(DEATHS)
-    if isinstance(written, str):
-        return written
-    first = deaths[-1] if isinstance(deaths, list) and deaths else None
-    exchange, keys = (first.get("exchange"), first.get("routing-keys")) if isinstance(first, dict) else (None, None)
-    if not isinstance(exchange, str) or delayed_it(exchange) or not isinstance(keys, list) or not keys:
-        return ""
-    return keys[0] if isinstance(keys[0], str) else ""
+    found = delivery.headers.get(DEATHS)
+    deaths = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    if exchange == REPLAY or (exchange == DEAD and DEATHS not in delivery.headers):
+        return written if isinstance(written, str) else ""
+    if not deaths or not all(_is_own(one, delivery) for one in deaths):
+        return delivery.routing_key
+    first, keys = str(deaths[-1].get("exchange")), deaths[-1].get("routing-keys")
+    if first.endswith(REPLAY):
+        return written if isinstance(written, str) else ""
+    return str(keys[0]) if not delayed_it(first) and isinstance(keys, list) and keys else ""
+
+
+def _is_own(death: Mapping[str, object], delivery: Delivery) -> bool:
+    """Whether a queue of berth's has passed a message on: a delay's, or, of a dead letter, the one that it names."""
+    if delayed_it(str(death.get("exchange"))):
+        return True
+    return delivery.exchange == DEAD and str(death.get("queue")).endswith(delivery.routing_key)
 
 
 def letters_code(delivery: Delivery) -> str:

@@ -347,7 +347,7 @@ TIMEOUT_S = 120.0
 
 def test_the_examples_publish_a_build_and_a_move_and_receive_their_events(small: Small, tmp_path: Path) -> None:
     build, move = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    mistyped = run(build.replace('"build.request.demo"', '"build.reqest.{LANE}.demo"'), small.amqp_url, tmp_path)
+    mistyped = run(build.replace('"build.request.demo"', '"build.reqest.demo"'), small.amqp_url, tmp_path)
     done = run(build, small.amqp_url, tmp_path)
     events = [line.split() for line in done.stdout.splitlines()]
     instance = events[-1][0] if events else ""

@@ -133,6 +133,8 @@ async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
     await bus.open()
     async with raw_publisher(url) as raw:
         made = Watched(bus, raw, prefix + COMMANDS)
+        of_retries = Consumer(bus, "scheduler.operators", made.handler, concurrency=1)
+        await of_retries.start()
         consumer = Consumer(bus, REQUESTS, made.handler, concurrency=1)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
@@ -141,6 +143,7 @@ async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
             assert not running.done(), "the consumer has ended"
             assert not made.lost
         finally:
+            await of_retries.drain(1.0)
             await consumer.drain(1.0)
             await asyncio.gather(running, return_exceptions=True)
             await bus.close()

@@ -76,8 +76,10 @@ CLOSE_CONNECTION = """
 """
 # The same as `rabbitmqctl delete_queue scheduler.requests.17`.
 DELETE_REQUESTS = """
-{ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests.17">>)),
-{ok, _} = rabbit_amqqueue:delete(Queue, false, false, <<"tests">>).
+case rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests">>)) of
+    {ok, Queue} -> rabbit_amqqueue:delete(Queue, false, false, <<"tests">>);
+    {error, not_found} -> being_declared
+end.
 """
 
 

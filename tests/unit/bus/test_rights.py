@@ -179,8 +179,17 @@ ARRIVALS: dict[str, tuple[Delivery, str]] = {
     "parked by a worker, key unknown": (arrived("berth.dead", QUEUE), ""),
     "given up by the broker": (arrived("berth.dead", QUEUE, x_death=[death()]), MINE),
     "the same after a delay": (arrived("berth.dead", QUEUE, x_death=[death(), DELAYED]), ""),
-    "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), ""),
-    "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), ""),
+    "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), QUEUE),
+    "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), QUEUE),
+    "passed on by another's queue to the letters": (
+        arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=ANOTHERS),
+        QUEUE,
+    ),
+    "passed on by another's queue to a delay": (
+        arrived("berth.return", QUEUE, x_death=[DELAYED, death("compute.x", exchange="compute.x")]),
+        QUEUE,
+    ),
+    "back from no delay": (arrived("berth.return", QUEUE), QUEUE),
     "back from a delay": (arrived("berth.return", QUEUE, x_death=[DELAYED], berth_key=ANOTHERS), ""),
     "a letter that goes back": (arrived("berth.replays", QUEUE, berth_key=MINE), MINE),
     "the same, given up by the broker": (
@@ -198,11 +207,13 @@ def test_the_key_of_each_arrival(name: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-death", UNREAD])
-@pytest.mark.parametrize("queue", ["gateway.requests", "gateway.queries"])
-def test_what_a_projects_own_queue_has_dead_lettered_is_not_read(queue: str, header: str) -> None:
+@pytest.mark.parametrize("queue", ["gateway.requests", "gateway.queries", "scheduler.requests", "conductor.requests"])
+def test_what_another_queue_has_dead_lettered_is_not_read(queue: str, header: str) -> None:
     """An event that came back as a malformed request was answered by one, and so on without end."""
     codec = wire.Codec([BuildRequest, DeleteRequest], queue=queue)
     assert codec.read(arrived("berth", MINE, **{header: [death()]}), "new") == []
+    for exchange in ("compute.evil", ""):  # which is bound to ours, or leads to every queue
+        assert codec.read(arrived(exchange, MINE), "new") == []
     assert len(codec.read(arrived("berth", MINE), "new")) == 1
 
 
