@@ -229,15 +229,12 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). What a
-        queue has dead-lettered into the exchange of commands or events, or an exchange that is bound to it has passed
-        on, is no message: the broker has checked no key of it, and it may be an answer to one.
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). One
+        whose key the broker has not checked is no message: it may be an answer to one.
         """
-        if delivery.exchange not in (DEAD, REPLAY, RETURN) and (
-            delivery.exchange not in (COMMANDS, EVENTS, REPLY) or not {DEATHS, UNREAD}.isdisjoint(delivery.headers)
-        ):
-            return []
         key = published_key(delivery)
+        if key is None:
+            return []
         try:
             return self._read(delivery, new_id, key)
         except Exception as error:  # the input is hostile, and no error of it may end the consumer
@@ -358,24 +355,22 @@ class Codec:
         return Malformed(kept, code, reason[:MAX_REASON], meta, self._queue, key, size)
 
 
-def published_key(delivery: Delivery) -> str:
-    """Return the routing key that a message was first published with; "": none that binds its body. A reply has such a
-    key, and a message that a worker has read before and delayed.
+def published_key(delivery: Delivery) -> str | None:
+    """Return the routing key that a message was first published with; "": none that binds its body, as of a reply, and
+    of what a worker has read before and delayed; None: the broker has checked no key of it.
 
-    By a queue's dead-letter exchange the broker checks no key. What another queue than berth's has passed on to the
-    exchange of delayed messages or of dead letters has the key that it came with, under which no message is read.
+    It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
     """
-    exchange, written = delivery.exchange, delivery.headers.get(ORIGINAL_KEY)
-    if exchange == REPLY:
-        return ""
-    if exchange not in (DEAD, REPLAY, RETURN):
-        return delivery.routing_key
-    found = delivery.headers.get(DEATHS)
+    exchange, headers = delivery.exchange, delivery.headers
+    if exchange in (COMMANDS, EVENTS, REPLY):
+        is_direct = {DEATHS, UNREAD}.isdisjoint(headers)
+        return None if not is_direct else "" if exchange == REPLY else delivery.routing_key
+    found, written = headers.get(DEATHS), headers.get(ORIGINAL_KEY)
     deaths = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    if exchange == REPLAY or (exchange == DEAD and DEATHS not in delivery.headers):
+    if exchange == REPLAY or (exchange == DEAD and DEATHS not in headers):
         return written if isinstance(written, str) else ""
-    if not deaths or not all(_is_own(one, delivery) for one in deaths):
-        return delivery.routing_key
+    if exchange not in (DEAD, RETURN) or not deaths or not all(_is_own(one, delivery) for one in deaths):
+        return None
     first, keys = str(deaths[-1].get("exchange")), deaths[-1].get("routing-keys")
     if first.endswith(REPLAY):
         return written if isinstance(written, str) else ""

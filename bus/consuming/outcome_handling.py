@@ -231,7 +231,7 @@ class OutcomeHandler:
             **packed.headers,
             CODE: code,
             REASON: reason[:MAX_REASON],
-            ORIGINAL_KEY: shown(published_key(item.in_flight.delivery)),
+            ORIGINAL_KEY: shown(published_key(item.in_flight.delivery) or ""),
             DIED_AT: int(self._bus.clock.time() * 1000),
             **({CUT_FROM: size} if size else {}),
         }

@@ -246,7 +246,7 @@ async def test_no_queue_of_a_workers_own_passes_on_what_it_may_not_publish(serve
         await channel.queue_bind(mine, mine, "")
         await channel.basic_publish(b"{}", exchange=mine, routing_key="")
         delivery = await asyncio.wait_for(came.get(), PATIENCE_S)
-        assert published_key(delivery) == wanted, "it is read under no key of its own"
+        assert published_key(delivery) is None
         delivery.ack()
         await channel.exchange_delete(mine)
     finally:

@@ -170,26 +170,26 @@ def death(queue: str = QUEUE, reason: str = "expired", exchange: str = "berth", 
 
 
 DELAYED = death("berth.delayed.200", exchange="berth.delay.200", key=QUEUE)
-ARRIVALS: dict[str, tuple[Delivery, str]] = {
+ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     "a client's": (arrived("berth", MINE), MINE),
     "with a header of its own for the key": (arrived("berth", MINE, berth_key=ANOTHERS), MINE),
     "an event's": (arrived("berth.events", "build.event.active.p"), "build.event.active.p"),
-    "by the default exchange": (arrived("", QUEUE, berth_key=MINE), QUEUE),
+    "by the default exchange": (arrived("", QUEUE, berth_key=MINE), None),
     "parked by a worker": (arrived("berth.dead", QUEUE, berth_key=MINE), MINE),
     "parked by a worker, key unknown": (arrived("berth.dead", QUEUE), ""),
     "given up by the broker": (arrived("berth.dead", QUEUE, x_death=[death()]), MINE),
     "the same after a delay": (arrived("berth.dead", QUEUE, x_death=[death(), DELAYED]), ""),
-    "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), QUEUE),
-    "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), QUEUE),
+    "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), None),
+    "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), None),
     "passed on by another's queue to the letters": (
         arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=ANOTHERS),
-        QUEUE,
+        None,
     ),
     "passed on by another's queue to a delay": (
         arrived("berth.return", QUEUE, x_death=[DELAYED, death("compute.x", exchange="compute.x")]),
-        QUEUE,
+        None,
     ),
-    "back from no delay": (arrived("berth.return", QUEUE), QUEUE),
+    "back from no delay": (arrived("berth.return", QUEUE), None),
     "back from a delay": (arrived("berth.return", QUEUE, x_death=[DELAYED], berth_key=ANOTHERS), ""),
     "a letter that goes back": (arrived("berth.replays", QUEUE, berth_key=MINE), MINE),
     "the same, given up by the broker": (
