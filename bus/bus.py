@@ -7,34 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import structlog
-from msgspec import structs
 
 from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import DatabaseMark, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
-from bus.contracts.queues import BY_QUEUE, EVENTS, Where, is_project_bus
+from bus.contracts.queues import BY_QUEUE, EVENTS, REPLY, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
-from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
+from bus.publishing import BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
 from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, Packed, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, may_gather, pack, tag
 
 R = TypeVar("R", bound=Message)
-
-# A call with more messages than this publishes batches, also of messages that otherwise leave under a key of their own.
-FEW = 2
 
 log = structlog.get_logger("bus")
 
@@ -130,7 +126,7 @@ class Bus:
         """
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
-        self._post(message, cause, waiter, few=True, correlation_id=correlation_id)
+        self._post(message, cause, waiter, correlation_id=correlation_id)
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -148,17 +144,14 @@ class Bus:
         messages: Sequence[tuple[Message, str]],
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
-        line: Callable[[Message], Hashable],
         incarnations: Sequence[int | None] = (),
     ) -> None:
         """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
-        The caller bounds them. line: the line in which a message waits; the lines have their turns. incarnations: by
-        which each was decided; by default it is that of now.
+        The caller bounds them. incarnations: by which each was decided; by default it is that of now.
         """
-        few = len(messages) <= FEW
         stated = incarnations or [None] * len(messages)
         for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
-            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
+            self._post(message, cause, waiter, traceparent=traceparent, incarnation=number)
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
@@ -187,12 +180,11 @@ class Bus:
     async def _post_each(
         self, messages: Sequence[tuple[Message, str]], waiter: Callable[[], Waiter], traceparents: Sequence[str] = ()
     ) -> None:
-        few = len(messages) <= FEW
         for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
-            self._post(message, cause, waiter(), few=few, traceparent=traceparent)
+            self._post(message, cause, waiter(), traceparent=traceparent)
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's
@@ -211,13 +203,26 @@ class Bus:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send many requests in one round trip. Returns the reply or the fault of each, in order.
 
         to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does.
+        cannot take raises as `publish` does. on_confirmed: called when it has all of them; they are then handled
+        however late it is.
         """
-        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes, to=to)
+        return await self._requester.ask(
+            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed
+        )
+
+    def post_reply(self, meta: Meta, reply: Message, waiter: Waiter) -> None:
+        """Send a reply to the requester of a message with this metadata, which wants one."""
+        assert meta.reply_to is not None
+        answer = Meta(
+            id=new_uuid(self.rng), cause=meta.cause, sent_at=self.clock.time(), correlation_id=meta.correlation_id
+        )
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
+        self.publisher.post(REPLY, meta.reply_to, mode, pack(reply, answer), waiter)
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name, and return its real name. `{process}` is this bus's own
@@ -235,13 +240,11 @@ class Bus:
         )
 
     async def declare_now(self, queue: str, **fill: str) -> str:
-        """Declare a queue as `declare` does, and those of its lanes. Raises QueueLocked at once."""
-        names = []
-        for row in BY_QUEUE[queue].queues:
-            name, bindings = fill_in(row, {"process": self.process, **fill})
-            await self.transport.declare_queue(row, name, bindings)
-            names.append(name)
-        return names[0]
+        """Declare a queue as `declare` does. Raises QueueLocked at once."""
+        row = BY_QUEUE[queue]
+        name, bindings = fill_in(row, {"process": self.process, **fill})
+        await self.transport.declare_queue(row, name, bindings)
+        return name
 
     def _post(
         self,
@@ -249,10 +252,8 @@ class Bus:
         cause: str,
         waiter: Waiter,
         *,
-        few: bool,
         correlation_id: str | None = None,
         traceparent: str | None = None,
-        line: Hashable = None,
         incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
@@ -269,31 +270,19 @@ class Bus:
             sent_sequences=mark.sent_sequences,
         )
         packed = pack(message, meta)
-        # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
-        # together.
-        in_batches = row.batch_key and mode.batches
-        exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
-        if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
-            return
-        self.publisher.post(exchange, key, mode, packed, waiter, line=line)
-        if mode.probes_first:
-            # A new id, because the id distinguishes the broker's answers on this connection.
-            again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
+        in_cell = row.cell_key and not mode.drops_refused
+        exchange, key = (row.exchange, row.cell_key) if in_cell else destination(message)
+        self.publisher.post(exchange, key, mode, packed, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
-            # Other programs may listen to public events on the API bus, and read one JSON object in each message.
-            # Without listeners this costs almost nothing. On a project's bus nobody else listens.
             of_project = is_project_bus(self.name)
-            alone = row.public and row.exchange == EVENTS and (self.name == API or of_project)
-            probes_first = alone and bool(row.batch_key) and not of_project
-            found = self._modes[kind] = (
-                row,
-                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
-            )
+            for_others = row.public and row.exchange == EVENTS and (self.name == API or of_project)
+            # A project's clients read one JSON object in each message.
+            mode = Mode(not (for_others and of_project), row.persistent, row.mandatory, row.max_batch, for_others)
+            found = self._modes[kind] = row, mode
         return found
 
 
@@ -359,6 +348,7 @@ class Requester:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
@@ -371,7 +361,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to)
+                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to, on_confirmed=on_confirmed)
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -412,6 +402,7 @@ class Requester:
         until: float | None,
         *,
         to: Callable[[Message], tuple[str, str]] | None,
+        on_confirmed: Callable[[], None] | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
         repeated. until: the time of the event loop at which the requester stops waiting.
@@ -423,8 +414,11 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     where = (to or destination)(message)
-                    self._post(message, where, causes[index], ids[index], until, waiter, pending, index)
+                    left = None if on_confirmed is not None else until
+                    self._post(message, where, causes[index], ids[index], left, waiter, pending, index)
             await waiter.wait()
+            if on_confirmed is not None:
+                on_confirmed()
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:

@@ -40,12 +40,11 @@ from bus.contracts.catalogue import (
     routing_key,
     wrong_key,
 )
-from bus.contracts.queues import BY_QUEUE, PROJECT, QUEUES
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, EVENTS, PROJECT, QUEUES, REPLAY, REPLY, RETURN
 from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.key_trust import published_key
-from bus.port import Delivery, Outgoing
-from bus.topology import FOREIGN
+from bus.port import UNREAD, Delivery, Outgoing
+from bus.topology import FOREIGN, delayed_it
 
 log = structlog.get_logger(__name__)
 
@@ -60,10 +59,15 @@ WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
 SENT_SEQUENCES = "berth-sent-sequences"
 TRACEPARENT = "traceparent"
+# On a dead letter, and on one that an operator sends back: the key that it was first published with.
+ORIGINAL_KEY = "berth-key"
+CODE = "berth-code"  # on a dead letter: why it was given up
+BROKERS = "broker."  # how the code of a letter begins that the broker itself gave up
+DEATHS = "x-death"  # the broker's record of how a message died, the last death first
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
-# The bytes of the body that the dead letter of a client's unreadable message keeps. An honest request is shorter.
+# The bytes of a body beyond the bound that its dead letter keeps.
 MAX_LETTER_BYTES = 16 * 2**10
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
@@ -94,10 +98,11 @@ INVALID = "message.invalid"
 TOO_LARGE = "message.too_large"
 WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
+DROPPED = "message.dropped"
 
 _is_sent = re.compile(rf"[0-9]{{1,15}}(?: [0-9]{{1,15}}){{0,{SENT_SLOTS - 1}}}").fullmatch
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
-_WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
+_FROM_OUTSIDE = frozenset(row.name for row in QUEUES if row.from_outside)
 # In a project's virtual host every key is the project's: what comes there names it, whatever a key or a body says.
 _OF_PROJECTS = frozenset(row.name for row in QUEUES if row.where is PROJECT)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
@@ -129,8 +134,8 @@ class Read(Struct, frozen=True):
 class Malformed(Struct, frozen=True):
     """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
 
-    key: the routing key that it was published with, which the broker has let its publisher use. Empty: a worker or an
-    operator sent it to the queue itself. size: the bytes of its body where only the first are kept; 0: all are.
+    key: the routing key that it was published with (`published_key`). size: the bytes of its body where only the first
+    are kept; 0: all are.
     """
 
     body: bytes
@@ -224,10 +229,10 @@ class Codec:
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
         self._may_answer = _answerable(queue)
-        self._is_theirs = queue in _WITH_THEIRS
+        self._is_from_outside = queue in _FROM_OUTSIDE
         self._binds_keys = queue not in _OF_PROJECTS
         self._most_bytes = most_bytes(queue)
-        self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
+        self._most_values = MAX_CLIENT_VALUES if self._is_from_outside else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
         self._fields = sorted({name for kind in kinds for name in _field_names(kind)})
@@ -238,8 +243,8 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). Under a
-        key that nothing vouches for there is no message (`bus.key_trust`).
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). One
+        whose key the broker has not checked is no message: it may be an answer to one.
         """
         key = published_key(delivery)
         if key is None:
@@ -262,7 +267,9 @@ class Codec:
         if size > most:
             more = "more than " if size > self._most_bytes else ""  # the transport may have cut it there
             return f"the body has {more}{min(size, self._most_bytes)} bytes, {most} are allowed"
-        bound = self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_theirs or not is_batch else 0
+        bound = (
+            self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_from_outside or not is_batch else 0
+        )
         if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"
         return ""
@@ -362,6 +369,46 @@ class Codec:
         return Malformed(kept, code, reason[:MAX_REASON], meta, self._queue, key, size)
 
 
+def published_key(delivery: Delivery) -> str | None:
+    """Return the routing key that a message was first published with; "": none that binds its body, as of a reply, and
+    of what a worker has read before and delayed; None: the broker has checked no key of it.
+
+    It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
+    """
+    exchange, headers = delivery.exchange, delivery.headers
+    if exchange in (COMMANDS, EVENTS, REPLY):
+        is_direct = {DEATHS, UNREAD}.isdisjoint(headers)
+        return None if not is_direct else "" if exchange == REPLY else delivery.routing_key
+    found, written = headers.get(DEATHS), headers.get(ORIGINAL_KEY)
+    deaths = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    if exchange == REPLAY or (exchange == DEAD and DEATHS not in headers):
+        return written if isinstance(written, str) else ""
+    if exchange not in (DEAD, RETURN) or not deaths or not all(_is_own(one, delivery) for one in deaths):
+        return None
+    first, keys = str(deaths[-1].get("exchange")), deaths[-1].get("routing-keys")
+    if first.endswith(REPLAY):
+        return written if isinstance(written, str) else ""
+    return str(keys[0]) if not delayed_it(first) and isinstance(keys, list) and keys else ""
+
+
+def _is_own(death: Mapping[str, object], delivery: Delivery) -> bool:
+    """Whether a queue of berth's has passed a message on: a delay's, or, of a dead letter, the one that it names."""
+    if delayed_it(str(death.get("exchange"))):
+        return True
+    return delivery.exchange == DEAD and str(death.get("queue")).endswith(delivery.routing_key)
+
+
+def letters_code(delivery: Delivery) -> str:
+    """Return why a dead letter was given up: the code that its consumer wrote, or `broker.<reason>`; "": it is none."""
+    deaths = delivery.headers.get(DEATHS)
+    last = deaths[0] if isinstance(deaths, list) and deaths else None
+    reason = last.get("reason") if isinstance(last, dict) else delivery.headers.get("x-first-death-reason")
+    if isinstance(reason, str) and reason:
+        return BROKERS + reason
+    code = delivery.headers.get(CODE)
+    return code if isinstance(code, str) else ""
+
+
 # Taking the annotations of a message apart costs milliseconds, and a process has a reader for each of its queues.
 @cache
 def _batch_decoder(kinds: tuple[type[Message], ...]) -> msgspec.json.Decoder[Any]:
@@ -390,7 +437,7 @@ def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
 
 def most_bytes(queue: str) -> int:
     """The bound of a body in a queue (its local name), beyond which it is neither kept nor read."""
-    return MAX_CLIENT_BYTES if queue in _WITH_THEIRS else MAX_BODY_BYTES
+    return MAX_CLIENT_BYTES if queue in _FROM_OUTSIDE else MAX_BODY_BYTES
 
 
 def kind_of(name: str) -> type[Message] | None:

@@ -347,7 +347,7 @@ class RabbitWorld(World):
 
 
 @pytest.fixture
-async def rabbit_world(postgres_url: str, amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[World]:
+async def rabbit_world(postgres_url: str, amqp: tuple[str, str]) -> AsyncIterator[World]:
     made = RabbitWorld(postgres_url, amqp)
     await made.open()
     try:
