@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from math import floor
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -162,7 +161,7 @@ def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = 
 
 def _of_the_book(facts: Facts) -> Iterator[AuditFinding]:
     for row in facts.inventories:
-        if row.used > row.capacity and row.used > floor(row.total * row.allocation_ratio):
+        if row.is_exceeded:
             reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
             yield _finding(Kind.OVER_CAPACITY, f"{row.provider} {row.resource_class}", reason)
     for line in facts.audit:

@@ -41,7 +41,7 @@ from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import KEEP, LeaseStore, Safety
 from cell_conductor.store.tables import SERVICE
 from placement_worker.operations.audit import sharers
-from scheduler_worker.domain.builds import OPEN
+from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...
@@ -106,7 +106,7 @@ _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FR
 _SENT = """timeline LIKE '%"what":"dispatched"%'"""
 _GANGS = f"""
 SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
-       count(*) FILTER (WHERE NOT {_SENT} AND state IN ('deleting', 'deleted')), min(created_at)
+       count(*) FILTER (WHERE NOT {_SENT} AND state IN ({in_list(DELETE_REQUESTED)})), min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"

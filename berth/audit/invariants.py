@@ -48,6 +48,11 @@ class InventoryFact(Struct, frozen=True):
     capacity: float
     used: int
 
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether more is used than there is. Bare metal in use is taken out by reserving it (microversion 1.26)."""
+        return self.used > self.capacity and self.used > floor(self.total * self.allocation_ratio)
+
 
 class SourceFact(Struct, frozen=True):
     """The source of a move that awaits its confirm. migration: the consumer that holds its allocation meanwhile."""
@@ -59,10 +64,7 @@ class SourceFact(Struct, frozen=True):
 
 
 class InstanceFact(Struct, frozen=True):
-    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none.
-
-    source: of a resized one.
-    """
+    """One instance as its cell has it. service: that of its host ("": it has none). source: of a resized one."""
 
     instance_uuid: str
     cell: str
@@ -301,10 +303,7 @@ def _unsettled_down(facts: Facts) -> Iterator[str]:
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
     for row in facts.inventories:
-        # Reserving an inventory in use is how bare metal is taken out (microversion 1.26): the inventory shrank under
-        # it.
-        unreserved = floor(row.total * row.allocation_ratio)
-        if row.used > row.capacity and row.used > unreserved:
+        if row.is_exceeded:
             yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"
 
 
@@ -391,24 +390,17 @@ def _agreement(facts: Facts) -> Iterator[str]:
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
         for consumer, host in instance.holders:
-            what = instance.state if consumer == uuid else f"{consumer} keeps its source"
-            yield from _held_on(facts, consumer, host, f"{uuid}: {what}")
+            what = f"{uuid}: {instance.state if consumer == uuid else f'{consumer} keeps its source'}"
+            if consumer not in facts.allocations:
+                yield f"{what}, but holds no allocation"
+            elif host not in (hosts := facts.hosts_of(consumer)):
+                yield f"{what} on {host}, allocated on {sorted(hosts)}"
     # A move under way has a consumer for its source as well: by the requests on record.
     under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
     allowed = holders(facts).keys() | unsettled | under_way | facts.in_unread_cells()
     for uuid in facts.allocations:
         if uuid not in allowed:
             yield f"{uuid}: holds an allocation, but is no active instance"
-
-
-def _held_on(facts: Facts, consumer: str, host_uuid: str | None, what: str) -> Iterator[str]:
-    held = facts.allocations.get(consumer)
-    if held is None:
-        yield f"{what}, but holds no allocation"
-        return
-    hosts = facts.hosts_of(consumer)
-    if host_uuid not in hosts:
-        yield f"{what} on {host_uuid}, allocated on {sorted(hosts)}"
 
 
 def _running(

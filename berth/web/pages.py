@@ -44,6 +44,7 @@ from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
 from bus.port import BusError
+from scheduler_worker.domain.builds import DELETE_REQUESTED
 
 NOW_EVERY_S = 1.0
 PAGE = 50
@@ -52,7 +53,7 @@ LOST_SHOWN = 10  # lost claims of a build
 NAMED = 3
 NO_RECORD = "they have this deployment's mark, and no record explains them"
 MAX_HOST = 255
-DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
+DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
 
 
 class Trouble(Struct, frozen=True):

@@ -43,6 +43,8 @@ ENDED_WITHOUT_MACHINE = tuple(one for one in BuildState if one in TERMINAL_STATE
 # A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
 # others by their cell.
 OPEN = tuple(one for one in BuildState if one not in TERMINAL_STATES)
+# A delete has ended the build, or will.
+DELETE_REQUESTED = (BuildState.DELETING, BuildState.DELETED)
 
 
 def is_search(query: BuildQuery) -> bool:

@@ -16,7 +16,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.moves import CellMove, CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import OPEN, RecordedBuild, delete_of
+from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
@@ -192,7 +192,7 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
         return (command or query,)
     if command is not None:  # the instance may have had more announcements since
         command = replace(command, sequence=build.sequence)
-    if build.state not in (BuildState.DELETING, BuildState.DELETED):
+    if build.state not in DELETE_REQUESTED:
         return (command or query,)
     if isinstance(command, CellMove):
         return command, delete_of(build, begun=False)

@@ -105,7 +105,7 @@ SELECT count(*), (SELECT count(*) FROM moved), coalesce(max(created_at), $3) FRO
 WITHOUT_HOST = f"""
 SELECT project_id, instance::json ->> 'condition', {tables.FLAVOR}, count(*)
 FROM build_requests
-WHERE project_id = ANY($1::text[]) AND {tables.MAY_HAVE_NO_HOST} AND host IS NULL AND state = '{BuildState.ACTIVE}'
+WHERE project_id = ANY($1::text[]) AND {tables.IS_MAYBE_HOSTLESS} AND host IS NULL AND state = '{BuildState.ACTIVE}'
 GROUP BY 1, 2, 3
 """
 ACTIVE_ON = """

@@ -33,9 +33,7 @@ from bus.persistence.marks import cells_table
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, in_list, needed, outbox_tables
 from bus.turns import InParts
 from scheduler_worker.domain.builds import (
-    MAY_HAVE_NO_HOST as MAY_HAVE_NO_HOST_IN,
-)
-from scheduler_worker.domain.builds import (
+    MAY_HAVE_NO_HOST,
     BuildUpdate,
     Gang,
     NewBuild,
@@ -69,7 +67,7 @@ def _request_columns() -> list[Column[Any]]:
 
 
 # Of those that have no host: that is written with each build, and in no index.
-MAY_HAVE_NO_HOST = f"instance::json ->> 'condition' IN ({in_list(MAY_HAVE_NO_HOST_IN)})"
+IS_MAYBE_HOSTLESS = f"instance::json ->> 'condition' IN ({in_list(MAY_HAVE_NO_HOST)})"
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
@@ -96,7 +94,7 @@ build_requests = Table(
     Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
-    Index("build_requests_without_host", "project_id", postgresql_where=text(MAY_HAVE_NO_HOST)),
+    Index("build_requests_without_host", "project_id", postgresql_where=text(IS_MAYBE_HOSTLESS)),
     Index("build_requests_of_gang", "gang", postgresql_where=text("gang IS NOT NULL")),
     postgresql_with={"fillfactor": 50},
 )
