@@ -71,6 +71,17 @@ def test_a_service_that_is_gone_does_not_come_back_with_its_compute_nodes() -> N
     assert [world.table.live_service_of(uuid_of(of)) for of in (1, 2)] == [None, "host2"], "a new host has its own"
 
 
+def test_a_list_of_compute_nodes_that_began_earlier_brings_no_service_back_up() -> None:
+    """The poll of states may know a host that was added before any of its nodes is known."""
+    world = World(node(1))
+    world.facts.put_services([up("host1"), down("host2")], complete=True)
+    world.facts.put_services([up("host1"), up("host2")], complete=False)
+    world.facts.put_nodes([node(1), node(2)], complete=True)
+    world.facts.put_cells({"host1": CELL1, "host2": CELL1})
+    world.facts.announce(1.0)
+    assert world.states()[uuid_of(2)] == (None, True, True)
+
+
 def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:
     """The host table takes them from one that is down for an hour, until they are announced again."""
     world = World(node(1), node(2))
