@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from scheduler_worker.domain.hosts import DOWN_HOLD_S
+from scheduler_worker.nova import facts
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService, host_table, supported_instances
@@ -80,6 +81,14 @@ def test_a_list_of_compute_nodes_that_began_earlier_brings_no_service_back_up() 
     world.facts.put_cells({"host1": CELL1, "host2": CELL1})
     world.facts.announce(1.0)
     assert world.states()[uuid_of(2)] == (None, True, True)
+
+
+def test_the_descriptions_of_processors_that_are_shared_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "MAX_CPUS", 2)
+    world = World()
+    for number in range(10):
+        world.facts.put_nodes([node(number, cpu_info={"model": str(number)})], complete=False)
+    assert len(world.facts._cpus) <= 3
 
 
 def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:
