@@ -43,11 +43,16 @@ WITH_SERVERS = {
 }  # fmt: skip
 # What tries and measures berth is no product.
 OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations", "bus/persistence/alembic")
-# What talks to a server is reached by tests with that server alone, and what starts a worker by whole workers.
+# What talks to a server is reached by tests with that server alone; commands, and what makes a worker, by whole workers.
+# Of these a mutant counts so where no test without servers runs its function.
 ONLY_WITH_SERVERS = (
-    "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/backup/*", "bus/persistence/address.py",
+    "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",
+    "berth/commands/*", "berth/schemas.py", "berth/site.py", "bus/persistence/address.py",
     "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
-    "bus/persistence/migrations.py", "bus/persistence/rights.py", "bus/persistence/tables.py", "bus/rabbitmq/*",
+    "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
+    "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/store/feed.py",
+    "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/rpc_server.py",
+    "scheduler_worker/objects.py", "scheduler_worker/store/objects.py",
 )  # fmt: skip
 
 

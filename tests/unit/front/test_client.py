@@ -73,7 +73,28 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     tracks = await client_world.client.boot(requests(5))
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
+    for track in tracks:
+        assert track.published_at is not None and track.stages.keys() == {"active"}
+        assert track.published_at <= track.stages["active"] <= track.ended_at
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_a_build_counts_as_published_once_it_is_confirmed(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, confirmed_at = client_world.client, []
+    publish = client.bus.publish_each
+
+    async def slow(messages: Any) -> Any:
+        errors = await publish(messages)
+        confirmed_at.append(client._clock.monotonic())
+        return errors
+
+    monkeypatch.setattr(client.bus, "publish_each", slow)
+    (request,) = requests(1)
+    assert await client.offer([request], intended_at=[client._clock.monotonic()], flavors=["f"]) == [None]
+    published_at = client.tracks[request.instance_uuid].published_at
+    assert published_at is not None and published_at >= confirmed_at[0]
 
 
 async def test_a_client_without_the_tracer_that_it_had_begins_no_trace(client_world: ClientWorld) -> None:
