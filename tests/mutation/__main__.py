@@ -43,7 +43,7 @@ WITH_SERVERS = {
 }  # fmt: skip
 # What tries and measures berth is no product.
 OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations", "bus/persistence/alembic")
-# What talks to a server is reached by tests with that server alone; commands, and what makes a worker, by whole workers.
+# What talks to a server is reached by tests with that server alone; commands, and what makes a worker, by whole ones.
 # Of these a mutant counts so where no test without servers runs its function.
 ONLY_WITH_SERVERS = (
     "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",

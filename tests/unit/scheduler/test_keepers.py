@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Refuse
+from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.objects import FenceRecord
+from bus.contracts.operations import AdminState, SetAdminState
 from scheduler_worker import changes
-from scheduler_worker.changes import REFUSED_BEFORE, RefusedCommands
+from scheduler_worker.changes import REFUSED_BEFORE, ChangeHandler, RefusedCommands
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.keepers import changed_within
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 from tests.kit.virtual_time import on_virtual_time
+from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 
 @pytest.mark.parametrize(
@@ -52,3 +60,49 @@ async def test_of_so_many_refusals_the_newest_reasons_are_remembered(monkeypatch
     found = [await refused.find(f"m{number}") for number in range(5)]
     assert [one and one.code for one in found] == [REFUSED_BEFORE, REFUSED_BEFORE, "code.2", "code.3", None]
     await store.close()
+
+
+LEFT, UNSEEN = 1, 2  # h1 was of c1 and has left its service; h2 was never announced
+
+
+@pytest.mark.parametrize(
+    ("cell", "host", "fences", "found"),
+    [
+        ("c1", "h0", {}, [0]),
+        ("c2", "h0", {}, []),
+        ("c1", "h1", {}, [LEFT]),
+        ("c2", "h1", {}, []),
+        ("c1", "h1", {LEFT: "c2"}, [LEFT]),  # its last cell is newer than its fence
+        ("c2", "h1", {LEFT: "c2"}, []),
+        ("c2", "h2", {UNSEEN: "c2"}, [UNSEEN]),
+        ("c1", "h2", {UNSEEN: "c2"}, []),
+        ("c1", "h2", {}, [UNSEEN]),  # its uuid is enough
+        (None, "h2", {}, [UNSEEN]),
+    ],
+)
+def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict[int, str], found: list[int]) -> None:
+    hosts = Hosts([PLENTY] * 3)
+    hosts.table = hosts.selector.table = HostTable()
+    for sequence, names in ((1, ("h0", "h1")), (2, ("h0",))):
+        reports = tuple(HostReport(uuid=hosts.uuids[int(name[1])], name=name) for name in names)
+        announced = ComputeHosts(
+            service="s", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True
+        )  # fmt: skip
+        hosts.table.apply(announced, 0.0)
+    registry: Any = SimpleNamespace(
+        fences={hosts.uuids[at]: FenceRecord(host=f"h{at}", version=1, cell=its) for at, its in fences.items()},
+        decision_of=lambda _: None,
+    )
+    never: Any = None
+    handler = ChangeHandler(
+        registry,
+        hosts.selector,
+        never,
+        never,
+        refused=never,
+        find_cells=never,
+        warmup=Warmup(hosts.selector, clock=SystemClock()),
+    )
+    named = hosts.uuids[UNSEEN] if host == "h2" else host
+    command = SetAdminState(host=named, state=AdminState.FENCED, by="ann", reason="gone", cell=cell)
+    assert sorted(handler._find(command)) == sorted(hosts.uuids[at] for at in found)
