@@ -49,6 +49,12 @@ async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(s
     assert await requested(store, (claim(3), 2)) == [ORDER_OUTDATED]
 
 
+async def test_what_states_none_is_lower_than_the_first(store: ResourceBook) -> None:
+    assert await requested(store, (claim(0), 0)) == ["claimed"]
+    assert await requested(store, (claim(1), 1)) == ["claimed"]
+    assert await requested(store, (claim(2), 0)) == [ORDER_OUTDATED]
+
+
 async def test_each_cell_has_its_own_and_the_schedulers_none(store: ResourceBook) -> None:
     assert await requested(store, (claim(0), 5)) == ["claimed"]
     assert await requested(store, (claim(1), 1), bus="c2") == ["claimed"]

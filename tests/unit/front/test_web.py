@@ -28,13 +28,14 @@ from berth.web.fleet import (
     COUNTED_AGE_S,
     FAILED_AGE_S,
     PAGE_TIMEOUT_S,
+    WORKERS_AGE_S,
     FleetReader,
     ProviderView,
     QueueReader,
 )
 from berth.web.live import EventFollower, Live
 from berth.web.openapi import _of_hosts
-from berth.web.operations import METAL_AGE_S, MetalReader
+from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
 from berth.web.pages import lost_claims, state_of, troubles_of_hosts
 from berth.web.problems import PROBLEM_JSON, Problem
 from berth.web.quarantine import SafetyReader
@@ -50,6 +51,7 @@ from bus.contracts.build import (
     HostsQuery,
     TimelineEntry,
 )
+from bus.contracts.drains import DrainTarget
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.objects import CellBus, CellDecision, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
@@ -178,6 +180,54 @@ async def test_pages_do_not_wait_one_after_the_other_for_schedulers_that_do_not_
     scheduler.failing = None
     clock.now += FAILED_AGE_S
     assert await fleet.hosts() and scheduler.requests["HostsQuery"] == 3
+
+
+async def test_after_an_answer_no_page_is_told_of_an_earlier_failure(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    scheduler.failing = HostsQuery
+    with pytest.raises(RequestTimeout):
+        await fleet.hosts()
+    scheduler.failing = None
+    await fleet.hosts(fresh=True)
+    assert await fleet.hosts() and await fleet.hosts_to_count()
+
+
+async def test_workers_that_no_scheduler_told_are_asked_for_again_a_while_after_the_failure(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a while after the question, which took longer than that."""
+    asked = 0
+
+    async def late(*_: Any, **__: Any) -> None:
+        nonlocal asked
+        asked += 1
+        clock.now += 2 * WORKERS_AGE_S
+        raise RequestTimeout("no answer")
+
+    monkeypatch.setattr(scheduler, "request", late)
+    with pytest.raises(RequestTimeout):
+        await fleet.known_workers()
+    assert await fleet.known_workers() == () and asked == 1
+    clock.now += WORKERS_AGE_S + 1.0
+    with pytest.raises(RequestTimeout):
+        await fleet.known_workers()
+
+
+@pytest.mark.parametrize("ident", [None, UUID])
+async def test_a_drain_has_the_id_that_its_operator_gives_it(ident: str | None) -> None:
+    begun: list[Any] = []
+
+    class Bus:
+        async def request(self, command: Message, *_: Any, **__: Any) -> Any:
+            begun.append(command)
+            raise RequestTimeout("no answer")
+
+    drains = Drains(Bus(), random.Random(1))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(RequestTimeout):
+            await drains.start("h", DrainTarget.HOST, DrainBody(id=ident, reason="fan"), "ann")
+    assert ({one.drain for one in begun} == {UUID}) is (ident is not None) and begun[0].drain
 
 
 class Feed:
