@@ -97,6 +97,7 @@ class OfOneConnection(RuleBasedStateMachine):
             if self.tasks:
                 self.loop.run_until_complete(asyncio.wait_for(asyncio.gather(*self.tasks), PATIENCE_S))
             assert len(self.sent) == len(self.tasks)
+            assert self.session._unsent == 0, "what comes later waits for nobody"
             self.in_order()
         finally:
             self.patched.stop()
