@@ -156,6 +156,7 @@ async def test_a_queue_that_was_purged_has_room_again(rig: Rig) -> None:
         assert await transport.purge(queue) == 1
 
 
+@EVERY_ADAPTER
 async def test_get_depth_and_purge(rig: Rig) -> None:
     transport, queue = await with_queue(rig)
     assert await transport.get(queue) is None
