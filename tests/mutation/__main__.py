@@ -47,7 +47,7 @@ OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations",
 # Of these a mutant counts so where no test without servers runs its function.
 ONLY_WITH_SERVERS = (
     "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",
-    "berth/commands/*", "berth/schemas.py", "berth/site.py", "bus/persistence/address.py",
+    "berth/commands/*", "berth/schemas.py", "berth/site.py", "berth/web/server.py", "bus/persistence/address.py",
     "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
     "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
     "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/store/feed.py",

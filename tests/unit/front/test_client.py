@@ -18,6 +18,7 @@ from berth.audit.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.audit.invariants import InstanceFact
 from berth.client import BuildClient, host_pages
 from berth.client.host_pages import json_of, read_hosts
+from berth.client.moves import MoveClient
 from berth.client.object_edits import project_usage
 from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
@@ -27,11 +28,12 @@ from berth.web.api import WebApi
 from berth.web.fleet import FleetReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.faults import RequestRefused
 from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
@@ -566,3 +568,27 @@ async def test_the_usage_of_all_projects_is_whole_however_many_pages_it_has() ->
 
     found = await project_usage(cast(Bus, Paging()), (), timeout_s=1.0)
     assert sorted(found) == projects
+
+
+async def test_a_client_of_requests_takes_no_event_of_another_one(client_world: ClientWorld) -> None:
+    """Other clients' events have this client's key when their projects name its ids."""
+    bus = client_world.client.bus
+    moves = MoveClient(bus, clock=bus.clock, process="p")
+    heard: list[MoveEvent] = []
+    moves._listeners.append(heard.append)
+    (request,) = requests(1)
+    mine = MoveRequest(
+        request_id="a0000000-0000-4000-8000-000000000000",
+        instance_uuid=request.instance_uuid,
+        project_id="p",
+        kind=MoveKind.STOP,
+    )
+    moves._open[mine.request_id] = mine
+    end = MoveEvent(
+        request_id=mine.request_id, instance_uuid=mine.instance_uuid, project_id="p", kind=MoveKind.STOP,
+        state=MoveState.DONE, sequence=3, terminal=True,
+    )  # fmt: skip
+    events = [replace(end, request_id="b0000000-0000-4000-8000-000000000000"), replace(end, project_id="evil"), end]
+    batch = [Received(message=one, meta=Meta(id="m"), bus="api", queue="q") for one in events]
+    assert await moves._on_events(batch) == [Done()] * 3
+    assert heard == [end] and moves.ended == {mine.request_id: end}

@@ -16,6 +16,7 @@ from msgspec import structs
 from starlette.requests import Request
 
 from berth import site
+from berth.audit.quarantine import InCells
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
 from berth.web.access import WebCaller, WebRole
@@ -38,7 +39,8 @@ from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
 from berth.web.pages import lost_claims, state_of, troubles_of_hosts
 from berth.web.problems import PROBLEM_JSON, Problem
-from berth.web.quarantine import SafetyReader
+from berth.web.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
+from berth.web.quarantine import SafetyCounts, SafetyReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
@@ -279,6 +281,24 @@ async def test_a_page_waits_for_the_database_as_long_as_for_schedulers() -> None
         await safety.counts()
     assert (refused.value.status, refused.value.code) == (503, "database.unavailable")
     assert asyncio.get_running_loop().time() - began <= PAGE_TIMEOUT_S
+
+
+@on_virtual_time
+async def test_what_waits_is_read_once_in_a_while_for_all_pages() -> None:
+    reads: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    class Empty(SafetyReader):
+        async def read(self, cell: str | None = None) -> InCells:
+            reads.append(loop.time())
+            return InCells({}, {})
+
+    safety = Empty(Environment("web", transports=lambda _: MemoryTransport(MemoryBroker())))
+    for _ in range(3):
+        found = await asyncio.gather(safety.counts(), safety.counts())
+        assert found[0] is found[1] and found[0] == SafetyCounts({}, {})
+        await asyncio.sleep(SAFETY_AGE_S / 2 + 0.1)
+    assert len(reads) == 2
 
 
 # --- the part of the event stream that the pages keep is bounded, and a reader that falls behind is notified
