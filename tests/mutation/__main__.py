@@ -51,7 +51,7 @@ ONLY_WITH_SERVERS = (
     "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
     "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
     "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/rest/*",
-    "placement_worker/store/feed.py",
+    "placement_worker/store/feed.py", "placement_worker/store/trees.py",
     "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/rpc_server.py",
     "scheduler_worker/objects.py", "scheduler_worker/store/objects.py",
 )  # fmt: skip
