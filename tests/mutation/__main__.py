@@ -52,7 +52,8 @@ ONLY_WITH_SERVERS = (
     "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
     "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/rest/*",
     "placement_worker/store/feed.py", "placement_worker/store/trees.py",
-    "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/rpc_server.py",
+    "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py",
+    "scheduler_worker/nova/rpc_server.py",
     "scheduler_worker/objects.py", "scheduler_worker/store/objects.py",
 )  # fmt: skip
 

@@ -407,6 +407,11 @@ async def test_links_that_are_drained_take_nothing_more_and_no_further_cell() ->
     running.cancel()
     await asyncio.wait((running,))
     await links.close()
+    never_drained = CellLinks(lambda bus: CellLink(bus, []), clock=clock, reach=reach)
+    never_drained.want({"c2": CellBus(prefix="c2.")})
+    await never_drained.close()
+    never_drained.want({"c3": CellBus(prefix="c3.")})
+    assert [never_drained.state_of(name)[0] for name in ("c2", "c3")] == [LinkState.CONNECTING, LinkState.CLOSED]
 
 
 class Once(MemoryTransport):

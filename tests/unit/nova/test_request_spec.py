@@ -45,6 +45,7 @@ from scheduler_worker.nova.resource_request import (
     ResourceRequest,
     querystring,
     resource_request,
+    specs_of_query,
     undecided,
 )
 
@@ -525,3 +526,24 @@ def test_what_names_too_much_is_left_to_the_fallback(case: str) -> None:
     assert undecided(made(0), PrefilterSettings(), ()) is None
     why = undecided(made(1), PrefilterSettings(), ())
     assert why is not None and why.reason == "size"
+
+
+@pytest.mark.parametrize(
+    ("extra_specs", "said"),
+    [
+        ({}, {}),
+        ({"hw:cpu_policy": "dedicated"}, {"resources:PCPU": "2", "resources:VCPU": "0"}),
+        (
+            {"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"},
+            {"resources:PCPU": "2", "resources:VCPU": "0", "trait:HW_CPU_HYPERTHREADING": "required"},
+        ),
+        (
+            {"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "isolate"},
+            {"resources:PCPU": "2", "resources:VCPU": "0", "trait:HW_CPU_HYPERTHREADING": "forbidden"},
+        ),
+    ],
+)
+def test_what_a_flavors_words_say_to_any_scheduler(extra_specs: dict[str, str], said: dict[str, str]) -> None:
+    flavor_ = request(extra_specs).flavor
+    assert flavor_ is not None
+    assert specs_of_query(flavor_) == said

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Refuse
+from bus.consuming.outcome import Done, Received, Refuse
+from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.objects import FenceRecord
 from bus.contracts.operations import AdminState, SetAdminState
-from scheduler_worker import changes
+from scheduler_worker import changes, metrics
 from scheduler_worker.changes import REFUSED_BEFORE, ChangeHandler, RefusedCommands
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.fleet import Warmup
+from scheduler_worker.fleet import HostsListener, Warmup
 from scheduler_worker.keepers import changed_within
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -106,3 +108,17 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
     named = hosts.uuids[UNSEEN] if host == "h2" else host
     command = SetAdminState(host=named, state=AdminState.FENCED, by="ann", reason="gone", cell=cell)
     assert sorted(handler._find(command)) == sorted(hosts.uuids[at] for at in found)
+
+
+async def test_a_listener_applies_what_its_own_cell_announces_and_counts_its_hosts() -> None:
+    table, bus, never = HostTable(), SimpleNamespace(name="c1"), SimpleNamespace()
+    listener = HostsListener(
+        bus, table, never, never, clock=SystemClock(), rng=random.Random(1), again_s=1.0  # type: ignore[arg-type]
+    )  # fmt: skip
+    for cell, first in (("c1", 1), ("c2", 5)):
+        hosts = tuple(
+            HostReport(uuid=f"{at:08}-0000-4000-8000-000000000000", name=f"h{at}") for at in (first, first + 1)
+        )
+        message = ComputeHosts(service="s", cell=cell, epoch=1, sequence=1, hosts=hosts, complete=True)
+        assert await listener([Received(message=message, meta=Meta(id="m"), bus="c1", queue="q")]) == [Done()]
+        assert len(table) == metrics.KNOWN_HOSTS._value.get() == 2
