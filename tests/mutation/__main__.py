@@ -198,7 +198,8 @@ def _of_package(
             is_reached = not any(fnmatch(mutant["path"], one) for one in ONLY_WITH_SERVERS)
             unreached = Outcome.SURVIVED if is_reached or options.servers else Outcome.ONLY_WITH_SERVERS
             known = {SURVIVED: Outcome.SURVIVED, KILLED: Outcome.KILLED, UNREACHED: unreached}
-            yield mutant, known.get(told["status"], Outcome.HUNG), told["by"]
+            by = "no test runs it" if told["status"] == UNREACHED else told["by"]
+            yield mutant, known.get(told["status"], Outcome.HUNG), by
     if left:
         raise CannotCheck(f"{package}: the tests ended before {left} mutants were checked")
 
