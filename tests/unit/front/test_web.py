@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -34,10 +34,10 @@ from berth.web.fleet import (
     ProviderView,
     QueueReader,
 )
-from berth.web.live import EventFollower, Live
+from berth.web.live import EventFollower, Live, Second
 from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
-from berth.web.pages import lost_claims, state_of, troubles_of_hosts
+from berth.web.pages import Pages, lost_claims, state_of, troubles_of_hosts
 from berth.web.problems import PROBLEM_JSON, Problem
 from berth.web.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
 from berth.web.quarantine import SafetyCounts, SafetyReader
@@ -662,3 +662,27 @@ async def test_the_dead_letters_of_an_added_cell_are_counted(monkeypatch: pytest
 def test_a_decision_that_the_state_does_not_allow_is_a_documented_conflict(operation: str) -> None:
     """Schemathesis received a 409 of a DELETE that documented none."""
     assert 409 in _of_hosts()[operation].errors
+
+
+async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
+    seconds = [Second(at, active=1000) for at in range(50)]
+    seconds += [Second(50 + at, active=10, failed=20, lost_claims=30, retries=40 * (at % 2)) for at in range(10)]
+    of_live = SimpleNamespace(history=lambda: seconds, in_flight=7, percentiles=dict, lost=list)
+    nothing = SimpleNamespace(queues=(), dead_letters=0, silent=())
+
+    async def answer(what: Any) -> Any:
+        return what
+
+    pages = Pages(
+        never := cast("Any", None),
+        never,
+        cast("Any", of_live),
+        cast("Any", SimpleNamespace(hosts_to_count=lambda: answer(()), known_workers=lambda: answer(()))),
+        safety=cast("Any", SimpleNamespace(counts=lambda: answer(SafetyCounts({}, {})))),
+        queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
+        clock=SystemClock(),
+        has_session=False,
+    )
+    now = await pages._state()
+    assert (now.active_per_s, now.failed_per_s, now.lost_per_s, now.retries_per_s) == (10.0, 20.0, 30.0, 20.0)
+    assert (now.in_flight, now.answered) == (7, True)
