@@ -112,7 +112,8 @@ class Warm:
                 functions.plant(mutant["path"], mutant["source"])
             except OnlyByImport:
                 first = [self._items[test].nodeid for test in ran.narrowest_first(_union(of_file, of_file))]
-                return by_import(mutant, first, [*self._options, *self._job["tests"]], place)
+                without = [f"--deselect={self._items[test].nodeid}" for test in ran.failed]
+                return by_import(mutant, first, [*self._options, *without, *self._job["tests"]], place)
             if not chosen:
                 return UNREACHED
             failed = self._run(ran.narrowest_first(chosen), until_one_fails=True)
@@ -205,7 +206,7 @@ def by_import(mutant: dict[str, Any], first: Sequence[str], tests: Sequence[str]
             command, env=os.environ | {PLANT: str(plant)}, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
         # A test that failed, or a module that cannot be imported; else a signal, which the bound sends.
-        if done.returncode:
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return KILLED if done.returncode > 0 else -done.returncode
     return SURVIVED
 

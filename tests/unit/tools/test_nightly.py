@@ -399,13 +399,15 @@ def test_what_an_import_runs_is_shown_to_tests_that_run_no_line_of_its_module(
     (tmp_path / "rules.py").write_text(SOURCE)
     (tmp_path / "test_rules.py").write_text(
         "import rules\n\ndef test_few():\n    rules.is_few(1)\n\ndef test_limit():\n    assert rules.LIMIT == 3\n"
+        "\ndef test_that_fails_without_a_mutant():\n    raise AssertionError\n"
     )
+    known = "--deselect=test_rules.py::test_that_fails_without_a_mutant"
     mutant = {"path": "rules.py", "source": SOURCE.replace("LIMIT = 3", f"LIMIT = {limit}")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def check(_: int) -> int:
-        return by_import(mutant, ["test_rules.py::test_few"], ["test_rules.py"], tmp_path)
+        return by_import(mutant, ["test_rules.py::test_few"], [known, "test_rules.py"], tmp_path)
 
     assert list(forked([0], check, 1)) == [(0, outcome)]
 
