@@ -315,6 +315,12 @@ KINDS = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", mark
 REQUESTS = "scheduler.requests"
 
 
+async def closed(bus: Bus) -> None:
+    """Close it. Whatever was published on it, nothing of that counts as under way then."""
+    await bus.close()
+    assert (bus.publisher.waiting, bus.publisher._in_flight) == (0, 0)
+
+
 class House:
     """Buses and consumers of one test, put away at its end."""
 
@@ -335,7 +341,7 @@ class House:
             limits=BusLimits(**limits),
         )
         await bus.open()
-        self._closing.append(bus.close)
+        self._closing.append(lambda: closed(bus))
         return bus
 
     async def consume(self, bus: Bus, queue: str, handler: Handler, **options: object) -> Consumer:

@@ -596,3 +596,26 @@ async def test_an_error_between_batches_ends_the_consumer(house: House, monkeypa
     await bus.publish(boot(2))
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(consumer.run(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_delivery_of_which_a_part_was_not_flushed_comes_again_whole(house: House, lost: int) -> None:
+    """The flush of a later part took the word of an earlier one's back, and what was lost was acknowledged."""
+    bus = await house.bus()
+    flushes = [asyncio.get_running_loop().create_future() for _ in range(3)]
+    handler = await house.answer(
+        bus,
+        REQUESTS,
+        lambda one: Done() if one.redelivered else Done(after=flushes[int(one.message.instance_uuid[-1], 16) - 1]),  # type: ignore[attr-defined]
+    )
+    await bus.publish_all([(boot(number), "") for number in (1, 2, 3)])
+    await handler.wait(3)
+    for number, flushed in enumerate(flushes):
+        if number == lost:
+            flushed.set_exception(DatabaseUnavailable("away"))
+        else:
+            flushed.set_result(None)
+        await asyncio.sleep(0)
+    await handler.wait(6)
+    assert [one.redelivered for one in handler.got] == [False] * 3 + [True] * 3
+    await settled(bus)

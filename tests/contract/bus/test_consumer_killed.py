@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from bus.bus import Bus
+from bus.consuming import consumer as consuming
 from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
@@ -303,6 +304,19 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
         assert waited >= SUSPECT_WAIT_S * 0.9, f"the first suspect was taken after {waited:.4f} s"
     finally:
         await consumer.drain(1.0)
+
+
+@pytest.mark.parametrize("kind", ["memory"])
+async def test_suspects_have_their_turn_however_many_others_wait(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "MAX_PASSED_OVER", 3)
+    bus = await house.bus()
+    await returned_twice(bus)
+    for number in range(SUSPECTS, SUSPECTS + 100):
+        await bus.publish(boot(number))
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1, prefetch=200)
+    await handler.wait(SUSPECTS + 100)
+    assert max(at for at, one in enumerate(handler.got) if one.redelivered) < 3 * (SUSPECTS + 2)
 
 
 @pytest.mark.parametrize("kind", ["memory"])

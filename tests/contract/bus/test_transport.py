@@ -147,6 +147,15 @@ async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> 
 
 
 @EVERY_ADAPTER
+async def test_a_queue_that_was_purged_has_room_again(rig: Rig) -> None:
+    transport = await rig.transport()
+    queue = await declare(transport, max_bytes=1000)
+    for _ in range(4):
+        await transport.publish(command(b"x" * 900))
+        assert await transport.purge(queue) == 1
+
+
+@EVERY_ADAPTER
 async def test_get_depth_and_purge(rig: Rig) -> None:
     transport, queue = await with_queue(rig)
     assert await transport.get(queue) is None

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import operator
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from msgspec import Struct
@@ -15,10 +16,12 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message, Meta, Refusal
 from bus.contracts.book import CellConsumersQuery
+from bus.contracts.objects import ObjectsRevision
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryReleased, Release, ReleaseResult
 from bus.persistence.marks import RECORD_S
+from placement_worker import handlers as handling
 from placement_worker.book import ResourceBook
-from placement_worker.handlers import PlacementHandlers
+from placement_worker.handlers import CellFollower, PlacementHandlers
 from placement_worker.store.memory_rows import MemoryBookRows
 from tests.contract.books import HOSTS, KINDS, VMS, Books, books, claimed, revert
 from tests.unit.bus.test_outbox import HandClock
@@ -51,6 +54,12 @@ async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(s
     assert await requested(store, (Release(consumer=VMS[1]), 2)) == ["released"]
     assert await requested(store, (Release(consumer=VMS[2]), 3)) == ["released"]
     assert await requested(store, (claim(3), 2)) == [ORDER_OUTDATED]
+
+
+async def test_what_states_none_is_lower_than_the_first(store: ResourceBook) -> None:
+    assert await requested(store, (claim(0), 0)) == ["claimed"]
+    assert await requested(store, (claim(1), 1)) == ["claimed"]
+    assert await requested(store, (claim(2), 0)) == [ORDER_OUTDATED]
 
 
 async def test_each_cell_has_its_own_and_the_schedulers_none(store: ResourceBook) -> None:
@@ -168,3 +177,22 @@ async def test_the_handlers_refuse_with_the_code(store: ResourceBook, bus: str, 
         assert isinstance(refused, Refuse) and refused.code == ORDER_OUTDATED
         assert "incarnation 4 " in refused.reason, "an operator who states which one is the newest has to exceed it"
         assert await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 4, of_inventory=True) == Done()
+
+
+async def test_a_batch_that_is_taken_in_parts_is_answered_whole_and_in_order(
+    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handling, "MAX_CLAIMED", 2)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    found = await handlers.requests([received(claim(vm), 1, "c1") for vm in range(5)])
+    replies = [one.reply for one in found if isinstance(one, Done)]
+    assert [one.option for one in replies if isinstance(one, ClaimResult)] == [0] * 5
+    assert [await held(store, vm) for vm in range(5)] == [1] * 5
+
+
+async def test_cells_that_may_have_changed_are_asked_for() -> None:
+    never: Any = None
+    follower = CellFollower(never, never)
+    for message, is_set in ((Release(consumer=VMS[0]), False), (ObjectsRevision(revision=1), True)):
+        assert await follower([received(message, 0, API)]) == [Done()]
+        assert follower._announced.is_set() is is_set

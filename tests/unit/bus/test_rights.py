@@ -29,7 +29,7 @@ from bus.contracts.catalogue import (
 )
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
-from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES
+from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES, QueueKind, QueueRow
 from bus.port import UNREAD, Delivery, Outgoing
 from bus.topology import matches, plan
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -352,3 +352,11 @@ def test_the_cell_gets_what_the_request_and_its_flavor_state_of_the_machine() ->
     assert spec.image_source == request.image_source and spec.networks == request.networks
     assert spec.config_drive == ConfigDrive(user_data="u")
     assert (spec.root_gb, spec.traits, spec.capabilities) == (50, ("CUSTOM_RAID",), {"boot_mode": "uefi"})
+
+
+@pytest.mark.parametrize("row", BY_QUEUE.values(), ids=lambda row: row.name)
+def test_a_queue_of_one_consumer_is_never_made_anew_in_place_of_another(row: QueueRow) -> None:
+    """It has what waits for its turn; what expires by itself has nothing that anybody waits for."""
+    planned = plan(row, row.name, ())
+    assert planned.disposable is (row.kind is QueueKind.EXPIRING and not row.single_active)
+    assert not (planned.disposable and planned.single_active) and not (planned.disposable and planned.exclusive)

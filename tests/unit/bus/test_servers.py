@@ -379,6 +379,40 @@ async def test_a_consumer_that_is_starting_when_its_link_is_drained_takes_nothin
     await link.close()
 
 
+async def test_links_that_are_drained_take_nothing_more_and_no_further_cell() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    taken: list[Received] = []
+
+    async def take(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.extend(batch)
+        return [Done()] * len(batch)
+
+    def reach(name: str, _: CellBus | None) -> Bus:
+        return Bus(name, MemoryTransport(broker, name), process="worker", clock=clock, rng=random.Random(1))
+
+    links = CellLinks(lambda bus: CellLink(bus, [Consumer(bus, "placement.requests", take)]), clock=clock, reach=reach)
+    links.configure(reach("c1", None))
+    running = asyncio.create_task(links.run())
+    await links.entered(PATIENCE_S)
+    bus = links.buses["c1"]
+    await links.drain(1.0)
+    links.want({"c1": None, "c2": CellBus(prefix="c2.")})
+    await bus.publish(RELEASE)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not taken and await bus.transport.depth("placement.requests") == 1
+    assert set(links.buses) == {"c1"} and links.state_of("c2") == (LinkState.CLOSED, "")
+    running.cancel()
+    await asyncio.wait((running,))
+    await links.close()
+    never_drained = CellLinks(lambda bus: CellLink(bus, []), clock=clock, reach=reach)
+    never_drained.want({"c2": CellBus(prefix="c2.")})
+    await never_drained.close()
+    never_drained.want({"c3": CellBus(prefix="c3.")})
+    assert [never_drained.state_of(name)[0] for name in ("c2", "c3")] == [LinkState.CONNECTING, LinkState.CLOSED]
+
+
 class Once(MemoryTransport):
     """A connection that is lost while the second queue is consumed for the first time."""
 

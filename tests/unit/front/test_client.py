@@ -30,7 +30,7 @@ from berth.web.api import WebApi
 from berth.web.fleet import FleetReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
@@ -77,7 +77,28 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     tracks = await client_world.client.boot(requests(5))
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
+    for track in tracks:
+        assert track.published_at is not None and track.stages.keys() == {"active"}
+        assert track.published_at <= track.stages["active"] <= track.ended_at
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_a_build_counts_as_published_once_it_is_confirmed(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, confirmed_at = client_world.client, []
+    publish = client.bus.publish_each
+
+    async def slow(messages: Any) -> Any:
+        errors = await publish(messages)
+        confirmed_at.append(client._clock.monotonic())
+        return errors
+
+    monkeypatch.setattr(client.bus, "publish_each", slow)
+    (request,) = requests(1)
+    assert await client.offer([request], intended_at=[client._clock.monotonic()], flavors=["f"]) == [None]
+    published_at = client.tracks[request.instance_uuid].published_at
+    assert published_at is not None and published_at >= confirmed_at[0]
 
 
 async def test_a_client_without_the_tracer_that_it_had_begins_no_trace(client_world: ClientWorld) -> None:
@@ -594,3 +615,27 @@ async def test_the_usage_of_all_projects_is_whole_however_many_pages_it_has() ->
 
     found = await project_usage(cast(Bus, Paging()), (), timeout_s=1.0)
     assert sorted(found) == projects
+
+
+async def test_a_client_of_requests_takes_no_event_of_another_one(client_world: ClientWorld) -> None:
+    """Other clients' events have this client's key when their projects name its ids."""
+    bus = client_world.client.bus
+    moves = MoveClient(bus, clock=bus.clock, process="p")
+    heard: list[MoveEvent] = []
+    moves._listeners.append(heard.append)
+    (request,) = requests(1)
+    mine = MoveRequest(
+        request_id="a0000000-0000-4000-8000-000000000000",
+        instance_uuid=request.instance_uuid,
+        project_id="p",
+        kind=MoveKind.STOP,
+    )
+    moves._open[mine.request_id] = mine
+    end = MoveEvent(
+        request_id=mine.request_id, instance_uuid=mine.instance_uuid, project_id="p", kind=MoveKind.STOP,
+        state=MoveState.DONE, sequence=3, terminal=True,
+    )  # fmt: skip
+    events = [replace(end, request_id="b0000000-0000-4000-8000-000000000000"), replace(end, project_id="evil"), end]
+    batch = [Received(message=one, meta=Meta(id="m"), bus="api", queue="q") for one in events]
+    assert await moves._on_events(batch) == [Done()] * 3
+    assert heard == [end] and moves.ended == {mine.request_id: end}

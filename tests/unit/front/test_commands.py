@@ -394,6 +394,8 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
     )  # fmt: skip
     with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
         _ended(seen, as_json=False)
+    with pytest.raises(Stop, match=f"3 instances not moved; see berth drains resume {DRAIN}"):
+        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), as_json=False)
 
 
 STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none of 3 hosts")

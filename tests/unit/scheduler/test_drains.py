@@ -33,6 +33,7 @@ from scheduler_worker.domain.drains import (
     end_of,
     evacuating,
     held_on,
+    is_down,
     is_migration,
     level_of,
     next_moves,
@@ -559,3 +560,22 @@ async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_her
     assert not isinstance(found, Refusal) and {one.uuid for one in found[1]} == set(hosts.uuids)
     of_service = await holders.hosts_of("s2", DrainTarget.SERVICE, "c1")
     assert not isinstance(of_service, Refusal) and [one.uuid for one in of_service[1]] == hosts.uuids[1:]
+
+
+@pytest.mark.parametrize(
+    ("state", "condition", "down"),
+    [
+        (BuildState.ACTIVE, Condition.OFFLOADED, True),
+        (BuildState.ACTIVE, Condition.STOPPED, False),
+        (BuildState.DELETED, Condition.OFFLOADED, False),
+        (None, Condition.OFFLOADED, False),
+    ],
+)
+def test_an_instance_is_down_that_no_host_has_and_nobody_deleted(
+    state: BuildState | None, condition: Condition, down: bool
+) -> None:
+    build = RecordedBuild(
+        instance_uuid=A, project_id="p", state=state or BuildState.ACTIVE, sequence=1,
+        instance=SinceBuild(condition=condition),
+    )  # fmt: skip
+    assert is_down(MoveContext(build=None if state is None else build)) is down

@@ -123,6 +123,15 @@ def test_all_buses_of_a_process_have_its_stalls() -> None:
     assert env.bus(API).stall_watch is env.bus("cell0").stall_watch is env.cell_bus("cell1", None).stall_watch
 
 
+def test_heartbeats_carry_the_counts_of_all_parts() -> None:
+    service, kept = Service("test", clock=SystemClock()), {"a": 1}
+    service.add_counts(lambda: kept)
+    service.add_counts(lambda: {"b": 2})
+    assert service.counts() == {"a": 1, "b": 2}
+    kept["a"] = 5
+    assert service.counts() == {"a": 5, "b": 2}
+
+
 async def test_a_check_names_what_is_not_ready() -> None:
     service = service_of(Recorder())
     service.add_check("bus api", lambda: False)
