@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -87,6 +89,8 @@ async def test_a_build_counts_as_published_once_it_is_confirmed(
     client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, confirmed_at = client_world.client, []
+    moments = itertools.count()
+    monkeypatch.setattr(client, "_clock", SimpleNamespace(monotonic=lambda: float(next(moments))))
     publish = client.bus.publish_each
 
     async def slow(messages: Any) -> Any:
