@@ -40,11 +40,12 @@ from bus.contracts.catalogue import (
     routing_key,
     wrong_key,
 )
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, EVENTS, PROJECT, QUEUES, REPLAY, REPLY, RETURN
+from bus.contracts.queues import BY_QUEUE, PROJECT, QUEUES
 from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.port import UNREAD, Delivery, Outgoing
-from bus.topology import FOREIGN, delayed_it
+from bus.port import Delivery, Outgoing
+from bus.published_key import published_key
+from bus.topology import FOREIGN
 
 log = structlog.get_logger(__name__)
 
@@ -59,11 +60,6 @@ WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
 SENT_SEQUENCES = "berth-sent-sequences"
 TRACEPARENT = "traceparent"
-# On a dead letter, and on one that an operator sends back: the key that it was first published with.
-ORIGINAL_KEY = "berth-key"
-CODE = "berth-code"  # on a dead letter: why it was given up
-BROKERS = "broker."  # how the code of a letter begins that the broker itself gave up
-DEATHS = "x-death"  # the broker's record of how a message died, the last death first
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
@@ -367,46 +363,6 @@ class Codec:
         """Return a message as unreadable. Of a body beyond the bound only the first bytes are kept."""
         kept, size = (body, 0) if len(body) <= self._most_bytes else (body[:MAX_LETTER_BYTES], len(body))
         return Malformed(kept, code, reason[:MAX_REASON], meta, self._queue, key, size)
-
-
-def published_key(delivery: Delivery) -> str | None:
-    """Return the routing key that a message was first published with; "": none that binds its body, as of a reply, and
-    of what a worker has read before and delayed; None: the broker has checked no key of it.
-
-    It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
-    """
-    exchange, headers = delivery.exchange, delivery.headers
-    if exchange in (COMMANDS, EVENTS, REPLY):
-        is_direct = {DEATHS, UNREAD}.isdisjoint(headers)
-        return None if not is_direct else "" if exchange == REPLY else delivery.routing_key
-    found, written = headers.get(DEATHS), headers.get(ORIGINAL_KEY)
-    deaths = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    if exchange == REPLAY or (exchange == DEAD and DEATHS not in headers):
-        return written if isinstance(written, str) else ""
-    if exchange not in (DEAD, RETURN) or not deaths or not all(_is_own(one, delivery) for one in deaths):
-        return None
-    first, keys = str(deaths[-1].get("exchange")), deaths[-1].get("routing-keys")
-    if first.endswith(REPLAY):
-        return written if isinstance(written, str) else ""
-    return str(keys[0]) if not delayed_it(first) and isinstance(keys, list) and keys else ""
-
-
-def _is_own(death: Mapping[str, object], delivery: Delivery) -> bool:
-    """Whether a queue of berth's has passed a message on: a delay's, or, of a dead letter, the one that it names."""
-    if delayed_it(str(death.get("exchange"))):
-        return True
-    return delivery.exchange == DEAD and str(death.get("queue")).endswith(delivery.routing_key)
-
-
-def letters_code(delivery: Delivery) -> str:
-    """Return why a dead letter was given up: the code that its consumer wrote, or `broker.<reason>`; "": it is none."""
-    deaths = delivery.headers.get(DEATHS)
-    last = deaths[0] if isinstance(deaths, list) and deaths else None
-    reason = last.get("reason") if isinstance(last, dict) else delivery.headers.get("x-first-death-reason")
-    if isinstance(reason, str) and reason:
-        return BROKERS + reason
-    code = delivery.headers.get(CODE)
-    return code if isinstance(code, str) else ""
 
 
 # Taking the annotations of a message apart costs milliseconds, and a process has a reader for each of its queues.

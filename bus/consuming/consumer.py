@@ -50,7 +50,8 @@ from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
 from bus.port import BusError, BusForbidden, Delivery
-from bus.wire import DROPPED, Codec, Malformed, Read, letters_code
+from bus.published_key import letters_code
+from bus.wire import DROPPED, Codec, Malformed, Read
 
 log = structlog.get_logger("bus.consuming.consumer")
 

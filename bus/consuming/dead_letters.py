@@ -18,22 +18,18 @@ from msgspec import Struct
 from bus import metrics
 from bus.contracts.queues import DEAD, DEAD_LETTERS, REPLAY, RETURN
 from bus.port import BusError, Delivery, Outgoing, Transport
+from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, letters_code, published_key
 from bus.wire import (
     ATTEMPT,
     BATCH,
-    BROKERS,
     CAUSE,
-    DEATHS,
     INCARNATION,
     JSON,
     MAX_TIME_S,
-    ORIGINAL_KEY,
     PATIENCE,
     SENT_AT,
     TRACEPARENT,
     WAITED,
-    letters_code,
-    published_key,
     shown,
 )
 

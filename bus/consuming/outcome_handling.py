@@ -22,10 +22,11 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.queues import DEAD, ENDED_BY_LETTER, QueueRow, Where
 from bus.port import BusError, BusForbidden, PublishRefused
+from bus.published_key import CODE, ORIGINAL_KEY, published_key
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
-from bus.wire import CODE, ORIGINAL_KEY, Malformed, Packed, may_gather, pack, published_key, shown
+from bus.wire import Malformed, Packed, may_gather, pack, shown
 
 log = structlog.get_logger("bus.consuming.consumer")
 

@@ -19,7 +19,8 @@ from bus.contracts.placement import Claim, ClaimAll
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
 from bus.port import Outgoing
-from bus.wire import BATCH, CODE
+from bus.published_key import CODE
+from bus.wire import BATCH
 from lab.simulation.ironic import EXCHANGE
 from lab.simulation.watch import Breach
 

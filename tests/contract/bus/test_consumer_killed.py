@@ -19,7 +19,8 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable
 from bus.gather import SLOW_S
 from bus.port import BusUnavailable, Delivery
-from bus.wire import batch, letters_code, pack
+from bus.published_key import letters_code
+from bus.wire import batch, pack
 from tests.contract.rig import KINDS, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
 

@@ -20,8 +20,9 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
 from bus.contracts.queues import COMMANDS, DEAD_LETTERS
+from bus.published_key import letters_code
 from bus.rabbitmq.transport import RabbitTransport
-from bus.wire import BATCH, letters_code
+from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, boot, collect
 from tests.kit.cases import case
 from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table

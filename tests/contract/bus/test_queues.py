@@ -23,6 +23,7 @@ from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildSt
 from bus.contracts.catalogue import door_destination
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, REQUEST_QUEUES, QueueKind
 from bus.port import Outgoing, PublishRefused, Transport
+from bus.published_key import CODE
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import (
     DELAYS_S,
@@ -34,7 +35,7 @@ from bus.topology import (
     plan,
     shared_queues,
 )
-from bus.wire import CODE, Malformed
+from bus.wire import Malformed
 from tests.contract.rig import (
     EVERY_ADAPTER,
     KINDS,

@@ -27,9 +27,9 @@ from bus.contracts.queues import (
     Where,
 )
 from bus.port import Delivery
+from bus.published_key import published_key
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange
-from bus.wire import published_key
 from tests.kit.lent import lent_servers
 from tests.kit.waiting import PATIENCE_S
 

@@ -31,6 +31,7 @@ from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES, QueueKind, QueueRow
 from bus.port import UNREAD, Delivery, Outgoing
+from bus.published_key import letters_code, published_key
 from bus.topology import matches, plan
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
@@ -203,7 +204,7 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
 @pytest.mark.parametrize("name", ARRIVALS)
 def test_the_key_of_each_arrival(name: str) -> None:
     delivery, key = ARRIVALS[name]
-    assert wire.published_key(delivery) == key
+    assert published_key(delivery) == key
 
 
 @pytest.mark.parametrize("header", ["x-death", UNREAD])
@@ -218,8 +219,8 @@ def test_what_another_queue_has_dead_lettered_is_not_read(queue: str, header: st
 
 
 def test_the_code_of_a_letter() -> None:
-    assert wire.letters_code(arrived("berth.dead", QUEUE, x_death=[death()])) == "broker.expired"
-    assert wire.letters_code(arrived("berth.dead", QUEUE, berth_code="message.malformed")) == "message.malformed"
+    assert letters_code(arrived("berth.dead", QUEUE, x_death=[death()])) == "broker.expired"
+    assert letters_code(arrived("berth.dead", QUEUE, berth_code="message.malformed")) == "message.malformed"
 
 
 # --- The queues of requests, and what a consumer has of one.
