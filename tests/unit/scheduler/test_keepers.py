@@ -7,19 +7,22 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport
-from bus.contracts.objects import FenceRecord
+from bus.contracts.objects import FenceRecord, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState, SetAdminState
 from scheduler_worker import changes, metrics
 from scheduler_worker.changes import REFUSED_BEFORE, ChangeHandler, RefusedCommands
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.fleet import HostsListener, Warmup
 from scheduler_worker.keepers import changed_within
+from scheduler_worker.nova.entrance import Entrance
+from scheduler_worker.objects import _orders
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -122,3 +125,38 @@ async def test_a_listener_applies_what_its_own_cell_announces_and_counts_its_hos
         message = ComputeHosts(service="s", cell=cell, epoch=1, sequence=1, hosts=hosts, complete=True)
         assert await listener([Received(message=message, meta=Meta(id="m"), bus="c1", queue="q")]) == [Done()]
         assert len(table) == metrics.KNOWN_HOSTS._value.get() == 2
+
+
+@pytest.mark.parametrize(("cell", "sent"), [("c1", ["c1"]), (None, [])])
+def test_the_order_about_a_fence_goes_to_its_cell(cell: str | None, sent: list[str]) -> None:
+    uuid = "00000001-0000-4000-8000-000000000000"
+    record = FenceRecord(host="h1", version=2, cell=cell)
+    stored = StoredObject(kind=ObjectKind.FENCE, name=uuid, body=msgspec.to_builtins(record), version=2)
+    objects = {(ObjectKind.FENCE, uuid): stored}
+    assert [one.bus for one in _orders(objects, [uuid, "another"])] == sent
+
+
+async def test_a_call_that_is_taken_over_counts_until_that_has_ended() -> None:
+    never: Any = None
+    changed: list[int] = []
+    entrance = Entrance(
+        never, "fronts", clock=SystemClock(), refused=lambda _: None, changed=lambda: changed.append(len(entrance))
+    )
+    go_on = asyncio.Event()
+
+    async def take_over(*_: object) -> None:
+        await go_on.wait()
+
+    entrance._take_over = take_over  # type: ignore[method-assign,assignment]
+    for _ in range(2):
+        entrance.add(never, never)
+    running = asyncio.create_task(entrance.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(entrance) == 2, "one is under way and one waits"
+    go_on.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(entrance) == 0 and changed == [1, 0]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
