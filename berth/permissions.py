@@ -19,19 +19,17 @@ from msgspec import Struct
 
 from berth.settings import MEMORY, Settings
 from bus.bus import API
-from bus.contracts.base import Word
 from bus.contracts.catalogue import (
     MESSAGES,
     OF_PROJECT,
-    projects_key,
 )
 from bus.contracts.publishers import keys_of, published_by
 from bus.contracts.queues import (
+    CLIENT,
     DEAD,
     DEAD_LETTERS,
     EVENTS,
     FRONT,
-    GIVEN_UP,
     QUEUES,
     REPLAY,
     REPLY,
@@ -72,6 +70,7 @@ class PermissionRole(StrEnum):
     IRONIC = "ironic"
     NOVA_SCHEDULER = "nova-scheduler"
     OPERATOR = "operator"
+    PUBLISHER = "publisher"
 
 
 # The name of a role in the catalogue, and the kinds of bus it enters.
@@ -83,6 +82,7 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
     PermissionRole.GATEWAY: ("gateway", (Where.API,)),
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
+    PermissionRole.PUBLISHER: (CLIENT, (Where.API,)),
 }
 OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
 # The roles that declare a bus's shared topology. To make a queue of delayed messages is to be allowed to read it
@@ -193,33 +193,6 @@ def of_role(
     return _grants(role, str(role), user or f"berth-{role}", settings, where)
 
 
-def of_project(project_id: str, settings: Settings, *, user: str | None = None) -> Grant:
-    """The permissions of a project's user: request its own machines and receive its own events. ValueError: no project
-    id.
-
-    Its queues are named by the broker. Under names that it chooses it could declare an exchange, too, and bind that to
-    ours: what comes that way, or by a queue's dead-letter exchange, is checked for no key.
-    """
-    try:
-        project = msgspec.convert(project_id, Word)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{project_id!r} is no project id: 1 to 64 of the letters A-Z a-z 0-9 _ -") from error
-    place = bus_locations(settings)[API]
-    names = QueueNames(place.prefix)
-    allowed = _Allowed()
-    allowed.allow_ownership(SERVER_NAMED)
-    allowed.allow_bind(names.exchange(REPLY), SERVER_NAMED)
-    for row in MESSAGES:
-        if not row.key.endswith(OF_PROJECT):
-            continue
-        key = projects_key(row.key, project)
-        if "client" in row.publishers:
-            allowed.allow_publish(names.exchange(row.exchange), _filled(key))
-        elif row.exchange == EVENTS and row.public:
-            allowed.allow_bind(names.exchange(row.exchange), _filled(key, ONE_OR_ANY))
-    return allowed.grant(f"project {project}", user or f"berth-project-{project}", place.broker, place.vhost)
-
-
 def commands(grants: Sequence[Grant]) -> Iterator[str]:
     """The grants as `rabbitmqctl` commands, with a comment before each user's.
 
@@ -319,6 +292,8 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names, gives_up=package == queue.consumer)
     _allow_messages(allowed, package, kind, names)
+    if role is PermissionRole.PUBLISHER:
+        _allow_others(allowed, names)
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.allow_publish(names.exchange(REPLAY), f"{_literal(names.queue(''))}.+")
         allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
@@ -330,9 +305,18 @@ def _allow_messages(allowed: _Allowed, package: str, kind: Where, names: QueueNa
     for row in published:
         for key in keys_of(row, package):
             allowed.allow_publish(names.exchange(row.exchange), _filled(key))
-    if any(row.reply is not None for row in published):
+    if package != CLIENT and any(row.reply is not None for row in published):
         allowed.allow_ownership(replies)
         allowed.allow_bind(names.exchange(REPLY), replies)
+
+
+def _allow_others(allowed: _Allowed, names: QueueNames) -> None:
+    """A program that is not berth's: queues that the broker names, for replies and the events of all projects."""
+    allowed.allow_ownership(SERVER_NAMED)
+    allowed.allow_bind(names.exchange(REPLY), SERVER_NAMED)
+    for row in MESSAGES:
+        if row.exchange == EVENTS and row.public and row.key.endswith(OF_PROJECT) and row.where is not Where.PROJECT:
+            allowed.allow_bind(names.exchange(EVENTS), rf"{_literal(row.key.partition('.{')[0])}\..+")
 
 
 def _marks(role: PermissionRole) -> tuple[str, ...]:
@@ -371,7 +355,7 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives
     """A queue to read from; its readers answer, and retry and park what they give up. gives_up: False: who only
     declares it.
     """
-    name = _filled(names.queue(queue.name)) + (r"(\.[0-9]+)?" if queue.has_lanes else "")
+    name = _filled(names.queue(queue.name))
     allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
         allowed.allow_bind(names.exchange(exchange), _filled(key))
@@ -383,12 +367,11 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives
         allowed.allow_route(names.exchange(DEAD))
         if gives_up:
             allowed.allow_publish(names.exchange(DEAD), name)
-        if queue.keeps_keys:
-            allowed.allow_route(names.exchange(GIVEN_UP))
         for exchange in (RETURN, REPLAY):
             allowed.allow_bind(names.exchange(exchange), name)
+        retried = _filled(names.queue(queue.retries_to)) if queue.retries_to else name
         for delay_s in queue.retry_s if gives_up else ():
-            allowed.allow_publish(names.exchange(delay_exchange(delay_s)), name)
+            allowed.allow_publish(names.exchange(delay_exchange(delay_s)), retried)
 
 
 def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueNames) -> None:

@@ -105,9 +105,14 @@ def making(host: VirtualHost) -> Iterator[str]:
     yield f"# project {host.project}, on {host.broker}: its virtual host"
     yield f"rabbitmqctl add_vhost {where} </dev/null"
     yield f"rabbitmqctl set_vhost_limits -p {where} {_json(host.limits)} </dev/null"
-    yield f"rabbitmqctl set_user_limits {shlex.quote(host.user)} {_json(host.user_limits)} </dev/null"
+    yield limiting(host)
     yield f"rabbitmqctl set_policy -p {where} --apply-to queues {POLICY} '{BOUNDED}' {_json(host.policy)} </dev/null"
     yield from commands(host.grants)
+
+
+def limiting(host: VirtualHost) -> str:
+    """The limits of the project's user, which are no definition of the virtual host."""
+    return f"rabbitmqctl set_user_limits {shlex.quote(host.user)} {_json(host.user_limits)} </dev/null"
 
 
 def ending(host: VirtualHost, settings: Settings) -> Iterator[str]:

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.base import Label, Uuid, Word, matching
+from bus.contracts.base import CellName, Label, Uuid, Word, matching
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
@@ -160,7 +160,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
     bus: BusSettings = BusSettings()
     """The API bus."""
-    cells: dict[Word, CellSettings] = field(default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()})
+    cells: dict[CellName, CellSettings] = field(
+        default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()}
+    )
     """The cells by name. A host belongs to one cell."""
     cells_dir: Annotated[str, Bound(max_length=4_000)] = ""
     """The directory of files that each hold the URL of a cell's bus, for cells that are added at run time (`berth cells

@@ -7,34 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import structlog
-from msgspec import structs
 
 from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.consuming.stall_watch import StallWatch
-from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.base import DatabaseMark, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, MessageRow, destination
-from bus.contracts.queues import BY_QUEUE, EVENTS, Where, is_project_bus
+from bus.contracts.queues import BY_QUEUE, EVENTS, REPLY, Where, is_project_bus
 from bus.contracts.replies import REPLY_PREFIX
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import Delivery, QueueLocked, Transport
-from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
+from bus.publishing import BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.retrying import QUEUE_LOCKED, WITHIN_A_REQUEST, Retrying
 from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, Packed, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, may_gather, pack, tag
 
 R = TypeVar("R", bound=Message)
-
-# A call with more messages than this publishes batches, also of messages that otherwise leave under a key of their own.
-FEW = 2
 
 log = structlog.get_logger("bus")
 
@@ -65,7 +61,7 @@ class Bus:
         self.tracer = tracer
         self.stall_watch = StallWatch() if stall_watch is None else stall_watch
         self.publisher = Publisher(name, transport, limits)
-        self._incarnation: Callable[[], int] = lambda: 0
+        self._mark: Callable[[], DatabaseMark] = DatabaseMark
         self._requester = Requester(
             name,
             transport,
@@ -73,7 +69,6 @@ class Bus:
             process=process,
             clock=clock,
             rng=rng,
-            incarnation=self._stated_incarnation,
         )
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
         self._owner: tuple[str, Callable[[], str], Callable[[], str]] | None = None
@@ -99,12 +94,11 @@ class Bus:
         """Have `open` check that this user may publish what a worker of this package does."""
         self._publishes = sample_keys(package, Where.API if self.name == API else Where.CELL)
 
-    def _stated_incarnation(self) -> int:
-        return self._incarnation()
-
-    def states_incarnation(self, incarnation: Callable[[], int]) -> None:
-        """Have each message state the incarnation of the cell's database by which this process decides."""
-        self._incarnation = incarnation
+    def states_mark(self, mark: Callable[[], DatabaseMark]) -> None:
+        """Have each message state the incarnation of the cell's database by which this process decides, and what of it
+        is certainly on disk.
+        """
+        self._mark = self._requester.mark = mark
 
     async def open(self) -> None:
         """Connect and declare the shared topology of the bus. Raises BusOwnedByAnother."""
@@ -132,7 +126,7 @@ class Bus:
         """
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
-        self._post(message, cause, waiter, few=True, correlation_id=correlation_id)
+        self._post(message, cause, waiter, correlation_id=correlation_id)
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -150,17 +144,14 @@ class Bus:
         messages: Sequence[tuple[Message, str]],
         traceparents: Sequence[str],
         waiters: Sequence[Waiter],
-        line: Callable[[Message], Hashable],
-        incarnations: Sequence[int] = (),
+        incarnations: Sequence[int | None] = (),
     ) -> None:
         """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
-        The caller bounds them. line: the line in which a message waits; the lines have their turns. incarnations: by
-        which each was decided; by default it is that of now.
+        The caller bounds them. incarnations: by which each was decided; by default it is that of now.
         """
-        few = len(messages) <= FEW
-        stated = incarnations or [self._incarnation()] * len(messages)
+        stated = incarnations or [None] * len(messages)
         for (message, cause), traceparent, waiter, number in zip(messages, traceparents, waiters, stated, strict=True):
-            self._post(message, cause, waiter, few=few, traceparent=traceparent, line=line(message), incarnation=number)
+            self._post(message, cause, waiter, traceparent=traceparent, incarnation=number)
 
     async def publish_each(
         self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
@@ -189,12 +180,11 @@ class Bus:
     async def _post_each(
         self, messages: Sequence[tuple[Message, str]], waiter: Callable[[], Waiter], traceparents: Sequence[str] = ()
     ) -> None:
-        few = len(messages) <= FEW
         for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
-            self._post(message, cause, waiter(), few=few, traceparent=traceparent)
+            self._post(message, cause, waiter(), traceparent=traceparent)
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's
@@ -213,13 +203,26 @@ class Bus:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send many requests in one round trip. Returns the reply or the fault of each, in order.
 
         to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does.
+        cannot take raises as `publish` does. on_confirmed: called when it has all of them; they are then handled
+        however late it is.
         """
-        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes, to=to)
+        return await self._requester.ask(
+            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed
+        )
+
+    def post_reply(self, meta: Meta, reply: Message, waiter: Waiter) -> None:
+        """Send a reply to the requester of a message with this metadata, which wants one."""
+        assert meta.reply_to is not None
+        answer = Meta(
+            id=new_uuid(self.rng), cause=meta.cause, sent_at=self.clock.time(), correlation_id=meta.correlation_id
+        )
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
+        self.publisher.post(REPLY, meta.reply_to, mode, pack(reply, answer), waiter)
 
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name, and return its real name. `{process}` is this bus's own
@@ -237,13 +240,11 @@ class Bus:
         )
 
     async def declare_now(self, queue: str, **fill: str) -> str:
-        """Declare a queue as `declare` does, and those of its lanes. Raises QueueLocked at once."""
-        names = []
-        for row in BY_QUEUE[queue].queues:
-            name, bindings = fill_in(row, {"process": self.process, **fill})
-            await self.transport.declare_queue(row, name, bindings)
-            names.append(name)
-        return names[0]
+        """Declare a queue as `declare` does. Raises QueueLocked at once."""
+        row = BY_QUEUE[queue]
+        name, bindings = fill_in(row, {"process": self.process, **fill})
+        await self.transport.declare_queue(row, name, bindings)
+        return name
 
     def _post(
         self,
@@ -251,47 +252,37 @@ class Bus:
         cause: str,
         waiter: Waiter,
         *,
-        few: bool,
         correlation_id: str | None = None,
         traceparent: str | None = None,
-        line: Hashable = None,
         incarnation: int | None = None,
     ) -> None:
         row, mode = self._row(type(message))
+        mark = self._mark()
+        if incarnation is not None and incarnation != mark.database_incarnation:
+            mark = DatabaseMark(incarnation)
         meta = Meta(
             id=new_uuid(self.rng),
             cause=cause,
             sent_at=self.clock.time(),
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) if traceparent is None else traceparent) or None,
-            database_incarnation=self._incarnation() if incarnation is None else incarnation,
+            database_incarnation=mark.database_incarnation,
+            sent_sequences=mark.sent_sequences,
         )
         packed = pack(message, meta)
-        # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
-        # together.
-        in_batches = row.batch_key and mode.batches
-        exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
-        if mode.probes_first and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
-            return
-        self.publisher.post(exchange, key, mode, packed, waiter, line=line)
-        if mode.probes_first:
-            # A new id, because the id distinguishes the broker's answers on this connection.
-            again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
+        in_cell = row.cell_key and not mode.drops_refused
+        exchange, key = (row.exchange, row.cell_key) if in_cell else destination(message)
+        self.publisher.post(exchange, key, mode, packed, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
-            # Other programs may listen to public events on the API bus, and read one JSON object in each message.
-            # Without listeners this costs almost nothing. On a project's bus nobody else listens.
             of_project = is_project_bus(self.name)
-            alone = row.public and row.exchange == EVENTS and (self.name == API or of_project)
-            probes_first = alone and bool(row.batch_key) and not of_project
-            found = self._modes[kind] = (
-                row,
-                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
-            )
+            for_others = row.public and row.exchange == EVENTS and (self.name == API or of_project)
+            # A project's clients read one JSON object in each message.
+            mode = Mode(not (for_others and of_project), row.persistent, row.mandatory, row.max_batch, for_others)
+            found = self._modes[kind] = row, mode
         return found
 
 
@@ -301,16 +292,16 @@ REPLY_PREFETCH = 1_000
 
 class _PendingRequests:
     """The requests of one call, and the reply to each. spans: the spans of sampled traces, by the index of the
-    request. incarnation: by which they were decided, however often they are published.
+    request. mark: of when they were decided, however often they are published.
     """
 
-    def __init__(self, count: int, spans: Mapping[int, Span], incarnation: int) -> None:
+    def __init__(self, count: int, spans: Mapping[int, Span], mark: DatabaseMark) -> None:
         self.spans = spans
         self.answers: list[Message | None] = [None] * count
         self.missing = count
         self.confirms = Waiter()  # those that the broker has not answered yet
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.incarnation = incarnation
+        self.mark = mark
 
     def answer(self, index: int, reply: Message) -> None:
         if self.answers[index] is None:
@@ -321,7 +312,9 @@ class _PendingRequests:
 
 
 class Requester:
-    """Sends requests and waits for their replies. It opens the reply queue at the first request."""
+    """Sends requests and waits for their replies. It opens the reply queue at the first request. mark(): what they
+    state of the cell's database.
+    """
 
     def __init__(
         self,
@@ -332,13 +325,12 @@ class Requester:
         process: str,
         clock: Clock,
         rng: random.Random,
-        incarnation: Callable[[], int],
     ) -> None:
         self._transport = transport
         self._publisher = publisher
         self._clock = clock
         self._rng = rng
-        self._incarnation = incarnation
+        self.mark: Callable[[], DatabaseMark] = DatabaseMark
         self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
         self._codec = Codec(REPLIES, queue=self._queue)
         self._pending: dict[str, tuple[_PendingRequests, int]] = {}
@@ -356,11 +348,12 @@ class Requester:
         timeout_s: float,
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
+        on_confirmed: Callable[[], None] | None = None,
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
-        pending = _PendingRequests(len(messages), _spans(messages, causes), self._incarnation())
+        pending = _PendingRequests(len(messages), _spans(messages, causes), self.mark())
         ids = [new_uuid(self._rng) for _ in messages]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
@@ -368,7 +361,7 @@ class Requester:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to)
+                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to, on_confirmed=on_confirmed)
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -409,6 +402,7 @@ class Requester:
         until: float | None,
         *,
         to: Callable[[Message], tuple[str, str]] | None,
+        on_confirmed: Callable[[], None] | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
         repeated. until: the time of the event loop at which the requester stops waiting.
@@ -420,8 +414,11 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     where = (to or destination)(message)
-                    self._post(message, where, causes[index], ids[index], until, waiter, pending, index)
+                    left = None if on_confirmed is not None else until
+                    self._post(message, where, causes[index], ids[index], left, waiter, pending, index)
             await waiter.wait()
+            if on_confirmed is not None:
+                on_confirmed()
             await pending.done
 
         def log_failure(error: BaseException, _failures: int) -> None:
@@ -452,7 +449,8 @@ class Requester:
             reply_to=self._queue,
             correlation_id=correlation_id,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
-            database_incarnation=pending.incarnation,
+            database_incarnation=pending.mark.database_incarnation,
+            sent_sequences=pending.mark.sent_sequences,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         self._publisher.post(*where, mode, pack(message, meta), waiter, until)

@@ -7,8 +7,7 @@ when. The rule is the same wherever batches are made: in consumers, publishers, 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
@@ -16,45 +15,6 @@ T = TypeVar("T")
 
 # A batch that takes longer is slow: a server that hangs must not hold up what could be handled beside it.
 SLOW_S = 0.05
-
-
-class InTurn(Generic[T]):
-    """Items in lines that are served in turn: however long one line is, the others wait for little of it. A line keeps
-    its order, and one item at a time leaves each line that has some.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[Hashable, deque[T]] = {}  # no empty ones
-        self._turns: deque[Hashable] = deque()  # the next line first
-        self.count = 0  # of items; to be read only
-
-    def __len__(self) -> int:
-        return self.count
-
-    def put(self, line: Hashable, item: T) -> None:
-        """Add an item at the end of a line."""
-        items = self._lines.get(line)
-        if items is None:
-            items = self._lines[line] = deque()
-            self._turns.append(line)
-        items.append(item)
-        self.count += 1
-
-    def peek(self) -> T:
-        """The item that is taken next. Raises IndexError: there is none."""
-        return self._lines[self._turns[0]][0]
-
-    def take(self) -> T:
-        """Take the first item of the next line; then it is another line's turn. Raises IndexError: there is none."""
-        line = self._turns.popleft()
-        items = self._lines[line]
-        self.count -= 1
-        item = items.popleft()
-        if items:
-            self._turns.append(line)
-        else:
-            del self._lines[line]
-        return item
 
 
 class Gather(Generic[T]):

@@ -100,9 +100,6 @@ class BusMarked(BusError):
     code = "bus.marked"
 
 
-# The header that carries `Outgoing.also`, which RabbitMQ calls CC; deliveries contain it.
-CC = "CC"
-
 # The header of a delivery of which not all headers could be read.
 UNREAD = "berth-unread"
 
@@ -110,14 +107,12 @@ UNREAD = "berth-unread"
 class Outgoing(Struct, frozen=True, kw_only=True):
     """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
 
-    also: a second routing key of the same exchange ("": none). A queue that both keys are bound to gets one copy; a
-    mandatory message is unroutable when neither key is bound. Dead letters are not routed by it. expiration_s: seconds
+    expiration_s: seconds
     in a queue after which the broker drops it (None: never).
     """
 
     exchange: str
     routing_key: str
-    also: str = ""
     body: bytes
     content_type: str = "application/json"
     message_id: str = ""
@@ -274,8 +269,3 @@ class Transport(Protocol):
         """Have a function called (in the event loop) each time a reconnection fails because another connection has a
         private queue of this one. The transport tries again.
         """
-
-
-async def waiting_in(transport: Transport, row: QueueRow) -> int:
-    """Return the number of ready messages in all queues of a row without placeholders. Raises as the transport does."""
-    return sum([await transport.depth(queue.name) for queue in row.queues])

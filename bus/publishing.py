@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
@@ -19,9 +19,8 @@ import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
-from bus.contracts.queues import EVENTS
-from bus.gather import Gather, InTurn
-from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
+from bus.gather import Gather
+from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport
 from bus.wire import Packed, batch, single
 
 log = structlog.get_logger("bus.publishing")
@@ -30,8 +29,6 @@ log = structlog.get_logger("bus.publishing")
 # A broker at full load confirms after some hundred milliseconds. What follows gathers until then: sent beside it, it
 # would be more and smaller messages for the same broker.
 SLOW_CONFIRM_S = 0.5
-# The bound of messages in flight that leave under both keys, their own and their batch's; further ones gather.
-ONCE_FLIGHTS = 2
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
@@ -55,24 +52,19 @@ class Mode(Struct, frozen=True):
     """The form in which a link sends messages. batches: False when each message leaves alone, so that any client can
     read it.
 
-    probes_first: when several messages have gathered, the first one is sent as `mandatory`. If the broker returns it,
-    no queue is bound to the routing key, so the broker would drop the others, too; these are settled without being
-    sent. max_batch: messages in one broker message; 0: as many as the bus's limits allow.
+    max_batch: messages in one broker message; 0: as many as the bus's limits allow. drops_refused: what the broker
+    refuses is lost: the queue that is full is another program's.
     """
 
     batches: bool
     persistent: bool = True
     mandatory: bool = False
-    probes_first: bool = False
     max_batch: int = 0
+    drops_refused: bool = False
 
     def at_most(self, limits: BusLimits) -> int:
         """Return the number of messages that one broker message may carry."""
         return min(self.max_batch, limits.batch_items) if self.max_batch else limits.batch_items
-
-
-# The mode of batches of messages that are also published one by one, under other keys.
-BATCHED = Mode(True)
 
 
 class Waiter:
@@ -136,7 +128,6 @@ class _Entry(Struct):
     packed: Packed
     waiter: Waiter
     until: float | None  # the time of the event loop until which its requester waits; None: there is none
-    alone: str = ""  # the routing key under which it leaves alone, besides its link's
 
     def leaving(self, now: float) -> Packed:
         """The message as it leaves: whoever reads it counts from its arrival, so what has passed is subtracted."""
@@ -148,16 +139,13 @@ class _Entry(Struct):
 class _Link:
     """The messages for one exchange and key. flights: those on their way, in batches."""
 
-    __slots__ = ("entries", "exchange", "flights", "key", "mode", "probe", "probed", "routable")
+    __slots__ = ("entries", "exchange", "flights", "key", "mode")
 
     def __init__(self, publisher: Publisher, limits: BusLimits, exchange: str, key: str, mode: Mode) -> None:
         self.exchange = exchange
         self.key = key
         self.mode = mode
-        self.entries: InTurn[_Entry] = InTurn()
-        self.probe: Sequence[_Entry] = ()  # the mandatory entry that is under way
-        self.probed = 0  # the entries that wait for the broker's answer to it
-        self.routable = 0  # the entries for which a queue is bound, so that they may be sent
+        self.entries: deque[_Entry] = deque()
         full = mode.at_most(limits) if mode.batches else 1
         self.flights: Gather[_Entry] = Gather(
             partial(publisher.take, self),
@@ -165,7 +153,7 @@ class _Link:
             waiting=partial(publisher.may_fly, self),
             at_once=limits.link_in_flight,
             most=limits.full_in_flight if mode.batches else limits.in_flight,
-            is_full=lambda: self.entries.count >= full,
+            is_full=lambda: len(self.entries) >= full,
             slow_s=SLOW_CONFIRM_S,
             on_idle=partial(publisher.forget, self),
             on_error=partial(publisher.end, self),
@@ -173,50 +161,27 @@ class _Link:
 
     def take(self, limits: BusLimits) -> list[_Entry]:
         """Return the entries of the next broker message."""
-        probes = self.must_probe
-        taken = self._take(limits)
-        if probes:
-            self.probe, self.probed = taken, len(self.entries)
-        self.routable = max(0, self.routable - 1)
-        return taken
-
-    def _take(self, limits: BusLimits) -> list[_Entry]:
         if not self.mode.batches:
-            return [self.entries.take()]
+            return [self.entries.popleft()]
         taken: list[_Entry] = []
         size = 0
         most = self.mode.at_most(limits)
-        while self.entries.count and len(taken) < most:
-            size += len(self.entries.peek().packed.body)
+        while self.entries and len(taken) < most:
+            size += len(self.entries[0].packed.body)
             if taken and size > limits.batch_bytes:
                 break
-            taken.append(self.entries.take())
+            taken.append(self.entries.popleft())
         return taken
 
-    @property
-    def must_probe(self) -> bool:
-        """Whether the next entry is sent as mandatory on behalf of those behind it."""
-        return self.mode.probes_first and not self.routable and len(self.entries) > 1
-
-    def answer(self, error: BaseException | None) -> list[_Entry]:
-        """Record the broker's answer to the mandatory entry. Returns the entries that no queue would get."""
-        probed, self.probed, self.probe = self.probed, 0, ()
-        if isinstance(error, Unroutable):
-            return [self.entries.take() for _ in range(probed)]
-        self.routable = probed
-        return []
-
-    def message(self, entries: Sequence[_Entry], *, probes: bool) -> Outgoing:
+    def message(self, entries: Sequence[_Entry]) -> Outgoing:
         """Return the broker message that carries these entries."""
         now = asyncio.get_running_loop().time()
         untils = [math.inf if entry.until is None else entry.until for entry in entries]
         options = {
             "persistent": self.mode.persistent,
-            "mandatory": self.mode.mandatory or probes,
+            "mandatory": self.mode.mandatory,
             "expiration_s": None if math.inf in untils else max(0.0, max(untils) - now),
         }
-        if alone := entries[0].alone:
-            return single(entries[0].packed, self.exchange, alone, also=self.key, **options)
         leaving = [entry.leaving(now) for entry in entries]
         if len(entries) == 1:
             return single(leaving[0], self.exchange, self.key, **options)
@@ -255,37 +220,15 @@ class Publisher:
         packed: Packed,
         waiter: Waiter,
         until: float | None = None,
-        line: Hashable = None,
     ) -> None:
         """Send one message in the next turn of the event loop, or later. Await `wait_for_capacity` first. until: the
-        time of the event loop until which its requester waits. line: the line in which it waits on a link that batches;
-        the lines have their turns.
+        time of the event loop until which its requester waits.
         """
         link = self._link(exchange, key, mode)
-        link.entries.put(None if mode.probes_first else line, _Entry(packed, waiter, until))
+        link.entries.append(_Entry(packed, waiter, until))
         waiter.pending += 1
         self.waiting += 1
         link.flights.wake()
-
-    def post_once(  # noqa: PLR0917  (hot, so no keywords)
-        self, exchange: str, key: str, mode: Mode, together: str, packed: Packed, waiter: Waiter
-    ) -> bool:
-        """Send a message under both keys, its own and its batch's, as one broker message, at once. Returns False when a
-        message that it may not overtake waits under one of the keys, or when so many are in flight that it gathers.
-        (Messages in flight stay before it, because all use one channel.) The message is never mandatory: a queue that
-        takes batches implies nothing about queues that take single messages.
-        """
-        alone = self._links.get((exchange, key, mode))
-        link = self._link(exchange, together, BATCHED)
-        waits = link.entries or (alone is not None and alone.entries)
-        most = max(self._limits.link_in_flight, ONCE_FLIGHTS)
-        if waits or self._closing or link.flights.under_way >= most or self._in_flight >= self._limits.in_flight:
-            return False
-        waiter.pending += 1
-        self.waiting += 1
-        self._in_flight += 1
-        link.flights.begin([_Entry(packed, waiter, None, key)])
-        return True
 
     def _link(self, exchange: str, key: str, mode: Mode) -> _Link:
         link = self._links.get((exchange, key, mode))
@@ -309,12 +252,12 @@ class Publisher:
 
     def may_fly(self, link: _Link) -> int:
         """How many entries of a link may leave now."""
-        if link.probed or self._closing or not link.entries.count:
+        if self._closing or not link.entries:
             return 0
         if self._in_flight >= self._limits.in_flight:
             self._stalled[link] = None
             return 0
-        return link.entries.count
+        return len(link.entries)
 
     def take(self, link: _Link) -> list[_Entry]:
         """The entries of a link's next broker message."""
@@ -324,21 +267,18 @@ class Publisher:
 
     def forget(self, link: _Link) -> None:
         """Nothing of a link is under way any more. It stays for the next message where there are few."""
-        if not link.entries:
-            link.routable = 0  # by then the queue may be gone
-            if len(self._links) > KEPT_LINKS:
-                self._links.pop((link.exchange, link.key, link.mode), None)
+        if not link.entries and len(self._links) > KEPT_LINKS:
+            self._links.pop((link.exchange, link.key, link.mode), None)
 
     def end(self, link: _Link, error: BaseException) -> None:
         """No entry of a link can be sent."""
-        self._settle([link.entries.take() for _ in range(len(link.entries))], error)
+        self._settle([link.entries.popleft() for _ in range(len(link.entries))], error)
 
     async def fly(self, link: _Link, entries: Sequence[_Entry]) -> None:
         """Send one broker message, and settle its entries."""
         error: BaseException | None = None
-        probes = entries is link.probe
         try:
-            await self._send(link, entries, probes=probes)
+            await self._send(link, entries)
         except BusError as fault:
             error = fault
         except asyncio.CancelledError:
@@ -346,9 +286,6 @@ class Publisher:
         except Exception as fault:  # a defect of berth must reach the publisher, and not be lost with this task
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
-        if probes:
-            entries = [*entries, *link.answer(error)]
-            error = None if isinstance(error, Unroutable) else error
         self._count(len(entries), error)
         self._settle(entries, error)
         self._in_flight -= 1
@@ -356,24 +293,17 @@ class Publisher:
             del self._stalled[stalled]
             stalled.flights.wake()
 
-    async def _send(self, link: _Link, entries: Sequence[_Entry], *, probes: bool) -> None:
+    async def _send(self, link: _Link, entries: Sequence[_Entry]) -> None:
         """Publish one broker message. Raises as the transport does.
 
-        One queue that is full has the broker refuse a message, though the other queues have it. A queue that takes
-        single events is another program's, so its refusal decides nothing: that program loses the event. The batch's
-        key decides, to which the queues of berth's workers are bound.
+        One queue that is full has the broker refuse a message, though the other queues have it.
         """
-        alone = entries[0].alone
         try:
-            await self._transport.publish(link.message(entries, probes=probes))
+            await self._transport.publish(link.message(entries))
         except PublishRefused as refused:
-            if link.exchange != EVENTS or (link.mode.batches and not alone):
+            if not link.mode.drops_refused:
                 raise
             metrics.PUBLISH_ERRORS.labels(self._bus, refused.code).inc()
-            if alone:
-                packed = entries[0].packed
-                again = structs.replace(packed, meta=structs.replace(packed.meta, id=f"{packed.meta.id}.b"))
-                await self._transport.publish(link.message([_Entry(again, entries[0].waiter, None)], probes=False))
 
     def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         self.waiting -= len(entries)

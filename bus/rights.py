@@ -14,7 +14,7 @@ def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
     name = sample_of(row.name)
     found = [(REPLY, key) for key in sample_reply_keys(taken_by(row.name))]
     if row.kind is QueueKind.DURABLE:
-        found += [(DEAD, name), *((delay_exchange(delay_s), name) for delay_s in row.retry_s)]
+        found += [(DEAD, name), *((delay_exchange(delay_s), row.retries_to or name) for delay_s in row.retry_s)]
     return found
 
 

@@ -13,13 +13,13 @@ from bus.contracts.queues import (
     DELAY,
     DELAYED,
     EVENTS,
-    GIVEN_UP,
     REPLAY,
     REPLY,
     RETRY_S,
     RETURN,
     QueueKind,
     QueueRow,
+    Where,
     is_project_bus,
 )
 
@@ -187,7 +187,6 @@ def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
         ExchangePlan(COMMANDS),
         ExchangePlan(EVENTS),
         ExchangePlan(DEAD),
-        ExchangePlan(GIVEN_UP),
         ExchangePlan(REPLAY),
         ExchangePlan(REPLY),
         ExchangePlan(RETURN, alternate=DEAD),
@@ -196,12 +195,7 @@ def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
 
 
 def shared_queues(bus: str = "") -> tuple[QueuePlan, ...]:
-    """Return the queues that all consumers of a bus share; on a project's there are none.
-
-    A message that the broker gives up of a queue that `keeps_keys` is no dead letter at once: clients choose its bytes,
-    and a full queue of dead letters would hold it, and then the requests of all, in the queue of requests. The consumer
-    that announces its end parks a letter that is cut (`ClientLetters`).
-    """
+    """Return the queues that all consumers of a bus share; on a project's there are none."""
     if is_project_bus(bus):
         return ()
     dead = QueuePlan(
@@ -234,7 +228,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
     dies = row.has_letters
-    dead_exchange, dead_key = (GIVEN_UP, "") if row.keeps_keys else (DEAD, name)
+    dead_exchange, dead_key = DEAD, name
     if row.drops_to:
         dead_exchange, dead_key = RETURN, _named_as(row.drops_to, row, name)
     return QueuePlan(
@@ -246,12 +240,19 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         max_length=row.max_length,
         max_bytes=row.max_bytes,
         drop_head=private or bool(row.drops_to),
-        delivery_limit=None if private else row.delivery_limit if durable else NEVER_GIVEN_UP,
+        delivery_limit=_delivery_limit(row),
         ttl_s=row.ttl_s,
         dead_exchange=dead_exchange if dies or row.drops_to else None,
         dead_key=dead_key if dies or row.drops_to else "",
         bindings=(*bindings, (RETURN, name), (REPLAY, name)) if durable else tuple(bindings),
     )
+
+
+def _delivery_limit(row: QueueRow) -> int | None:
+    """A project's message that ends its gateway each time is given up, as a worker's."""
+    if row.kind is QueueKind.PRIVATE:
+        return None
+    return row.delivery_limit if row.kind is QueueKind.DURABLE or row.where is Where.PROJECT else NEVER_GIVEN_UP
 
 
 def _named_as(template: str, row: QueueRow, name: str) -> str:

@@ -18,7 +18,17 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from bus.contracts.base import MAX_INCARNATION, MAX_REASON, Message, Meta, encode, reason_of, tag_of
+from bus.contracts.base import (
+    MAX_INCARNATION,
+    MAX_REASON,
+    MAX_SENT_SEQUENCE,
+    SENT_SLOTS,
+    Message,
+    Meta,
+    encode,
+    reason_of,
+    tag_of,
+)
 from bus.contracts.catalogue import (
     BY_TYPE,
     FORBIDDEN,
@@ -33,8 +43,8 @@ from bus.contracts.catalogue import (
 from bus.contracts.queues import BY_QUEUE, PROJECT, QUEUES
 from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.key_trust import published_key
 from bus.port import Delivery, Outgoing
+from bus.published_key import published_key
 from bus.topology import FOREIGN
 
 log = structlog.get_logger(__name__)
@@ -48,11 +58,12 @@ ATTEMPT = "berth-attempt"
 PATIENCE = "berth-patience-ms"
 WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
+SENT_SEQUENCES = "berth-sent-sequences"
 TRACEPARENT = "traceparent"
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
-# The bytes of the body that the dead letter of a client's unreadable message keeps. An honest request is shorter.
+# The bytes of a body beyond the bound that its dead letter keeps.
 MAX_LETTER_BYTES = 16 * 2**10
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
@@ -83,9 +94,11 @@ INVALID = "message.invalid"
 TOO_LARGE = "message.too_large"
 WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
+DROPPED = "message.dropped"
 
+_is_sent = re.compile(rf"[0-9]{{1,15}}(?: [0-9]{{1,15}}){{0,{SENT_SLOTS - 1}}}").fullmatch
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
-_WITH_THEIRS = frozenset(queue.name for row in QUEUES if row.has_clients for queue in row.queues)
+_FROM_OUTSIDE = frozenset(row.name for row in QUEUES if row.from_outside)
 # In a project's virtual host every key is the project's: what comes there names it, whatever a key or a body says.
 _OF_PROJECTS = frozenset(row.name for row in QUEUES if row.where is PROJECT)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
@@ -117,8 +130,8 @@ class Read(Struct, frozen=True):
 class Malformed(Struct, frozen=True):
     """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
 
-    key: the routing key that it was published with, which the broker has let its publisher use. Empty: a worker or an
-    operator sent it to the queue itself. size: the bytes of its body where only the first are kept; 0: all are.
+    key: the routing key that it was published with (`published_key`). size: the bytes of its body where only the first
+    are kept; 0: all are.
     """
 
     body: bytes
@@ -201,6 +214,8 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[TRACEPARENT] = meta.traceparent
     if meta.database_incarnation:
         headers[INCARNATION] = meta.database_incarnation
+    if meta.sent_sequences:
+        headers[SENT_SEQUENCES] = " ".join(map(str, meta.sent_sequences))
     return headers
 
 
@@ -210,10 +225,10 @@ class Codec:
     def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
         self._queue = queue
         self._may_answer = _answerable(queue)
-        self._is_theirs = queue in _WITH_THEIRS
+        self._is_from_outside = queue in _FROM_OUTSIDE
         self._binds_keys = queue not in _OF_PROJECTS
         self._most_bytes = most_bytes(queue)
-        self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
+        self._most_values = MAX_CLIENT_VALUES if self._is_from_outside else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
         self._fields = sorted({name for kind in kinds for name in _field_names(kind)})
@@ -224,8 +239,8 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). Under a
-        key that nothing vouches for there is no message (`bus.key_trust`).
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). One
+        whose key the broker has not checked is no message: it may be an answer to one.
         """
         key = published_key(delivery)
         if key is None:
@@ -248,7 +263,9 @@ class Codec:
         if size > most:
             more = "more than " if size > self._most_bytes else ""  # the transport may have cut it there
             return f"the body has {more}{min(size, self._most_bytes)} bytes, {most} are allowed"
-        bound = self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_theirs or not is_batch else 0
+        bound = (
+            self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_from_outside or not is_batch else 0
+        )
         if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"
         return ""
@@ -376,7 +393,7 @@ def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
 
 def most_bytes(queue: str) -> int:
     """The bound of a body in a queue (its local name), beyond which it is neither kept nor read."""
-    return MAX_CLIENT_BYTES if queue in _WITH_THEIRS else MAX_BODY_BYTES
+    return MAX_CLIENT_BYTES if queue in _FROM_OUTSIDE else MAX_BODY_BYTES
 
 
 def kind_of(name: str) -> type[Message] | None:
@@ -407,6 +424,8 @@ def _may_travel(meta: Meta) -> bool:
         and abs(meta.waited_s) < MAX_TIME_S
         and 0 <= meta.attempt <= MAX_ATTEMPT
         and 0 <= meta.database_incarnation <= MAX_INCARNATION
+        and len(meta.sent_sequences) <= SENT_SLOTS
+        and all(0 <= one <= MAX_SENT_SEQUENCE for one in meta.sent_sequences)
     )
 
 
@@ -449,6 +468,9 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
     """
     headers = delivery.headers
     numbers, problem = _numbers(headers)
+    sent = headers.get(SENT_SEQUENCES, "")
+    if not isinstance(sent, str) or (sent and not _is_sent(sent)):
+        sent, problem = "", f"header {SENT_SEQUENCES} is not a list of numbers"
     patience_ms = numbers[PATIENCE]
     meta = Meta(
         id=_id(delivery, new_id),
@@ -461,6 +483,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
         database_incarnation=int(numbers[INCARNATION] or 0),
+        sent_sequences=tuple(map(int, sent.split())),
     )
     return meta, problem
 

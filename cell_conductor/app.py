@@ -49,6 +49,7 @@ KNOWN = "conductor.known.{process}"
 # The queues of announcements are declared here too: announcements made before the first scheduler listens must not be
 # lost.
 ANNOUNCED_TO = ("scheduler.builds",)
+FENCE_PROVES_S = 30 * 86_400.0  # a host that is fenced for longer keeps no record of what ended in its cell
 
 
 def is_progress(message: Message) -> bool:
@@ -79,7 +80,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     shared = database if not config.own_database else None
     bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
     bus.publishes_as("cell_conductor")
-    bus.states_incarnation(lambda: store.set_back.incarnation)
+    bus.states_mark(lambda: store.mark)
     # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
@@ -224,7 +225,8 @@ async def search_forever(engine: Engine, clock: Clock) -> None:
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
     """Drop instances that were deleted or failed long ago, a full batch being followed by the next at once, and fences
     that were lifted long ago. What ended after the oldest fence in force is kept: it proves a machine there over. Not
-    for a host that should have been back long ago: it may be scrapped, and what it has then is quarantined.
+    for a host that is off for FENCE_PROVES_S, or should have been back long ago: it may be scrapped, and what it has
+    then is quarantined.
     """
     while True:
         deleted = failed = 0
@@ -234,7 +236,8 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
         try:
             before, failed_before = (clock.time() - s for s in (config.deleted_retention_s, config.failed_retention_s))
             fences = await store.fences.fences()
-            awaited = (one.since for one in fences if not one.lifting or one.at > failed_before)
+            repaired = clock.time() - FENCE_PROVES_S
+            awaited = (one.since for one in fences if (one.at > failed_before if one.lifting else one.since > repaired))
             oldest = min(awaited, default=math.inf) - CLOCKS_APART_S
             deleted = await store.purge(PURGED, min(before, oldest), config.purge_batch)
             await store.fences.purge_lifted(before, config.purge_batch)

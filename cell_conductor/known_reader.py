@@ -13,6 +13,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import event_or_time, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import DatabaseMark
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import MAX_ASKED, CellKnown, CellRecovering
 from bus.port import BusError
@@ -32,13 +33,14 @@ OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]
 
 class KnownPart(Struct, frozen=True):
     """All uuids behind `after`, up to `last` ("": no end): the instances that the top has in the cell there, and those
-    that the cell has; fences, of hosts there.
+    that the cell has; fences, of hosts there. marks: of the cell's database, that were heard above (for `is_behind`).
     """
 
     after: str
     last: str
     instances: Mapping[str, KnownInstance]
     fences: tuple[CellFence, ...] = ()
+    marks: tuple[DatabaseMark, ...] = ()
 
 
 class _Asked:
@@ -78,7 +80,7 @@ class KnownReader:
             found = {uuid: one for uuid, one in page.instances.items() if not last or uuid <= last}
             found |= await self.asked(database_incarnation, sorted(uuid for uuid in mine if uuid not in found))
             fences = tuple(one for one in page.fences if not last or one.host_uuid <= last)
-            yield KnownPart(after, last, found, fences)
+            yield KnownPart(after, last, found, fences, page.marks)
             if not last:
                 return
             after = last

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import ORDER_OUTDATED, Message
+from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import (
     Destroy,
@@ -57,7 +57,7 @@ class ComputeHandlers:
         find: Callable[[FindMachines], Awaitable[MachinesFound]],
         list_machines: Callable[[ListMachines], Awaitable[MachinesPage]],
         sync: Callable[[], Awaitable[None]],
-        is_outdated: Callable[[int], bool],
+        is_outdated: Callable[[DatabaseMark], bool],
         ring: Ring | None = None,
         contested: ContestedHosts | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class ComputeHandlers:
         conductor lives on with an old copy of it.
         """
         number = received.meta.database_incarnation
-        if type(received.message) not in ORDERS or not self._is_outdated(number):
+        if type(received.message) not in ORDERS or not self._is_outdated(received.meta.mark):
             return None
         return Refuse(ORDER_OUTDATED, f"by incarnation {number} of the cell's database, which has a later one")
 

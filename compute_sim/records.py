@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_EPOCH, Resources, encode
+from bus.contracts.base import MAX_EPOCH, DatabaseMark, Resources, encode
 from bus.contracts.cell import ComputeResult, InstanceSpec, ReservedMachine, Spawn
 from bus.contracts.moves import MachineChanged
 from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
@@ -91,15 +91,14 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-class IncarnationRow(Struct, frozen=True, array_like=True, tag="i"):
-    """The highest incarnation of the cell's database by which the service was commanded."""
+class MarkRow(Struct, frozen=True, array_like=True, tag="i"):
+    """The highest incarnation of the cell's database by which the service was commanded, and what of it was on disk."""
 
     database_incarnation: int
+    sent_sequences: tuple[int, ...] = ()
 
 
-Row = (
-    IncarnationRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
-)
+Row = MarkRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
 
 
 class Records:
@@ -118,7 +117,7 @@ class Records:
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
         self._in_book: dict[str, bool] = {}
         self._undeploying: dict[Key, tuple[int, str]] = {}  # one a node at most
-        self.database_incarnation = 0  # the highest by which it was commanded
+        self.mark = self._mark_written = DatabaseMark()  # the highest by which it was commanded
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -174,13 +173,16 @@ class Records:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write these rows, and the purges that they cause, to the journal."""
-        forgotten: list[Row] = []
+        more: list[Row] = []
+        if rows and self._mark_written is not self.mark:
+            self._mark_written = self.mark
+            more.append(_mark_row(self.mark))
         while len(self._ended) > MAX_ENDED:
             row = PurgeRow(*next(iter(self._ended)))
             self._apply(row)
-            forgotten.append(row)
+            more.append(row)
         if self._journal is not None:
-            self._journal.append([*rows, *forgotten])
+            self._journal.append([*rows, *more])
             if self._journal.rows > REWRITE_AFTER + 4 * len(self._entries):
                 self._journal.rewrite(self._snapshot())
 
@@ -267,15 +269,15 @@ class Records:
             self._apply(row)
             self.write([row])
 
-    def is_outdated(self, database_incarnation: int) -> bool:
+    def is_outdated(self, mark: DatabaseMark) -> bool:
         """Whether what was decided by this incarnation of the cell's database is refused. A higher one than any before
-        is remembered.
+        is remembered, and a higher mark in it with what is written next.
         """
-        if database_incarnation > self.database_incarnation:
-            row = IncarnationRow(database_incarnation)
-            self._apply(row)
-            self.write([row])
-        return database_incarnation < self.database_incarnation
+        known, self.mark = self.mark, self.mark.joined(mark)
+        if self.mark.database_incarnation > known.database_incarnation:
+            self._mark_written = self.mark
+            self.write([_mark_row(self.mark)])
+        return mark.database_incarnation < self.mark.database_incarnation
 
     def failed_builds(self, host: str) -> int:
         """Consecutive failed builds of a host."""
@@ -328,8 +330,8 @@ class Records:
 
     def _apply(self, row: Row) -> None:
         match row:
-            case IncarnationRow(database_incarnation):
-                self.database_incarnation = database_incarnation
+            case MarkRow():
+                self.mark = self._mark_written = DatabaseMark(row.database_incarnation, row.sent_sequences)
             case EntryRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
@@ -373,7 +375,7 @@ class Records:
 
     def _snapshot(self) -> Iterator[Row]:
         yield NumbersRow(self.epoch, self.version, self.starts)
-        yield IncarnationRow(self.database_incarnation)
+        yield _mark_row(self.mark)
         for host, count in self._failures.items():
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():
@@ -386,6 +388,10 @@ class Records:
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))
         yield from self._specs.values()
+
+
+def _mark_row(mark: DatabaseMark) -> MarkRow:
+    return MarkRow(mark.database_incarnation, mark.sent_sequences)
 
 
 def _spec_row(key: Key, attempt: int, spec: InstanceSpec, allocations: Mapping[str, Resources]) -> SpecRow:

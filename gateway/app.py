@@ -66,10 +66,7 @@ class Projects:
                     await self._follow()
                 await self._clock.sleep(READ_PROJECTS_S)
                 if read is not None:
-                    try:
-                        self._names = read()
-                    except SettingsError as error:
-                        log.warning("gateway.projects_unread", code=error.code, reason=error.reason)
+                    self._read(read)
         finally:
             await asyncio.gather(*map(self._end, list(self._links)))
 
@@ -90,6 +87,16 @@ class Projects:
     async def refresh(self) -> None:
         """Set the metrics of each project."""
         await asyncio.gather(*(link.refresh() for link, _ in self._links.values()))
+
+    def _read(self, read: Callable[[], Sequence[str]]) -> None:
+        """Read the names anew. None at all are none: the file may be just being written."""
+        try:
+            if names := read():
+                self._names = names
+            else:
+                log.warning("gateway.projects_unread", reason="the settings name no project: those there were stay")
+        except SettingsError as error:
+            log.warning("gateway.projects_unread", code=error.code, reason=error.reason)
 
     async def _follow(self) -> None:
         await asyncio.gather(*map(self._remove, self._links.keys() - set(self._names)))

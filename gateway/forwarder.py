@@ -1,31 +1,45 @@
 """What a gateway does with the messages of one project: its requests to the API bus, its events to its clients.
 
-A request is acknowledged when a scheduler has answered it: it is on record then. Until that it stays in the project's
-virtual host, and another gateway sends it again. Nothing of a message is passed on but what was parsed.
+A request is acknowledged when the API bus has confirmed it. Until that it stays in the project's virtual host, and
+another gateway sends it again; what it does is told by events, and its answer is passed on beside, while this gateway
+lives. Nothing of a message is passed on but what was parsed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from itertools import count
 
-from msgspec import structs
+import structlog
+from msgspec import Struct, structs
 
 from bus.bus import Bus
-from bus.consuming.outcome import Done, Outcome, Received, Wait
+from bus.consuming.outcome import EXHAUSTED, Done, Outcome, Received, Refuse, Wait, given_up_of
 from bus.contracts.base import Message, encode
-from bus.contracts.build import BuildPage, seen_by
-from bus.contracts.moves import MovePage
+from bus.contracts.build import BuildPage, BuildRequest, DeleteRequest, seen_by
+from bus.contracts.moves import MovePage, MoveRequest
 from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
 from bus.port import BusError
+from bus.publishing import Waiter
+from bus.refused_requests import refused_build_event, refused_move_event
 
-M = TypeVar("M", bound=Message)
+log = structlog.get_logger(__name__)
 
-# How long a scheduler may take to answer. Then the request is sent again; it is the same by its id. Twice all of its
-# retries: one whose time were over before the last would begin with the first again, and never be refused.
+# How long a scheduler may take to answer: twice all of its retries.
 ANSWER_TIMEOUT_S = 2 * sum(BY_QUEUE["scheduler.door"].retry_s)
+# Batches of one project whose answers are awaited; a further one waits for one of these.
+MAX_UNANSWERED = 256
+
+
+class _Part(Struct, frozen=True):
+    """Requests that leave together, and the messages that they were."""
+
+    messages: list[Message]
+    received: list[Received]
+    size: int
 
 
 class RequestForwarder:
@@ -33,12 +47,18 @@ class RequestForwarder:
     of one on the API bus.
     """
 
-    def __init__(self, project: str, api: Bus, to: Callable[[Message], tuple[str, str]], turns: Turns) -> None:
+    def __init__(
+        self, project: str, api: Bus, clients: Bus, to: Callable[[Message], tuple[str, str]], turns: Turns
+    ) -> None:
         self._project = project
         self._api = api
+        self._clients = clients
         self._to = to
         self._turns = turns
-        self._since: dict[object, float] = {}  # of each batch that is not answered
+        self._numbers = count()
+        self._since: dict[int, float] = {}  # of each batch that is not sent
+        self._room = asyncio.Semaphore(MAX_UNANSWERED)
+        self._unanswered: set[asyncio.Task[Fault | BusError | None]] = set()
 
     @property
     def oldest_s(self) -> float:
@@ -47,44 +67,103 @@ class RequestForwarder:
         return 0.0 if oldest is None else self._api.clock.monotonic() - oldest
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Send a batch and return the answers. What follows one that was not answered waits: it is sent behind it."""
-        messages = [of_project(one.message, self._project) for one in batch]
-        sizes = [len(encode(one)) for one in messages]
-        key = object()
-        self._since[key] = self._api.clock.monotonic()
+        """Send a batch, one part after the other. What follows one that was not sent waits: it is sent behind it."""
+        if any(one.exhausted for one in batch):  # the others are asked again
+            return [await self._end(one) if one.exhausted else Wait(EXHAUSTED) for one in batch]
+        number = next(self._numbers)
+        self._since[number] = self._api.clock.monotonic()
+        outcomes: list[Outcome] = []
         try:
-            async with self._turns.turn(self._project, cost_of(sum(one.weight for one in messages), sum(sizes))):
-                answers, fault = await self._answers(messages, sizes)
+            for part in self._parts(batch):
+                fault = await self._sent(part)
+                if fault is not None:
+                    return [*outcomes, *[Wait(fault.code, str(fault))] * (len(batch) - len(outcomes))]
+                outcomes += [Done()] * len(part.received)
+            return outcomes
         finally:
-            del self._since[key]
-        outcomes: list[Outcome] = [Done(reply=as_seen(answer, self._project)) for answer in answers]
-        if fault is not None:
-            outcomes += [Wait(fault.code, str(fault))] * (len(batch) - len(outcomes))
-        return outcomes
+            del self._since[number]
 
-    async def _answers(
-        self, messages: Sequence[Message], sizes: Sequence[int]
-    ) -> tuple[list[Message], Fault | BusError | None]:
-        """Send messages, and return the answers up to the first fault, and that one. What is sent together is one
-        message of the broker, which takes or refuses it as a whole: nothing overtakes what a full door refuses.
+    async def drain(self, grace_s: float) -> None:
+        """Wait for the answers within the grace time (seconds)."""
+        if self._unanswered:
+            await asyncio.wait(self._unanswered, timeout=max(grace_s, 0.0))
+        for one in self._unanswered:
+            one.cancel()
+
+    async def _end(self, received: Received) -> Outcome:
+        """Announce the end of a message that has ended its gateway each time, or so it seems."""
+        why, message = given_up_of(received), received.message
+        assert why is not None
+        event: Message | None = None
+        if isinstance(message, MoveRequest):
+            event = refused_move_event(message.request_id, message.instance_uuid, self._project, message.kind, why=why)
+        elif isinstance(message, BuildRequest | DeleteRequest):
+            event = refused_build_event(message.instance_uuid, self._project, why)
+        if event is not None:
+            await self._clients.publish(event, cause=received.meta.cause)
+        return Refuse(why.code, why.reason)
+
+    async def _sent(self, part: _Part) -> Fault | BusError | None:
+        """Send requests as one message of the broker, which takes or refuses it as a whole: nothing overtakes what a
+        full queue refuses. Returns why they were not sent, and does not wait for their answers.
         """
-        answers: list[Message] = []
-        for part in _parts(messages, sizes, self._api.limits.batch_bytes):
-            try:
-                found = await self._api.request_all(
-                    part,
+        confirmed = asyncio.Event()
+        waiting = asyncio.create_task(confirmed.wait())
+        task = asyncio.create_task(self._carry(part, confirmed.set))
+        self._unanswered.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
+            return None if confirmed.is_set() else task.result()
+        finally:
+            waiting.cancel()
+            if not confirmed.is_set():
+                task.cancel()
+
+    def _forget(self, task: asyncio.Task[Fault | BusError | None]) -> None:
+        self._unanswered.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("gateway.answers_failed", project=self._project, exc_info=error)
+
+    async def _carry(self, part: _Part, on_confirmed: Callable[[], None]) -> Fault | BusError | None:
+        """Have a turn, which lasts until they are answered: what has begun of a project is bounded. Returns the first
+        fault.
+        """
+        cost = cost_of(sum(one.weight for one in part.messages), part.size)
+        try:
+            async with self._room, self._turns.turn(self._project, cost):
+                answers = await self._api.request_all(
+                    part.messages,
                     Message,
                     timeout_s=ANSWER_TIMEOUT_S,
-                    causes=[_subject_of(one) for one in part],
+                    causes=[_subject_of(one) for one in part.messages],
                     to=self._to,
+                    on_confirmed=on_confirmed,
                 )
-            except BusError as error:
-                return answers, error
-            for answer in found:
-                if isinstance(answer, Fault):
-                    return answers, answer
-                answers.append(answer)
-        return answers, None
+        except BusError as error:
+            return error
+        self._answer(part.received, answers)
+        return next((one for one in answers if isinstance(one, Fault)), None)
+
+    def _answer(self, received: Sequence[Received], answers: Sequence[Message | Fault]) -> None:
+        """Pass answers on. One that is lost is asked for again by its client, as one that does not come."""
+        waiter = Waiter()
+        for one, answer in zip(received, answers, strict=True):
+            if one.meta.reply_to is not None and not isinstance(answer, Fault):
+                self._clients.post_reply(one.meta, as_seen(answer, self._project), waiter)
+
+    def _parts(self, batch: Sequence[Received]) -> Iterator[_Part]:
+        """The batch in parts of so many bytes as one message of the broker may have, or of one."""
+        part = _Part([], [], 0)
+        for one in batch:
+            message = of_project(one.message, self._project)
+            size = len(encode(message))
+            if part.messages and part.size + size > self._api.limits.batch_bytes:
+                yield part
+                part = _Part([], [], 0)
+            part = _Part([*part.messages, message], [*part.received, one], part.size + size)
+        if part.messages:
+            yield part
 
 
 class EventForwarder:
@@ -99,21 +178,7 @@ class EventForwarder:
         return [Done() if error is None else Wait(getattr(error, "code", "bus.error"), str(error)) for error in errors]
 
 
-def _parts(messages: Sequence[M], sizes: Sequence[int], most_bytes: int) -> Iterator[list[M]]:
-    """The messages in parts of so many bytes at most, or of one."""
-    part: list[M] = []
-    held = 0
-    for message, size in zip(messages, sizes, strict=True):
-        if part and held + size > most_bytes:
-            yield part
-            part, held = [], 0
-        part.append(message)
-        held += size
-    if part:
-        yield part
-
-
-def of_project(message: M, project: str) -> M:
+def of_project(message: Message, project: str) -> Message:
     """The message as one of this project, whatever project it names."""
     return structs.replace(message, project_id=project)
 

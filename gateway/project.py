@@ -12,10 +12,9 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.build import EventsMissed
 from bus.contracts.catalogue import destination, door_destination
-from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns
 from bus.faults import Transient
-from bus.port import BusError, Delivery, Subscription, waiting_in
+from bus.port import BusError, Delivery, Subscription
 from bus.refused_requests import unreadable_events
 from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.wire import Malformed
@@ -38,8 +37,8 @@ class ProjectLink:
         self.project = project
         self._api = api
         self._clients = clients
-        self._requests = RequestForwarder(project, api, door_destination, turns)
-        queries = RequestForwarder(project, api, destination, turns)
+        self._requests = RequestForwarder(project, api, clients, door_destination, turns)
+        self._queries = RequestForwarder(project, api, clients, destination, turns)
         self._consumers = [
             Consumer(
                 clients,
@@ -50,7 +49,7 @@ class ProjectLink:
                 prefetch=PREFETCH,
                 on_malformed=self._on_malformed,
             )
-            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", queries))
+            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", self._queries))
         ]
         self._events = Consumer(
             api, "gateway.events.{project}", EventForwarder(clients), concurrency=1, prefetch=256, project=project
@@ -90,6 +89,7 @@ class ProjectLink:
         if self._missed is not None:
             await self._missed.cancel()
         await asyncio.gather(*(consumer.drain(grace_s) for consumer in (*self._consumers, self._events)))
+        await asyncio.gather(*(one.drain(grace_s) for one in (self._requests, self._queries)))
 
     async def close(self) -> None:
         """Close the connection. What is not acknowledged goes back."""
@@ -108,7 +108,7 @@ class ProjectLink:
         metrics.OLDEST_S.labels(self.project).set(self._requests.oldest_s)
         if is_connected:
             try:
-                waiting = await waiting_in(self._clients.transport, BY_QUEUE["gateway.requests"])
+                waiting = await self._clients.transport.depth("gateway.requests")
                 metrics.WAITING.labels(self.project).set(waiting + self._consumers[0].in_hand)
             except BusError as error:
                 log.info("gateway.not_measured", project=self.project, code=error.code)

@@ -98,7 +98,7 @@ def _store(
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
-        store = ResourceBook(PostgresBookRows(database))
+        store = ResourceBook(PostgresBookRows(database), env.clock)
         service.add_task("identity", partial(watch_identity, database, lambda: store.rows.deployment, env.clock))
 
     def claim(bus: Bus) -> None:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.clock import Clock, SystemClock
+from bus.contracts.base import DatabaseMark, Refusal
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import (
     ClaimOption,
@@ -24,6 +25,7 @@ from bus.contracts.placement import (
     InventoryUpdate,
     ProviderState,
 )
+from bus.persistence.marks import HeardMarks
 from bus.turns import turn_for
 from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
@@ -80,19 +82,22 @@ class Published(Struct, frozen=True):
     taken: bool = False
 
 
+NO_MARK = DatabaseMark()
+
+
 class ResourceBook:
     """The book over its rows. Every write commits in one transaction together with its numbered changes.
 
     reads: the reads that no decision follows. names: the class and trait names that this process has cached.
     """
 
-    def __init__(self, rows: port.BookRows) -> None:
+    def __init__(self, rows: port.BookRows, clock: Clock | None = None) -> None:
         self.rows = rows
         self.names, self.reads = rows.names, rows.reads
         self.head, self.trim, self.close = rows.head, rows.trim, rows.close
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
-        self._incarnations: dict[str, int] = {}  # of each cell's database, as the last group has read it
+        self._marks = HeardMarks(SystemClock() if clock is None else clock)
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
@@ -103,35 +108,27 @@ class ResourceBook:
     # --- claims and reports
 
     async def apply(
-        self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS, incarnations: Sequence[int] = ()
+        self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS, marks: Sequence[DatabaseMark] = ()
     ) -> list[ClaimReply | Refusal]:
         """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
         Transient.
 
         bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
-        consumer that holds them is `consumer_changed`. incarnations: of the cell's database, by which each was decided;
-        one below the highest is refused.
+        consumer that holds them is `consumer_changed`. marks: of the cell's database, when each was decided; one of a
+        lower incarnation than the highest is refused.
         """
-        group = ClaimGroup(items, incarnations)
+        group, mark = ClaimGroup(items, [one.database_incarnation for one in marks]), self._marks.hear(bus, marks)
         await self._know(group.classes)
         if bus == ABOVE_CELLS and self.names.class_ids.keys() >= group.classes and (plain := group.plain):
             taken = await self._take_new(group, plain)
             if taken is not None:
                 return taken
         try:
-            replies = await self._write(lambda transaction: self._claim(transaction, group, bus))
+            replies = await self._write(partial(claim, group=group, bus=bus, mark=mark))
         except port.PassedMeanwhile:
-            replies = await self._write(lambda transaction: self._claim(transaction, group, bus, alone=True))
-        self._incarnations[bus] = group.highest
+            replies = await self._write(partial(claim, group=group, bus=bus, mark=mark, alone=True))
+        self._marks.note_recorded(bus, mark, group.highest)
         return replies
-
-    async def _claim(
-        self, transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
-    ) -> list[ClaimReply | Refusal]:
-        """What this process has recorded of a cell is not recorded again: no statement is for the incarnation alone."""
-        if group.incarnation > self._incarnations.get(bus, 0):
-            await transaction.raise_incarnation(bus, group.incarnation)
-        return await claim(transaction, group, bus, alone=alone)
 
     async def _take_new(self, group: ClaimGroup, plain: Mapping[str, ClaimOption]) -> list[ClaimReply | Refusal] | None:
         """Take plain claims in one round trip: three more are 3 % of a boot alone. None: the group is to be decided."""
@@ -168,13 +165,13 @@ class ResourceBook:
         return results
 
     async def release_roots(
-        self, source: str, roots: Sequence[str], *, bus: str, incarnation: int = 0
+        self, source: str, roots: Sequence[str], *, bus: str, mark: DatabaseMark = NO_MARK
     ) -> Refusal | None:
         """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
-        over. incarnation: of the cell's database, by which that was decided; one below the highest is refused.
+        over. mark: of the cell's database, when that was decided; one of a lower incarnation is refused.
         """
         async with self.rows.transaction() as transaction:
-            if (highest := await transaction.raise_incarnation(bus, incarnation)) > incarnation:
+            if (highest := await transaction.raise_mark(bus, mark)) > mark.database_incarnation:
                 return outdated_by(highest)
             await transaction.lock_sources(())
             await transaction.release_sources(source, roots, bus)
@@ -348,14 +345,22 @@ def _bytes_of(provider: Provider) -> int:
 
 
 async def claim(
-    transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
+    transaction: port.BookTransaction,
+    group: ClaimGroup,
+    bus: str,
+    *,
+    mark: DatabaseMark | None = None,
+    alone: bool = False,
 ) -> list[ClaimReply | Refusal]:
     """Decide and write one group of claims from one bus.
 
-    alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
-    used up a limit since the decision; with `alone` there are none.
+    mark: of the cell's database, to be recorded with it. alone: lock projects with limits exclusively instead of
+    shared. Raises PassedMeanwhile when concurrent claims have used up a limit since the decision; with `alone` there
+    are none.
     """
     limited, keys = group.projects, group.keys
+    if mark is not None:
+        await transaction.raise_mark(bus, mark)
     if keys:
         await transaction.lock_groups(keys)
     cell = None if bus == ABOVE_CELLS else bus

@@ -121,12 +121,12 @@ class PlacementHandlers:
         """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
         one group in one transaction, or several where they name very many providers.
         """
-        items = [(r.message, r.meta.database_incarnation) for r in batch if isinstance(r.message, ClaimItem)]
+        items = [(r.message, r.meta.mark) for r in batch if isinstance(r.message, ClaimItem)]
         applied: list[ClaimReply | Refusal] = []
         for part in parts(items, lambda item: entries_of_claim(item[0]), MAX_CLAIMED):
             started, bus = self._clock.monotonic(), batch[0].bus
-            incarnations = () if bus == ABOVE_CELLS else [number for _, number in part]
-            applied += await self._store.apply([item for item, _ in part], bus=bus, incarnations=incarnations)
+            marks = () if bus == ABOVE_CELLS else [mark for _, mark in part]
+            applied += await self._store.apply([item for item, _ in part], bus=bus, marks=marks)
             self._claimed()
             _measure("claims", len(part), self._clock.monotonic() - started)
         replies = iter(applied)
@@ -210,9 +210,8 @@ class PlacementHandlers:
         return results
 
     async def _release(self, released: messages.InventoryReleased, received: Received) -> Outcome:
-        number = received.meta.database_incarnation
-        bus = received.bus
-        refused = await self._store.release_roots(released.source, released.roots, bus=bus, incarnation=number)
+        bus, mark = received.bus, received.meta.mark
+        refused = await self._store.release_roots(released.source, released.roots, bus=bus, mark=mark)
         return Done() if refused is None else Refuse(refused.code, refused.reason)
 
     async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:

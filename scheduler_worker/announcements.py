@@ -18,6 +18,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
+from bus.persistence.marks import HeardMarks
 from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import BuildUpdate
@@ -168,15 +169,19 @@ class AnnouncementHandler:
         writer: AnnouncementWriter,
         cell: str,
         *,
+        clock: Clock,
         on_fences: Callable[[Sequence[HostFence]], Awaitable[None]],
     ) -> None:
         self._store = store
         self._writer = writer
         self._cell = cell
         self._on_fences = on_fences
+        self._marks = HeardMarks(clock)
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """All of a batch in one transaction; several events of one instance are applied in order."""
+        if (mark := self._marks.hear(self._cell, [one.meta.mark for one in batch])) is not None:
+            self._marks.note_recorded(self._cell, mark, await self._store.raise_mark(self._cell, mark))
         events = [one.message for one in batch if isinstance(one.message, BuildEvent | MoveEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         losses = self._store.losses

@@ -12,11 +12,10 @@ from bus.bus import API, Bus
 from bus.cell_links import CellLink, CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
-from bus.consuming.in_flight import LANE_PREFETCH
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
-from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
+from bus.contracts.queues import REQUEST_PREFETCH, REQUEST_QUEUES
 from bus.persistence.database import Database, watch_identity
 from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.service.environment import Environment
@@ -59,14 +58,6 @@ def is_progress(message: Message) -> bool:
 def position_of_event(message: Message) -> StreamPosition | None:
     """The build of an event, and the event's number in that build; None: it is no event of a build on record."""
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
-
-
-def project_of_event(message: Message) -> str:
-    """The project that an event is for; "": it is no event."""
-    return message.project_id if isinstance(message, _EVENTS) else ""
-
-
-_EVENTS = (BuildEvent, MoveEvent)  # each message that is published asks: a union would be made anew each time
 
 
 def build(
@@ -206,7 +197,6 @@ def _relay(parts: SchedulerParts) -> Relay:
         parts.buses,
         clock=parts.env.clock,
         lingering=Lingering(linger_s=parts.config.progress_linger_s, lingers=is_progress, place=position_of_event),
-        line=project_of_event,
     )
     parts.store.publish_through(relay)
     return relay
@@ -375,7 +365,7 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = AnnouncementHandler(parts.store, writer, bus.name, on_fences=registry.record_fences)
+    announced = AnnouncementHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     recoveries = RecoveryAnswers(parts.store, parts.claims, registry, parts.selector, bus=bus, api=parts.api)
@@ -419,12 +409,8 @@ def _add_requests(
     service.add_consumer(Consumer(bus, "scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
     take = partial(Consumer, bus, handler=requests, on_malformed=refused_unreadable)
     batch, at_once = config.batch, config.concurrency
-    service.add_consumer(
-        take("scheduler.requests", max_batch=batch, concurrency=at_once, prefetch=LANE_PREFETCH, paced=True)
-    )
-    service.add_consumer(
-        take("scheduler.door", max_batch=batch, concurrency=at_once, prefetch=LANE_PREFETCH, paced=True)
-    )
+    for queue in REQUEST_QUEUES:
+        service.add_consumer(take(queue, max_batch=batch, concurrency=at_once, prefetch=REQUEST_PREFETCH, paced=True))
     service.add_consumer(take("scheduler.given_up", max_batch=16, concurrency=1, prefetch=32))
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 

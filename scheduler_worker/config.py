@@ -209,7 +209,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Positive = 2
     """Batches of requests under way: one decides while another waits for its claims."""
     prefetch: Positive = 512
-    """Unacknowledged messages of a cell that the broker delivers ahead of a queue. Of a lane of requests: 32."""
+    """Unacknowledged messages of a cell that the broker delivers ahead of a queue. Of a queue of requests: 64."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a default flavor does not exist."""

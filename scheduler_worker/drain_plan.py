@@ -46,13 +46,14 @@ from scheduler_worker.domain.drains import (
     next_moves,
 )
 from scheduler_worker.domain.hosts import CELL_SILENT
+from scheduler_worker.domain.moves import Located
 from scheduler_worker.domain.placement import PlacementUnavailable, answered
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, RequestKey, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup, hosts_of_services
-from scheduler_worker.moves import Chosen, Located, MoveEngine
+from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -258,6 +259,7 @@ WITHIN_CELL = Refusal(
     code=ACROSS_CELLS,
     reason="its instances could go to other cells only, and the setting moves_across_cells is off",
 )
+NO_OTHER_CELL = Refusal(code=ACROSS_CELLS, reason="no other cell has a host here to which its instances could go")
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -333,6 +335,9 @@ class DrainPlanner:
         target, hosts = found
         if target is DrainTarget.CELL and not self._selector.config.moves_across_cells:
             return WITHIN_CELL
+        table, rows = self._selector.table, self._selector.announced_in_book()
+        if target is DrainTarget.CELL and {table.cells[at] for at in np.unique(table.cell[rows])} <= {query.host}:
+            return NO_OTHER_CELL
         self._selector.holds.settle()
         held = await self._holders.held_on(hosts, everything=True)
         # What is not active there is no part of the plan, but for the source of an unconfirmed move: a revert needs it.

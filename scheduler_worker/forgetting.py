@@ -54,7 +54,7 @@ def kept_by_record(present: Objects, uuid: str, cells: Collection[str]) -> Refus
     if fence is not None and not fence.forced:
         reason = "it is fenced: enable it first, by force and with a reason if it can destroy its losses no more"
         return Refusal(code=FENCE_OPEN, reason=reason)
-    if fence is not None and fence.acknowledged < fence.version and (fence.cell is None or fence.cell in cells):
+    if fence is not None and not fence.is_acknowledged and (fence.cell is None or fence.cell in cells):
         return Refusal(code=FENCE_OPEN, reason="its cell has not acknowledged yet that the fence is to be lifted")
     decided = present.get((ObjectKind.HOST, uuid))
     drain = None if decided is None else msgspec.convert(decided.body, HostDecision).drain

@@ -61,8 +61,7 @@ class RequestHandler:
         """Process a batch; one outcome for each message, in order. What placement does not answer about waits. Raises
         Transient when the database does not answer.
 
-        A dead letter is no proof of its publisher (`bus.key_trust`). What is on record was published by its project,
-        and goes on; anything else that a letter leads to is its end.
+        What is on record goes on; anything else that a dead letter leads to is its end.
         """
         await self._keep_up()
         is_warming_up = self._warmup.is_on()

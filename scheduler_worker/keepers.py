@@ -226,7 +226,7 @@ class FencePublisher:
     def _due(self, order: CellFence, fence: FenceRecord, cell: str) -> int | None:
         """How often it was published to this cell as it is now; None: it is not due."""
         now_s = self._clock.monotonic()
-        is_open = (fence.acknowledged < fence.version or fence.lifting) and not fence.forced
+        is_open = (not fence.is_acknowledged or fence.lifting) and not fence.forced
         last, times, at_s = self._published.setdefault((order.host_uuid, cell), (order, 0, now_s))
         if is_open and (last != order or not times):
             return 0

@@ -24,7 +24,6 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry, Wait
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, FunnelStep, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
@@ -51,16 +50,18 @@ from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
+    CELL_DRAIN_USER,
     CHANGED,
     NO_SOURCE,
     SOURCE_UNKNOWN,
-    Holding,
+    Located,
     accepted,
     added_by,
     changes_image,
     check_move,
     leaves_source,
     limits_of,
+    located_of,
     looks_at_hosts,
     may_leave_cell,
     overtaken,
@@ -84,6 +85,7 @@ from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
 from scheduler_worker.placing import NEWEST_WAIT_S, ReplicaFollower
+from scheduler_worker.quota import Rooms, rooms_of
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -93,28 +95,18 @@ Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingMove]], Awaitable[Se
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
-    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel."""
+    """The hosts for one request, in `cell` (None: the instance's own), or why there are none, with the funnel. limits:
+    that its claims are held to.
+    """
 
     selections: tuple[Selection, ...] = ()
+    limits: dict[str, int] = {}
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
     scores: tuple[HostScore, ...] = ()
     cell: str | None = None
     fenced_hosts: tuple[str, ...] = ()
-
-
-class Located(Struct, frozen=True):
-    """Where an instance and those that it depends on are, and what it holds."""
-
-    instance_uuid: str
-    page: LocatePage
-    held: Holding
-
-    @property
-    def source(self) -> str | None:
-        """The instance's host."""
-        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
 
 
 class MoveEngine:
@@ -157,8 +149,9 @@ class MoveEngine:
         choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
         results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
+        rooms = await rooms_of(self._store, self._selector, {one.request.project_id for one in choosing})
         located = zip(choosing, await self.locate(choosing, known), strict=True)
-        of_choosing = [self._answered(one, known[one.key], found) for one, found in located]
+        of_choosing = [self._answered(one, known[one.key], rooms, found) for one, found in located]
         answers = await asyncio.gather(*of_choosing)
         results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
@@ -193,13 +186,18 @@ class MoveEngine:
         pages, holdings = await asyncio.gather(
             self._claims.locate(questions), self._claims.holding([one.request.instance_uuid for one in moves])
         )
-        return [_located(*found) for found in zip(moves, pages, holdings, strict=True)]
+        return [located_of(*found) for found in zip(moves, pages, holdings, strict=True)]
 
-    async def _answered(self, pending: PendingMove, known: MoveContext, located: Located | Fault) -> Chosen | Outcome:
+    async def _answered(
+        self, pending: PendingMove, known: MoveContext, rooms: Rooms, located: Located | Fault
+    ) -> Chosen | Outcome:
         if isinstance(located, Fault):
             return _without_answer(located)
         await next_turn()  # each looks at every host
-        return await self.choose(pending, known, located)
+        chosen, request = await self.choose(pending, known, located), pending.request
+        if isinstance(chosen, Retry):
+            return chosen
+        return replace(chosen, limits=limits_of(request, rooms[request.project_id]))
 
     async def choose(
         self,
@@ -259,6 +257,10 @@ class MoveEngine:
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
+        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
+        anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
+        if may_leave and stays is None and pending.request.user_id == CELL_DRAIN_USER:
+            may_leave, spec = False, replace(anywhere, leaves=spec.cell)
         chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen
@@ -267,11 +269,8 @@ class MoveEngine:
             await next_turn()
         self._selector.holds.release()
         chosen = self._pick(pending, known, spec, located, planned)
-        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
-        anywhere = replace(spec, cell=None, key=(*spec.key, "any cell"))
-        stays = stays_in_cell(known)  # then its choice holds nothing there
         elsewhere = self._pick(pending, known, anywhere, located, planned if stays is None else planned or {})
         return Chosen(failure=stays, funnel=chosen.funnel) if stays and isinstance(elsewhere, Chosen) else elsewhere
 
@@ -496,7 +495,6 @@ class MoveEngine:
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         assert known.build is not None
         built, config = placed_as(request, known), self._selector.config
-        limits = limits_of(request, config.quota_of(request.project_id))
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
         is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
         return CellMove(
@@ -508,7 +506,7 @@ class MoveEngine:
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,
-            limits=limits if chosen.selections else {},
+            limits=chosen.limits,
             fenced_hosts=chosen.fenced_hosts,
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
@@ -519,14 +517,6 @@ class MoveEngine:
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
             sequence=known.build.sequence,
         )
-
-
-def _located(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:
-    if isinstance(page, Fault):
-        return page
-    if isinstance(held, Fault):
-        return held
-    return Located(pending.request.instance_uuid, page, {} if held is None else held.holding)
 
 
 def _without_answer(fault: Fault) -> Chosen | Outcome:

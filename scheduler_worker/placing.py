@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -23,13 +23,12 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Outcome, Wait
-from bus.contracts.placement import INSTANCES, Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
+from bus.contracts.placement import Claim, ClaimAll, ClaimAllResult, ClaimOutcome, ClaimResult, LocatePage
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
-from placement_worker.replica.request import total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
@@ -67,6 +66,7 @@ from scheduler_worker.domain.ranking import CellRuns, Spread
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, has_peers, joined, locate_requests, peers_of
+from scheduler_worker.quota import rooms_of
 from scheduler_worker.store.port import SchedulerStore, write_decided
 
 log = structlog.get_logger(__name__)
@@ -329,7 +329,7 @@ class Dispatcher:
         author = Author(self._who, self._clock.time())
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         concluded: list[tuple[PendingBuild, Conclusion]] = []
-        limits = await self._limits({one.request.project_id for one in builds})
+        limits = await rooms_of(self._store, self._selector, {one.request.project_id for one in builds})
         async for some in InParts(builds, BUILDS_AT_ONCE):
             for pending in some:
                 spec = self._selector.request_spec(pending.request) if pending.delivery.why is None else None
@@ -345,19 +345,6 @@ class Dispatcher:
                 else:
                     concluded.append((pending, not_placed(pending, spec, self._selector, author)))
         return placing, await self._ended_where_held(concluded) if concluded else []
-
-    async def _limits(self, projects: Collection[str]) -> Mapping[str, Mapping[str, int]]:
-        """What each project's claims are held to: its quota, less its instances that hold nothing. What is between two
-        hosts keeps its amounts, because it may claim them without limits.
-        """
-        quotas = {project: self._selector.config.quota_of(project) for project in projects}
-        limited = sorted(project for project, quota in quotas.items() if quota)
-        for project, flavor, count in await self._store.without_host(limited) if limited else ():
-            parsed = self._selector.flavors.get(flavor)
-            kept = {INSTANCES: 1, **({} if parsed is None else total_resources(parsed.query))}
-            quota = quotas[project]
-            quotas[project] = {name: max(0, most - count * kept.get(name, 0)) for name, most in quota.items()}
-        return quotas
 
     async def _ended_where_held(
         self, concluded: Sequence[tuple[PendingBuild, Conclusion]]

@@ -12,6 +12,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import DatabaseMark
 from bus.contracts.book import CellConsumersPage, CellConsumersQuery, HeldAllocation
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import MAX_KNOWN, CellKnown, CellRecovering, KnownPlace
@@ -77,8 +78,8 @@ class RecoveryAnswers:
     async def answer(self, question: CellRecovering) -> CellKnown:
         """The page that a question asks for, as of now. Raises Transient, or RequestRefused."""
         await self._registry.reload()
-        wanted = UuidRange(tuple(sorted(set(question.asked)))) if question.asked else await self._next(question)
-        page = KnownPage(question, wanted, self._fences(question.cell), old=self._is_old())
+        wanted, marks = await self._wanted(question)
+        page = KnownPage(question, wanted, self._fences(question.cell), old=self._is_old(), marks=marks)
         uuids = page.wanted.uuids
         for start in range(0, len(uuids), AT_ONCE):
             if page.is_full:
@@ -91,15 +92,20 @@ class RecoveryAnswers:
                     page.add(known_record(uuid, facts[uuid], self._host_of, self._selector.config))
         return page.message()
 
-    async def _next(self, question: CellRecovering) -> UuidRange:
-        """The range of the next page. Placement first: what is dispatched meanwhile has held something before."""
+    async def _wanted(self, question: CellRecovering) -> tuple[UuidRange, tuple[DatabaseMark, ...]]:
+        """The range of the page, and the marks. Placement first: what is dispatched meanwhile has held something
+        before.
+        """
+        if question.asked:
+            return UuidRange(tuple(sorted(set(question.asked)))), ()
         query = CellConsumersQuery(cell=question.cell, after=question.after, limit=MAX_KNOWN)
         try:
             held = await self._api.request(query, CellConsumersPage, timeout_s=ANSWER_S)
         except BusError as error:
             raise PlacementUnavailable(str(error)) from error
         mapped = await self._store.in_cell(question.cell, question.after, MAX_KNOWN)
-        return joined(UuidRange(held.consumers, held.last), UuidRange(tuple(mapped.instances), mapped.last))
+        wanted = joined(UuidRange(held.consumers, held.last), UuidRange(tuple(mapped.instances), mapped.last))
+        return wanted, (held.mark, await self._store.mark_of(question.cell))
 
     async def _facts(self, uuids: Sequence[str]) -> dict[str, InstanceSources]:
         async with self._store.operation() as unit:

@@ -19,13 +19,13 @@ from tests.kit.fixtures import (
     amqp,
     amqp_server,
     empty_database,
-    few_lanes,
     lent_databases,
     own_broker,
     postgres_server,
     postgres_url,
 )
 from tests.kit.turns import unfinished
+from tests.kit.waiting import cut_off
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
@@ -109,6 +109,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return ended
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A TimeoutError says nothing: what was waited for, and what was there last, is added."""
+    report = yield
+    if waited := cut_off(call.excinfo.value if call.excinfo else None):
+        report.sections.append(("waited at", waited))
+    return report
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """A command that a test runs in this process configures logging for a stream that is closed after the test."""
@@ -123,7 +132,6 @@ __all__ = [
     "amqp",
     "amqp_server",
     "empty_database",
-    "few_lanes",
     "lent_databases",
     "own_broker",
     "postgres_server",

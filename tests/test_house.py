@@ -15,7 +15,7 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
-from bus.contracts.queues import COMMANDS, DOOR, LANE, QUEUES, QueueKind, Where
+from bus.contracts.queues import COMMANDS, QUEUES, QueueKind, Where
 from tests.kit.sources import (
     OURS,
     ROOT,
@@ -105,7 +105,7 @@ def test_a_key_names_fields_that_are_safe_in_a_routing_key(row: catalogue.Messag
     fields = {field.name: field for field in msgspec.structs.fields(row.message)}
     for part in row.key.split("."):
         if part.startswith("{"):
-            name = "project_id" if part == LANE else part[1:-1]  # computed of it
+            name = part[1:-1]
             assert name in fields
             # A free text in a routing key would let its sender add words, or a wildcard's worth of them.
             assert any(word in str(fields[name].type) for word in ("pattern", "BuildState", "MoveState"))
@@ -117,14 +117,9 @@ def test_every_command_is_taken_by_one_queue_on_each_of_its_buses(row: catalogue
     assert takers
     buses = {Where.API, Where.CELL} if row.where is Where.BOTH else {row.where}
     for bus in buses:
-        # Two queues with the same command would each carry it out. What a gateway sends on has a key of its own.
+        # Two queues with the same command would each carry it out. Operators and gateways have keys of their own.
         these = [queue for queue in takers if queue.where in (bus, Where.BOTH) and not queue.takes_letters]
-        assert len([queue for queue in these if (COMMANDS, f"{DOOR}.#") not in queue.bindings]) == 1
-
-
-def test_one_queue_keeps_the_keys_of_its_letters() -> None:
-    """A message of it that the broker gives up names no queue (`dead_letters._origin`)."""
-    assert [row.name for row in QUEUES if row.keeps_keys] == ["scheduler.requests"]
+        assert len([one for one in these if one.name not in ("scheduler.operators", "scheduler.door")]) == 1
 
 
 @pytest.mark.parametrize("queue", QUEUES, ids=lambda queue: queue.name)

@@ -8,30 +8,39 @@ import msgspec
 from msgspec import Struct
 
 from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, findings
-from berth.audit.gather import gather
+from berth.audit.gather import IS_OPEN, gather
 from berth.audit.invariants import Facts
 from berth.audit.readable import unreadable
 from berth.site import Site
+from bus.contracts.build import BuildState
+from bus.contracts.moves import Condition
 from bus.contracts.objects import ZONE_KEY, Aggregate
 from bus.persistence.database import Database
+from bus.persistence.tables import in_list
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE, STRANDED
 
 _HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
-UNDER_WAY = """
-SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'deleting'
-    OR instance::json ->> 'under_way' IS NOT NULL OR instance::json ->> 'condition' = 'moving'
+UNDER_WAY = f"""
+SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN}
+    OR instance::json ->> 'under_way' IS NOT NULL OR instance::json ->> 'condition' = '{Condition.MOVING}'
 """
 # Of these, what nothing goes on with: two passes in a row see it (`Confirmed`).
-_MOVING = """
-SELECT instance_uuid::text FROM build_requests WHERE terminal AND state = 'active'
-    AND instance::json ->> 'under_way' IS NULL AND instance::json ->> 'condition' = 'moving'
+_MOVING = f"""
+SELECT instance_uuid::text FROM build_requests WHERE state = '{BuildState.ACTIVE}'
+    AND instance::json ->> 'under_way' IS NULL AND instance::json ->> 'condition' = '{Condition.MOVING}'
 """
-# Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
-_ENDED = """
-SELECT b.instance_uuid::text
+# The requests on record of consumers. In doubt is a claim of another run than that of the record which has ended, and
+# one of a build that ended because its claim was on a host of no known cell: it may be that of a running instance whose
+# record is lost, and no age shows that it is not. Of one that is deleted, its cell or the schedulers' record has proved
+# that nothing of it is left.
+REQUESTS = f"""
+SELECT b.instance_uuid::text, b.state, b.cell IS NULL
+    AND b.state IN ({in_list(sorted({*ENDED_WITHOUT_MACHINE} - {BuildState.DELETED}))})
+    AND (b.run <> held.run OR b.code = '{STRANDED}') AS in_doubt, {IS_OPEN} AS is_open
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
-WHERE b.state IN ('failed', 'refused') AND b.cell IS NULL AND (b.run <> held.run OR b.code = 'claim.stranded')
 """
+_IN_DOUBT = f"SELECT instance_uuid FROM ({REQUESTS}) requests WHERE in_doubt"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
 # Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
@@ -75,7 +84,7 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
             moving = {row[0] for row in await connection.fetch(_MOVING)}
-            in_doubt = {row[0] for row in await connection.fetch(_ENDED, list(held), list(held.values()))}
+            in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT, list(held), list(held.values()))}
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from math import floor
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,7 +17,6 @@ from msgspec.structs import replace
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
-    ENDED,
     TOMBSTONE,
     Facts,
     InstanceFact,
@@ -27,6 +25,7 @@ from berth.audit.invariants import (
     settled_machines,
 )
 from bus.contracts.build import BuildState
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 
 class FindingKind(StrEnum):
@@ -63,6 +62,8 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.MOVING_UNREQUESTED: "request what changes nothing: berth start; its cell answers with its state",
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
+# `berth placement audit` judges no instance with an unconfirmed move.
+_UNCONFIRMED = f"berth confirm, and then: {_BY_AUDIT}"
 DELETED = "deleted"
 # Of a request: a cell has its instance, and lets it go only with an announcement.
 WITH_INSTANCE = frozenset({BuildState.ACTIVE, BuildState.DELETING})
@@ -160,7 +161,7 @@ def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = 
 
 def _of_the_book(facts: Facts) -> Iterator[AuditFinding]:
     for row in facts.inventories:
-        if row.used > row.capacity and row.used > floor(row.total * row.allocation_ratio):
+        if row.is_exceeded:
             reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
             yield _finding(Kind.OVER_CAPACITY, f"{row.provider} {row.resource_class}", reason)
     for line in facts.audit:
@@ -174,16 +175,16 @@ def _holdings(
     unsettled: AbstractSet[str],
 ) -> Iterator[AuditFinding]:
     facts = audited.facts
-    for uuid, instance in settled.items():
-        roots = {facts.roots.get(provider) for provider in facts.allocations.get(uuid, {})}
-        if instance.host_uuid not in roots:
-            where = f", but on {', '.join(sorted(map(str, roots)))}" if roots else ""
-            yield _finding(
-                Kind.MISSING, uuid, f"active on {instance.host_uuid} of {instance.cell}, and holds nothing there{where}"
-            )
-        elif len(roots) > 1:
-            others = ", ".join(sorted(map(str, roots - {instance.host_uuid})))
-            yield _finding(Kind.DOUBLED, uuid, f"active on {instance.host_uuid}, and holds something of {others}")
+    for instance, (consumer, host) in ((one, holder) for one in settled.values() for holder in one.holders):
+        hosts = facts.hosts_of(consumer)
+        others = ", ".join(sorted(hosts - {host or ""}))
+        repair = None if instance.source is None else _UNCONFIRMED
+        what = "active" if consumer == instance.instance_uuid else f"the source of {instance.instance_uuid}, kept"
+        if host not in hosts:
+            reason = f"{what} on {host} of {instance.cell}, and holds nothing there{others and f', but on {others}'}"
+            yield _finding(Kind.MISSING, consumer, reason, repair)
+        elif others:
+            yield _finding(Kind.DOUBLED, consumer, f"{what} on {host}, and holds something of {others}", repair)
     allowed = holders(facts)
     recorded = {one.instance_uuid for one in facts.instances}
     quarantined = {one.instance_uuid for one in facts.quarantine or ()}
@@ -256,7 +257,7 @@ def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding
         if one.state in ALIVE and request is None:
             reason = f"{one.state} in {one.cell}, and no request is on record"
             yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason)
-        elif one.state in ALIVE and request in ENDED:
+        elif one.state in ALIVE and request in ENDED_WITHOUT_MACHINE:
             reason = f"{one.state} in {one.cell}, and its request is {request}"
             yield _finding(
                 Kind.UNREQUESTED, one.instance_uuid, reason, f"berth delete {one.instance_uuid} --cell {one.cell}"

@@ -13,7 +13,7 @@ import msgspec
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
-    DEPARTED,
+    ELSEWHERE,
     RESIZED,
     BreakerFact,
     Facts,
@@ -34,11 +34,14 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.feed import Change
 from bus.persistence.database import Database
+from bus.persistence.tables import in_list
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import KEEP, LeaseStore, Safety
 from cell_conductor.store.tables import SERVICE
+from placement_worker.operations.audit import sharers
+from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...
@@ -79,7 +82,7 @@ _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE} FROM instances
-WHERE state <> '{RESIZED}' AND split_part(state, '/', 1) <> '{DEPARTED}'
+WHERE state NOT IN ({in_list([RESIZED, *sorted(ELSEWHERE)])})
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
@@ -89,12 +92,12 @@ SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{mov
 FROM instances WHERE state = '{RESIZED}'
 """
 # What has not had its time yet: since the last step began, as long as one may take, by the request or the settings.
-_SETTLED = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+_SETTLED = in_list(sorted(AT_REST))
 _STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{move,step_timeout_s}')::float8, $2)"""
 _WITHIN_TIME = f"SELECT uuid::text FROM instances WHERE state NOT IN ({_SETTLED}) AND since + {_STEP_S} > $1"
-_OPEN = "state NOT IN ('active', 'failed', 'refused', 'deleted')"
+IS_OPEN = f"state IN ({in_list(OPEN)})"
 _REQUESTED = f"""
-SELECT instance_uuid::text FROM build_requests WHERE {_OPEN} AND updated_at + $2 > $1
+SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN} AND updated_at + $2 > $1
 UNION SELECT instance_uuid::text FROM moves WHERE NOT terminal AND updated_at + $2 > $1
 """
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
@@ -103,7 +106,7 @@ _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FR
 _SENT = """timeline LIKE '%"what":"dispatched"%'"""
 _GANGS = f"""
 SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
-       count(*) FILTER (WHERE NOT {_SENT} AND state IN ('deleting', 'deleted')), min(created_at)
+       count(*) FILTER (WHERE NOT {_SENT} AND state IN ({in_list(DELETE_REQUESTED)})), min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
@@ -159,7 +162,7 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
     return Facts(
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
-        roots=dict(await _rows(book, _ROOTS)),
+        roots=await _roots(book),
         namesakes=await _namesakes(book, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
@@ -176,6 +179,12 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         under_way=began | await _within_time(scheduler, cells, site.clock.time(), step_s),
         unheard=unheard,
     )
+
+
+async def _roots(book: Database) -> dict[str, str]:
+    async with book.raw() as connection:
+        sharing = await sharers(connection)
+    return {provider: root for provider, root in await _rows(book, _ROOTS) if provider not in sharing}
 
 
 async def _within_time(scheduler: Database, cells: dict[str, Database], now: float, step_s: float) -> set[str]:
@@ -237,7 +246,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
 
 
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
-    open_requests = f"SELECT count(*) FROM build_requests WHERE {_OPEN}"
+    open_requests = f"SELECT count(*) FROM build_requests WHERE {IS_OPEN}"
     # A record leaves out that a service is up.
     down_there = f"{SERVICE} IN (SELECT service FROM leases WHERE record ->> 'state' <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({_SETTLED})"

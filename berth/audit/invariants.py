@@ -14,24 +14,27 @@ from math import floor
 
 from msgspec import Struct
 
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 from bus.contracts.feed import Change
 from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
+from cell_conductor.domain import desires
 from cell_conductor.domain.desires import Wish, in_text, states_where
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 
 TOMBSTONE, RESIZED = "tombstone", "resized"
-DEPARTED = "departed"  # another cell has it: this record is no instance
+# Another cell has it: this record is no instance.
+ELSEWHERE = frozenset(map(in_text, desires.ELSEWHERE))
 # Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.
 _RESTS = states_where(lambda row: row.condition is not Condition.MOVING or row.elsewhere)
 _WAITS = states_where(lambda row: row.asks is not None or Wish.DESTROY in (row.here, row.source))
 AT_REST = frozenset(map(in_text, _RESTS - _WAITS))
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset(map(in_text, states_where(lambda row: row.here is Wish.RUN)))
-# Of a request: no client wants its instance.
-ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+# Its cell has proved that no machine and no allocation of it is left.
+OVER = AT_REST - ALIVE - ELSEWHERE
 
 
 class InventoryFact(Struct, frozen=True):
@@ -45,6 +48,11 @@ class InventoryFact(Struct, frozen=True):
     capacity: float
     used: int
 
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether more is used than there is. Bare metal in use is taken out by reserving it (microversion 1.26)."""
+        return self.used > self.capacity and self.used > floor(self.total * self.allocation_ratio)
+
 
 class SourceFact(Struct, frozen=True):
     """The source of a move that awaits its confirm. migration: the consumer that holds its allocation meanwhile."""
@@ -56,10 +64,7 @@ class SourceFact(Struct, frozen=True):
 
 
 class InstanceFact(Struct, frozen=True):
-    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none.
-
-    source: of a resized one.
-    """
+    """One instance as its cell has it. service: that of its host ("": it has none). source: of a resized one."""
 
     instance_uuid: str
     cell: str
@@ -68,6 +73,13 @@ class InstanceFact(Struct, frozen=True):
     attempt: int
     service: str = ""
     source: SourceFact | None = None
+
+    @property
+    def holders(self) -> tuple[tuple[str, str | None], ...]:
+        """The consumers that hold something for it, each with its host, while it has a machine."""
+        source = self.source_elsewhere
+        own = self.instance_uuid, self.host_uuid
+        return (own,) if source is None else (own, (source.migration, source.host_uuid))
 
     @property
     def source_elsewhere(self) -> SourceFact | None:
@@ -146,18 +158,18 @@ class GangFact(Struct, frozen=True, kw_only=True):
 class Facts(Struct, frozen=True, kw_only=True):
     """Everything the invariants are judged by, all of it read from outside the workers.
 
-    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
-    cells: {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when
-    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
-    the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
-    mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
-    requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
-    or None. services: (cell, service) of every compute service on record, or None: unknown. down: those of them that do
-    not report what their hosts run, so that it is not judged, or None: unknown.
-    unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or None: unknown.
-    unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose build, move or
-    delete is within its time; they are not judged. namesakes: (host, name, the host that has
-    it) of hosts that a service reports and the book refuses, because it has the name as another's.
+    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record; cells:
+    {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when there was no
+    listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the process
+    belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}, without those that share,
+    of which allocations are of no host. audit: mismatches that the book's own audit found, one line each. breakers,
+    quarantine: the cells' records, or None. moves: requests about instances, or None. gangs: requests for several
+    machines, those of which every member is on record, or None. services: (cell, service) of every compute service on
+    record, or None: unknown. down: those of them that do not report what their hosts run, so that it is not judged, or
+    None: unknown. unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or
+    None: unknown. unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose
+    build, move or delete is within its time; they are not judged. namesakes: (host, name, the host that has it) of
+    hosts that a service reports and the book refuses, because it has the name as another's.
     """
 
     inventories: Sequence[InventoryFact]
@@ -183,6 +195,11 @@ class Facts(Struct, frozen=True, kw_only=True):
     unread: AbstractSet[str] = frozenset()
     under_way: AbstractSet[str] = frozenset()
     namesakes: Sequence[tuple[str, str, str]] | None = None
+
+    def hosts_of(self, consumer: str) -> set[str]:
+        """The hosts of which a consumer holds something."""
+        held = self.allocations.get(consumer, {})
+        return {self.roots[provider] for provider in held if provider in self.roots}
 
     def may_wait(self) -> set[str]:
         """Instances of which something may be open: within its time, at a service that is down, in an unread cell."""
@@ -286,21 +303,17 @@ def _unsettled_down(facts: Facts) -> Iterator[str]:
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
     for row in facts.inventories:
-        # Reserving an inventory in use is how bare metal is taken out (microversion 1.26): the inventory shrank under
-        # it.
-        unreserved = floor(row.total * row.allocation_ratio)
-        if row.used > row.capacity and row.used > unreserved:
+        if row.is_exceeded:
             yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"
 
 
 def _terminal(facts: Facts) -> Iterator[str]:
-    settled = {BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED}
     for uuid in facts.accepted:
         if uuid not in facts.requests:
             yield f"{uuid}: accepted, but no scheduler has it on record"
     may_wait = facts.may_wait()
     for uuid, state in facts.requests.items():
-        if state not in settled and uuid not in may_wait:
+        if state not in TERMINAL_STATES and uuid not in may_wait:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
@@ -376,26 +389,18 @@ def _agreement(facts: Facts) -> Iterator[str]:
 
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
-        yield from _held_on(facts, uuid, instance.host_uuid, f"{uuid}: {instance.state}")
-        if (source := instance.source_elsewhere) is not None:
-            what = f"{uuid}: {source.migration} keeps its source"
-            yield from _held_on(facts, source.migration, source.host_uuid, what)
+        for consumer, host in instance.holders:
+            what = f"{uuid}: {instance.state if consumer == uuid else f'{consumer} keeps its source'}"
+            if consumer not in facts.allocations:
+                yield f"{what}, but holds no allocation"
+            elif host not in (hosts := facts.hosts_of(consumer)):
+                yield f"{what} on {host}, allocated on {sorted(hosts)}"
     # A move under way has a consumer for its source as well: by the requests on record.
     under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
     allowed = holders(facts).keys() | unsettled | under_way | facts.in_unread_cells()
     for uuid in facts.allocations:
         if uuid not in allowed:
             yield f"{uuid}: holds an allocation, but is no active instance"
-
-
-def _held_on(facts: Facts, consumer: str, host_uuid: str | None, what: str) -> Iterator[str]:
-    held = facts.allocations.get(consumer)
-    if held is None:
-        yield f"{what}, but holds no allocation"
-        return
-    roots = {facts.roots.get(provider) for provider in held}
-    if host_uuid not in roots:
-        yield f"{what} on {host_uuid}, allocated on {sorted(map(str, roots))}"
 
 
 def _running(
@@ -458,7 +463,7 @@ def _caused(facts: Facts) -> Iterator[str]:
         request = facts.requests.get(instance.instance_uuid)
         if request is None:
             yield f"{instance.instance_uuid}: an instance that was not requested"
-        elif instance.state in ALIVE and request in ENDED:
+        elif instance.state in ALIVE and request in ENDED_WITHOUT_MACHINE:
             yield f"{instance.instance_uuid}: {instance.state} in {instance.cell}, but its request is {request}"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"

@@ -39,10 +39,8 @@ ROOTS = """
 SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id WHERE p.uuid = ANY($1::uuid[])
 """
 # A moving instance holds allocations on two hosts for good reasons, and its own record carries it to an end.
-SETTLED = """
-SELECT record::text FROM instances
-WHERE state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $1 ORDER BY uuid
-"""
+IS_SETTLED = "state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - {}"
+SETTLED = f"SELECT record::text FROM instances WHERE {IS_SETTLED.format('$1')} ORDER BY uuid"
 
 
 class Unclaimed(Struct, frozen=True, kw_only=True):

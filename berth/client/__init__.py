@@ -15,6 +15,7 @@ from bus.clock import Clock, event_or_time
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import (
+    TERMINAL_STATES,
     BuildEvent,
     BuildPage,
     BuildQuery,
@@ -50,7 +51,6 @@ MAX_QUERIED = 2_000
 ASK_TIMEOUT_S = 10.0
 MIN_ASK_S = 0.5
 
-ENDS_A_BUILD = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
 
 
@@ -251,14 +251,18 @@ class BuildClient:
         for uuid in requested:
             self.tracks[uuid].under_way = False
         for start in range(0, len(requested), ASK_SLICE):
-            part = requested[start : start + ASK_SLICE]
-            queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
+            # What was dropped during a query is not followed any more.
+            tracks = [
+                one for uuid in requested[start : start + ASK_SLICE] if (one := self.tracks.get(uuid)) is not None
+            ]
+            part = [one.instance_uuid for one in tracks]
+            queries = [BuildQuery(instance_uuid=one.instance_uuid, project_id=one.project_id or None) for one in tracks]
             pages = await self.bus.request_all(queries, BuildPage, timeout_s=timeout_s, causes=part)
             for page in pages:
                 if isinstance(page, Fault):
                     raise page
                 for record in page.builds:
-                    if record.instance_uuid in self.tracks:  # else it was dropped during the query
+                    if record.instance_uuid in self.tracks:
                         self._learn(self.tracks[record.instance_uuid], record)
         self._changed.set()
 
@@ -374,7 +378,7 @@ class BuildClient:
 
     def _learn(self, track: Track, record: BuildRecord) -> None:
         """A scheduler's record of one build, instead of the event that was missed."""
-        ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
+        ended = record.state is BuildState.DELETED if track.deleting else record.state in TERMINAL_STATES
         if ended and track.ended_at is None:
             self._end(track, record.state, None)
             track.learned = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.drains import (
     DrainCommand,
+    DrainMoveState,
     DrainPlan,
     DrainProgress,
     DrainQuery,
@@ -58,7 +59,8 @@ async def follow(
 
     Raises RequestTimeout when no scheduler answered before the time ran out, or RequestRefused (`drain.unknown`).
     """
-    give_up_at, stuck_at = clock.monotonic() + timeout_s, inf
+    give_up_at = clock.monotonic() + timeout_s
+    stuck_s, stuck_at, moved, refused = 0.0, inf, 0, set[str]()
     while True:
         asked_at = clock.monotonic()
         try:
@@ -71,14 +73,23 @@ async def follow(
             raise RequestRefused(f"no drain {drain} is on record", code="drain.unknown")
         (seen,) = found
         on_progress(seen)
-        now = clock.monotonic()
-        stuck_at = min(stuck_at, now + STUCK_S) if is_stuck(seen) else inf
-        if seen.state is DrainState.ENDED or now >= min(give_up_at, stuck_at):
+        now, refused = clock.monotonic(), refused.union(one.instance_uuid for one in seen.failed)
+        moved, moved_before = seen.counts.get(DrainMoveState.MOVED, 0), moved
+        if moved > moved_before or not is_stuck(seen, refused):
+            stuck_s, stuck_at = 0.0, inf
+        elif seen.under_way:  # one more try: its time does not count, and nothing begins anew
+            stuck_at = inf
+        else:
+            stuck_s, stuck_at = stuck_s + max(0.0, now - stuck_at), now
+        if seen.state is DrainState.ENDED or now >= give_up_at or stuck_s >= STUCK_S:
             return seen
         await clock.sleep(max(LOOK_S, 5 * (now - asked_at)))
 
 
-def is_stuck(seen: DrainProgress) -> bool:
-    """Whether nothing that is left can move now: everything was refused three times, or has a reason that stays."""
-    is_running = seen.state is DrainState.RUNNING
-    return is_running and bool(seen.failed) and not (seen.not_begun or seen.under_way or seen.more)
+def is_stuck(seen: DrainProgress, refused: Collection[str] = ()) -> bool:
+    """Whether nothing that is left can move now: everything was refused three times, or has a reason that stays.
+
+    refused: instances that could not move before: another move of one is one more try.
+    """
+    left = bool(seen.failed or seen.under_way) and seen.state is DrainState.RUNNING
+    return left and not (seen.not_begun or seen.more or set(seen.under_way).difference(refused))

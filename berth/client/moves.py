@@ -106,7 +106,10 @@ class MoveClient:
 
     async def _query_states(self, timeout_s: float) -> None:
         requested = list(self._open)[:MAX_QUERIED]
-        queries = [MoveQuery(request_id=one) for one in requested]
+        queries = [
+            MoveQuery(request_id=one.request_id, instance_uuid=one.instance_uuid, project_id=one.project_id)
+            for one in map(self._open.__getitem__, requested)
+        ]
         pages = await self._bus.request_all(queries, MovePage, timeout_s=timeout_s, causes=requested)
         for page in pages:
             for record in page.moves if isinstance(page, MovePage) else ():
@@ -122,8 +125,9 @@ class MoveClient:
             if not isinstance(event, MoveEvent):
                 continue
             mine = self._open.get(event.request_id)
-            # Any project may name any id in a request of its own; its events go to that project.
-            if mine is None or mine.project_id != event.project_id:
+            # Any project may name any id in a request of its own, and a client one for two instances.
+            is_of = (event.instance_uuid, event.project_id)
+            if mine is None or (mine.instance_uuid, mine.project_id) != is_of:
                 continue
             for listener in self._listeners:
                 listener(event)

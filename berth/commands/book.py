@@ -14,9 +14,10 @@ from uuid import UUID
 import asyncpg
 import typer
 
-from berth.audit.auditing import UNDER_WAY
+from berth.audit.auditing import REQUESTS, UNDER_WAY
 from berth.audit.findings import may_run
-from berth.audit.unclaimed import Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
+from berth.audit.invariants import ELSEWHERE, OVER
+from berth.audit.unclaimed import IS_SETTLED, Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
     AsJson,
     Exit,
@@ -72,25 +73,16 @@ SELECT uuid::text, attempt, run, generation, project_id, user_id FROM consumers 
 WHERE released_at IS NULL AND updated_at <= now() - make_interval(secs => $1)
     AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
-OVER = {"deleted", "tombstone", "failed"}
 # An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
-INSTANCES = """
+INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text,
-       state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $2 AS settled
+       {IS_SETTLED.format("$2")} AS settled
 FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
 # The same of a move that no cell has on record: it was set back, and is commanded again.
 OPEN_MOVES = "SELECT request_id::text FROM moves WHERE NOT terminal AND request_id = ANY($1::uuid[])"
-# The requests on record of consumers. Open is also a claim of another run than that of the record which has ended
-# (`berth audit`), and one of a build that ended because its claim was on a host of no known cell: it may be that of a
-# running instance whose record is lost, and no age shows that it is not.
-REQUESTS = """
-SELECT b.instance_uuid::text, b.state, NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused')
-    AND (b.run <> held.run OR b.code = 'claim.stranded')) AS is_open
-FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
-"""
 # Machines that a cell does not destroy by itself.
 QUARANTINED = """
 SELECT instance_uuid::text FROM unexplained WHERE record #>> '{machine,kind}' = $1 AND instance_uuid = ANY($2::uuid[])
@@ -364,14 +356,17 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
         return [], {}
     holders = [each.consumer for each in holding]
     rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
-    requests = {uuid: state for uuid, state, _ in rows}
-    alive, recorded, quarantined = {uuid for uuid, _, is_open in rows if is_open}, set[str](), set[str]()
+    requests = {uuid: state for uuid, state, *_ in rows}
+    recorded, quarantined = set[str](), set[str]()
+    alive = {uuid for uuid, _, in_doubt, is_open in rows if in_doubt or is_open}
     alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
     doubled: dict[str, list[str | Doubled]] = {}
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
         quarantined.update(await _column(here, f"cell_{cell}", QUARANTINED, UnexplainedKind.QUARANTINED.value, holders))
         for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
+            if state in ELSEWHERE:
+                continue
             recorded.add(uuid)
             if state not in OVER:
                 alive.add(uuid)

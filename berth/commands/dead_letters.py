@@ -26,7 +26,6 @@ MAX_NAMED = 10  # letters in one sentence
 # Why letters are never sent back, by the code.
 BARRED = {
     letters.CUT: "with only the first bytes of its message: left there",
-    letters.UNTRUSTED_KEY: "whose routing key may be another's than its publisher's: left there",
 }
 
 T = TypeVar("T")

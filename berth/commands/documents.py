@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.commands.common import AsJson, Exit, Stop, out, print_json
+from berth.commands.common import AsJson, Exit, Stop, err, out, print_json
 from berth.database_rights import statements
 from berth.permissions import (
     OF_A_CELL,
@@ -20,10 +20,9 @@ from berth.permissions import (
     commands,
     definitions,
     exchanges,
-    of_project,
     of_role,
 )
-from berth.project_vhost import ending, host_definitions, making, virtual_host
+from berth.project_vhost import ending, host_definitions, limiting, making, virtual_host
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
@@ -49,16 +48,14 @@ OfDatabase = Annotated[
 async def permissions(
     settings: Settings,
     role: Annotated[PermissionRole | None, typer.Option(help="Only this role's; default: each role's.")] = None,
-    project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
+    project: Annotated[list[str] | None, typer.Option(help="A project's virtual host; may be repeated.")] = None,
     cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
     as_definitions: AsDefinitions = False,
     of_exchanges: OfExchanges = False,
     users: Users = None,
     of_database: OfDatabase = False,
-    remove: Annotated[
-        bool, typer.Option("--remove", help="The end of a project's virtual host, which `gateway.projects` named.")
-    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="The end of a project's virtual host.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the rights that each user needs.
@@ -73,11 +70,12 @@ async def permissions(
         for line in statements(settings):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         return
-    if own := [one for one in project or () if remove or one in settings.gateway.projects]:
-        is_alone = len(own) == len(project or ()) and not (role or cell or of_exchanges or (remove and as_definitions))
-        _print_vhosts(settings, own if is_alone else (), user, remove=remove, as_json=as_definitions or as_json)
+    if project or remove:
+        is_alone = not (role or cell or of_exchanges or users or (remove and (as_definitions or as_json)))
+        vhosts = project or () if is_alone else ()
+        _print_vhosts(settings, vhosts, user, remove=remove, as_json=as_definitions or as_json)
         return
-    grants = _grants(settings, role, project or (), cell, user)
+    grants = _grants(settings, role, cell, user)
     if users is not None:
         _check_users(grants, users)
     _print_grants(grants, settings, as_definitions=as_definitions, of_exchanges=of_exchanges, as_json=as_json)
@@ -102,7 +100,7 @@ def _print_vhosts(
 ) -> None:
     """Print the virtual hosts of projects, or their ends. Raises Stop."""
     if not projects:
-        sentence = "projects of gateway.projects have virtual hosts: print these alone, by commands or --definitions"
+        sentence = "the virtual hosts of projects are printed alone: --project ID, by commands or --definitions"
         raise Stop(Exit.USAGE, "permissions.vhosts", sentence)
     if user is not None and len(projects) > 1:
         raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --project")
@@ -112,6 +110,8 @@ def _print_vhosts(
         raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
     if as_json:
         print_json(host_definitions(hosts))
+        for host in hosts:  # a definition of a user's limits would take its password away
+            err.print(limiting(host), markup=False, soft_wrap=True)
         return
     for host in hosts:
         for line in ending(host, settings) if remove else making(host):
@@ -135,14 +135,12 @@ class _ListedUser(msgspec.Struct):
     user: str
 
 
-def _grants(
-    settings: Settings, role: PermissionRole | None, projects: Sequence[str], cell: str | None, user: str | None
-) -> list[Grant]:
-    """Those of one role, of these projects, or of every role. Raises Stop and SettingsError."""
+def _grants(settings: Settings, role: PermissionRole | None, cell: str | None, user: str | None) -> list[Grant]:
+    """Those of one role, or of every role. Raises Stop and SettingsError."""
     if cell is not None:
         Site(settings).check_cell(cell)
-    roles = [role] if role is not None else [] if projects else list(PermissionRole)
-    if user is not None and len(roles) + len(projects) != 1:
+    roles = [role] if role is not None else list(PermissionRole)
+    if user is not None and len(roles) != 1:
         raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
     if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
         raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
@@ -151,11 +149,6 @@ def _grants(
         grants += of_role(one, settings, cell=cell, user=user)
     if role is PermissionRole.NOVA_SCHEDULER and not grants:
         raise Stop(Exit.USAGE, "nova.transport_url", "nova.transport_url is needed: where Nova's services meet")
-    for name in projects:
-        try:
-            grants.append(of_project(name, settings, user=user))
-        except ValueError as fault:
-            raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
     return grants
 
 

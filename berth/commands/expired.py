@@ -92,8 +92,7 @@ async def send_back(
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
 
-    A message that expired in its queue was to be handled by then or not at all; its requester got that answer, and what
-    its letter has about its publisher is no proof (`bus.key_trust.letters_key`).
+    A message that expired in its queue was to be handled by then or not at all; its requester got that answer.
     """
     if letter.code == EXPIRED:
         return True

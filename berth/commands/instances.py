@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.audit.invariants import ENDED
 from berth.client import BuildClient, Track
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
@@ -48,10 +47,12 @@ from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildStat
 from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
+from bus.contracts.moves import MovePage, MoveQuery, MoveRecord
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
 from bus.port import BusUnavailable, PublishRefused
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_COUNT = 100_000
 
@@ -317,7 +318,7 @@ def _check_ended(site: Site, cell: str, records: Sequence[BuildRecord]) -> None:
     """Raises Stop: a client can delete one."""
     site.check_cell(cell)
     for record in records:
-        if record.state not in ENDED:
+        if record.state not in ENDED_WITHOUT_MACHINE:
             reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
             raise Stop(Exit.NO, "instance.requested", reason)
 
@@ -345,10 +346,11 @@ async def show(
 
     async with client(settings) as berth:
         record = await _record(berth, uuid)
+        newest = await berth.bus.request(MoveQuery(instance_uuid=uuid, limit=1), MovePage, timeout_s=QUERY_TIMEOUT_S)
     if as_json:
         print_json(record)
     else:
-        show_record(record, history=history)
+        show_record(record, newest.unplaced, history=history)
 
 
 class ListOptions(Struct, frozen=True, kw_only=True):
@@ -467,8 +469,8 @@ def _plain(track: Track) -> dict[str, object]:
     }
 
 
-def show_record(record: BuildRecord, *, history: bool) -> None:
-    """Print one build; history: with its timeline."""
+def show_record(record: BuildRecord, unplaced: MoveRecord | None = None, *, history: bool) -> None:
+    """Print one build; unplaced: its newest request, where no host could take that. history: with its timeline."""
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     now = record.condition if record.condition != record.state else ""
     waits = next((line for line in record.timeline[-1:] if line.what == "waiting"), None)
@@ -480,7 +482,9 @@ def show_record(record: BuildRecord, *, history: bool) -> None:
     for name, value in facts.items():
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
-    render_funnel(record.funnel, out)
+    if unplaced is not None:
+        print_line(f"  {unplaced.kind} {unplaced.state}: {unplaced.reason} (request {unplaced.request_id})")
+    render_funnel((unplaced or record).funnel, out)
     if (choice := record.choice) is not None:
         print_line(f"  {choice.what}: {choice.detail}")
         render_scores([choice.scores], out)

@@ -18,7 +18,7 @@ from bus.clock import Clock
 from bus.contracts.build import HostRecord
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, QueueKind, Where
 from bus.faults import Fault, Transient
-from bus.port import BusError, Transport, waiting_in
+from bus.port import BusError, Transport
 
 SAMPLE_S = 0.5
 # Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.
@@ -168,7 +168,7 @@ class Sampler:
 
     async def _depths_of(self, bus: str, transport: Transport) -> dict[str, int]:
         where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
-        reading = {row.name: partial(waiting_in, transport, row) for row in _WATCHED if row.where in where}
+        reading = {row.name: partial(transport.depth, row.name) for row in _WATCHED if row.where in where}
         if bus == API:
             reading[DEAD_LETTERS] = partial(transport.depth, DEAD_LETTERS)
         depths: dict[str, int] = {}

@@ -10,7 +10,7 @@ import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import MESSAGES, REPLIES, MessageRow
-from bus.contracts.queues import COMMANDS, EVENTS, LANE, LANES, Where
+from bus.contracts.queues import COMMANDS, EVENTS, Where
 from bus.wire import CAUSE, TRACEPARENT
 
 _SCHEMA = "#/components/schemas/{name}"
@@ -90,16 +90,10 @@ def _channel(row: MessageRow) -> dict[str, Any]:
     }
     if parameters:
         channel["parameters"] = {name: _parameter(name) for name in parameters}
-    if row.batch_key:
-        channel["x-batch-key"] = row.batch_key
     return channel
 
 
 def _parameter(name: str) -> dict[str, str]:
-    if f"{{{name}}}" == LANE:
-        return {
-            "description": f"The CRC-32 (as in gzip and PNG) of the message's field `project_id`, modulo {LANES}.",
-        }
     return {"description": f"The message's own field `{name}`.", "location": f"$message.payload#/{name}"}
 
 

@@ -27,6 +27,7 @@ from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.base import Message, Uuid, reason_of
 from bus.contracts.build import (
+    TERMINAL_STATES,
     BuildAccepted,
     BuildEvent,
     BuildPage,
@@ -43,6 +44,8 @@ from bus.door import request_in_turn
 from bus.fair_queue import Turns
 from bus.faults import Fault
 from bus.port import BusError
+from bus.refused_requests import OFF_RECORD
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
@@ -58,8 +61,6 @@ MAX_PAGE = 1_000
 MAX_HOSTS = 100_000
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]{1,64})`")
-_GONE = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
-_ENDS = _GONE | {BuildState.ACTIVE}
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
@@ -240,12 +241,16 @@ class WebApi(Handlers):
     async def follow_build(self, request: Request) -> object:
         """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
         uuid = uuid_of(request)
-        await self.build(uuid, caller_of(request))  # 404 before the stream begins
+        build = await self.build(uuid, caller_of(request))  # 404 before the stream begins
         until = request.query_params.get("until", "end")
         if until not in ("end", "deleted"):
             raise Problem(400, "request.invalid", "until is end or deleted")
-        ends = _GONE if until == "deleted" else _ENDS
-        return self._stream(request, lambda event: event.instance_uuid == uuid, uuid=uuid, ends=ends)
+        ends = frozenset(ENDED_WITHOUT_MACHINE) if until == "deleted" else TERMINAL_STATES
+        # Any project may name the uuid in a request of its own.
+        named = uuid, build.project_id
+        return self._stream(
+            request, lambda event: (event.instance_uuid, event.project_id) == named, uuid=uuid, ends=ends
+        )
 
     @route("GET", "/events")
     async def follow_all(self, request: Request) -> object:
@@ -278,7 +283,7 @@ class WebApi(Handlers):
                         return
                     for event in events_received:
                         yield sse("event", event)
-                        if event.terminal and event.state in ends:
+                        if event.terminal and event.sequence != OFF_RECORD and event.state in ends:
                             return
                     if not events_received:
                         yield b": nothing happened\n\n"

@@ -24,7 +24,7 @@ from bus.contracts.placement import ProviderState
 from bus.contracts.queues import DEAD_LETTERS, QUEUES, Where
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault
-from bus.port import BusError, QueueMissing, Transport, waiting_in
+from bus.port import BusError, QueueMissing, Transport
 from bus.service.environment import Environment
 
 # Hosts are read anew at most so often, however many pages show them.
@@ -386,7 +386,7 @@ class QueueReader:
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 transport = await self._transport(bus, make)
-                found = [QueueDepth(bus, row.name, await _depth(waiting_in(transport, row))) for row in rows]
+                found = [QueueDepth(bus, row.name, await _depth(transport.depth(row.name))) for row in rows]
                 found += [QueueDepth(bus, name, await _depth(transport.depth(name))) for name in names]
                 return found, await _depth(transport.depth(DEAD_LETTERS))
         except (TimeoutError, BusError, Fault) as error:

@@ -44,6 +44,7 @@ from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
 from bus.port import BusError
+from scheduler_worker.domain.builds import DELETE_REQUESTED
 
 NOW_EVERY_S = 1.0
 PAGE = 50
@@ -52,7 +53,7 @@ LOST_SHOWN = 10  # lost claims of a build
 NAMED = 3
 NO_RECORD = "they have this deployment's mark, and no record explains them"
 MAX_HOST = 255
-DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
+DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
 
 
 class Trouble(Struct, frozen=True):
@@ -331,15 +332,15 @@ class Pages:
         """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
-        moves = (await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))).moves
+        page = await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))
         return self._page(
             request,
             "build.html",
             build=found,
             stages=stages_of(found),
-            unplaced=next((one for one in moves[:1] if one.funnel), None),
+            unplaced=page.unplaced,
             lost=lost_claims(found),
-            moves=moves,
+            moves=page.moves,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,

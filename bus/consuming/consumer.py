@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter as Counted
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,24 +35,23 @@ from bus.consuming.in_flight import (
     SUSPECT_WAIT_S,
     ArrivedDelivery,
     BatchInterval,
-    ConsumerLane,
+    HeldBytes,
     InFlightDelivery,
     InFlightMessage,
-    LanesInTurn,
     left_s,
     may_be_begun,
     of_use_until,
 )
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
-from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
 from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
-from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
-from bus.wire import Codec, Malformed, Read
+from bus.published_key import letters_code
+from bus.wire import DROPPED, Codec, Malformed, Read
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -70,7 +70,7 @@ FLUSHED_TIMEOUT_S = 2.0
 
 
 class Consumer:
-    """Consumes the queues of one row of the catalogue, which it declares. start(), then run() as a side task, then
+    """Consumes a queue of the catalogue, which it declares. start(), then run() as a side task, then
     drain().
 
     paced: it waits between two batches, so that the next one gathers (`bus.consuming.in_flight`). fill: the
@@ -102,8 +102,8 @@ class Consumer:
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
         self._fill = fill
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = [ConsumerLane(row.name, pauses=not row.single_active) for row in self._row.queues]
-        self._arrived = LanesInTurn()
+        self._held = HeldBytes(pauses=not self._row.single_active)
+        self._arrived: deque[ArrivedDelivery | InFlightMessage] = deque()  # of an opened delivery its messages
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
@@ -117,7 +117,7 @@ class Consumer:
             self._take,
             self._settle_all,
             waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
-            is_full=lambda: self._is_full() or self._arrived.has_quiet,
+            is_full=self._is_full,
             most=concurrency,
             pause_s=self._pause_s,
             enough=lambda: self._draining or self._broken is not None,
@@ -128,7 +128,6 @@ class Consumer:
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
         self._outcomes: dict[str, Counter] = {}
-        self._untrusted = UntrustedMessages(bus, queue)
 
     @property
     def ready(self) -> bool:
@@ -147,15 +146,12 @@ class Consumer:
         return len(self._in_hand)
 
     async def start(self) -> None:
-        """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
+        """Declare the queue and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        for lane in self._lanes:
-            if self._draining or lane.subscription is not None:
-                continue
-            queue = self.queue + lane.name.removeprefix(self._row.name)
-            arrived = partial(self._on_delivery, lane)
-            lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
+        if not self._draining and self._held.subscription is None:
+            transport = self._bus.transport
+            self._held.subscription = await transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
         self._failed = asyncio.get_running_loop().create_future()
         if self._draining:  # it was drained meanwhile, and what has begun since then ends
             await self._give_back_arrived()
@@ -194,28 +190,29 @@ class Consumer:
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
 
-    async def _end_subscriptions(self) -> None:
-        await asyncio.gather(*(lane.subscription.cancel() for lane in self._lanes if lane.subscription is not None))
+    async def _end_subscription(self) -> None:
+        if self._held.subscription is not None:
+            await self._held.subscription.cancel()
 
     async def _give_back_arrived(self) -> None:
-        """End the subscriptions, and only then requeue what has arrived: a message that is given back before is
+        """End the subscription, and only then requeue what has arrived: a message that is given back before is
         delivered here again, and again, until the broker gives it up (`delivery_limit`).
         """
-        await self._end_subscriptions()
-        for lane in self._lanes:
-            for arrival in [one for one in lane.waiting if isinstance(one, ArrivedDelivery)]:
-                lane.waiting.remove(arrival)
-                arrival.delivery.nack(requeue=True)
+        await self._end_subscription()
+        arrived, self._arrived = self._arrived, deque()
+        for one in arrived:
+            if isinstance(one, ArrivedDelivery):
+                one.delivery.nack(requeue=True)
+            else:
+                self._arrived.append(one)
 
-    def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
-        if self._untrusted.drop(delivery, lane.name):
-            return
+    def _on_delivery(self, delivery: Delivery) -> None:
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
-        lane.hold(delivery)
-        self._arrived.put(lane, ArrivedDelivery(delivery, now, since, lane))
-        if self._tries(delivery) >= SUSPECT_FROM:
+        self._held.hold(delivery)
+        self._arrived.append(ArrivedDelivery(delivery, now, since))
+        if self._is_suspect(self._tries(delivery)):
             self._suspect_until = now + SUSPECT_WAIT_S
         self._gather.wake()
 
@@ -240,7 +237,7 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return self._arrived.waiting() + len(self._suspects)
+        return len(self._arrived) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
         """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others.
@@ -250,7 +247,7 @@ class Consumer:
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        taken = [] if self._suspects and self._passed_over >= MAX_PASSED_OVER else self._take_in_turn()
+        taken = [] if self._suspects and self._passed_over >= MAX_PASSED_OVER else self._take_first()
         if self._suspects:
             self._passed_over += 1
             if not taken:
@@ -260,24 +257,25 @@ class Consumer:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
         return taken
 
-    def _take_in_turn(self) -> list[InFlightMessage]:
-        """Take from the lanes in turn. A delivery is opened when it is its lane's turn."""
+    def _take_first(self) -> list[InFlightMessage]:
+        """Take what has arrived, in its order. A delivery is opened when its messages are next."""
         taken: list[InFlightMessage] = []
         requests = opened_bytes = unreadable = 0
-        while requests < self._max_batch and (lane := self._arrived.next()) is not None:
-            first = lane.waiting[0]
+        while requests < self._max_batch and self._arrived:
+            first = self._arrived[0]
             if isinstance(first, ArrivedDelivery):
                 if self._draining or (taken and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE)):
                     break
+                self._arrived.popleft()
                 opened = self._open(first)
                 opened_bytes += len(first.delivery.body)
                 unreadable += sum(isinstance(one.received, Malformed) for one in opened)
-                self._arrived.open(lane, opened)
+                self._arrived.extendleft(reversed(opened))
                 continue
             requests += first.weight
             if taken and requests > self._max_batch:
                 break
-            self._arrived.take(lane, first.weight)
+            self._arrived.popleft()
             taken.append(first)
         return taken
 
@@ -288,11 +286,10 @@ class Consumer:
         taken = [first, *[one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]]
         ids = {id(one) for one in taken}
         self._suspects = [one for one in self._suspects if id(one) not in ids]
-        first.in_flight.lane.in_hand += sum(one.weight for one in taken)
         return taken
 
     def _drop_lost(self) -> None:
-        """Drop the waiting messages of a lost connection: they are delivered again, and acknowledgements of these
+        """Drop the first messages of a lost connection: they are delivered again, and acknowledgements of these
         deliveries would be lost.
 
         If they were handled all the same, each would be processed once for each loss, while the messages that are
@@ -303,9 +300,10 @@ class Consumer:
         if self._row.kind is not QueueKind.DURABLE and not self._row.single_active:
             return
         lost: dict[InFlightDelivery, None] = {}
-        for arrival in self._arrived.take_first(lambda one: one.is_lost):
+        while self._arrived and self._arrived[0].is_lost:
+            arrival = self._arrived.popleft()
             if isinstance(arrival, ArrivedDelivery):
-                arrival.lane.release(arrival.delivery)
+                self._held.release(arrival.delivery)
                 self._note_untried(arrival.delivery)
             else:
                 lost[arrival.in_flight] = None
@@ -329,9 +327,13 @@ class Consumer:
 
     def _tries(self, delivery: Delivery) -> int:
         """Return the number of earlier deliveries that may have been tries: not those that this process lost before a
-        handler had them, and none of a queue with one consumer at a time, which keeps its order."""
-        count = 0 if self._row.single_active else delivery.delivery_count
-        return max(0, count - self._untried.get(delivery.message_id or "", 0))
+        handler had them.
+        """
+        return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
+
+    def _is_suspect(self, tries: int) -> bool:
+        """Whether a message of so many tries is handled apart. A queue with one consumer at a time keeps its order."""
+        return tries >= SUSPECT_FROM and not self._row.single_active
 
     def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
         """Read a delivery. Returns its messages, unless they are suspects."""
@@ -339,14 +341,15 @@ class Consumer:
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         # One that was read at once has not waited.
         if arrival.since < arrival.at and self._give_back(arrival, reads):
-            arrival.lane.release(delivery)
+            self._held.release(delivery)
             return []
         self._consumed.inc(len(reads))
         if not reads:
-            arrival.lane.release(delivery)
+            self._count(DROPPED, 1)
+            self._held.release(delivery)
             delivery.ack()
             return []
-        in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
+        in_flight = InFlightDelivery(delivery, self._held, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened: list[InFlightMessage] = []
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
@@ -369,7 +372,7 @@ class Consumer:
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
             goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
-        if in_flight.tries >= SUSPECT_FROM:
+        if self._is_suspect(in_flight.tries):
             self._suspects += opened
             return []
         return opened
@@ -400,13 +403,6 @@ class Consumer:
         return True
 
     async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
-        try:
-            await self._settle_apart(items)
-        finally:
-            for item in items:
-                item.in_flight.lane.in_hand -= item.weight
-
-    async def _settle_apart(self, items: Sequence[InFlightMessage]) -> None:
         malformed = [item for item in items if isinstance(item.received, Malformed)]
         if malformed:
             await self._refuse_all(malformed)
@@ -535,7 +531,7 @@ class Consumer:
         if self._broken is None:
             self._broken = broken
             with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
-                await self._end_subscriptions()
+                await self._end_subscription()
 
     async def _call(self, received: Sequence[Received]) -> Sequence[Outcome]:
         tracer = self._bus.tracer

@@ -16,10 +16,22 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.contracts.queues import DEAD, DEAD_LETTERS, GIVEN_UP, REPLAY, RETURN, TAKES_GIVEN_UP
-from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
+from bus.contracts.queues import DEAD, DEAD_LETTERS, REPLAY, RETURN
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.wire import ATTEMPT, BATCH, CAUSE, INCARNATION, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown
+from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, letters_code, published_key
+from bus.wire import (
+    ATTEMPT,
+    BATCH,
+    CAUSE,
+    INCARNATION,
+    JSON,
+    MAX_TIME_S,
+    PATIENCE,
+    SENT_AT,
+    TRACEPARENT,
+    WAITED,
+    shown,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -29,9 +41,8 @@ EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
 CUT_FROM = "berth-cut-from-bytes"  # the size of the message's body, of which the letter has only the first bytes
 
-# The codes for which a letter is not sent back to its queue.
+# The code for which a letter is not sent back to its queue.
 CUT = "letter.cut"
-UNTRUSTED_KEY = "letter.untrusted_key"
 
 # The bound of letters that are counted by their queues. The letters of one queue are found however many are before
 # them: what is given back is the first in line again, so they would be behind the same ones in each call.
@@ -209,7 +220,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: letters_key(delivery) or "", ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: published_key(delivery) or "", ATTEMPT: 0, **headers},
         mandatory=True,
     )
 
@@ -228,7 +239,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         reason=reason,
         type=shown(delivery.type or ""),
         exchange=_text(delivery, EXCHANGE) or delivery.exchange,
-        routing_key=shown(letters_key(delivery) or delivery.routing_key),
+        routing_key=shown(published_key(delivery) or delivery.routing_key),
         cause=_text(delivery, CAUSE),
         died_at=_died_at(delivery.headers),
         sent_at=_sent_at(delivery.headers),
@@ -236,7 +247,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         body=delivery.body,
         headers={name: value for name, value in delivery.headers.items() if name not in {PATIENCE, WAITED}},
         cut_from=_cut_from(delivery),
-        bars_replay=_bars_replay(delivery),
+        bars_replay=CUT if _cut_from(delivery) else "",
     )
 
 
@@ -245,23 +256,8 @@ def _cut_from(delivery: Delivery) -> int:
     return size if isinstance(size, int) and size > len(delivery.body) else 0
 
 
-def _bars_replay(delivery: Delivery) -> str:
-    """Return the code for which a letter is not sent back.
-
-    Of a message that expired unread in a queue that does not keep keys, RabbitMQ 3.10 may have the key from its
-    publisher.
-    """
-    key = letters_key(delivery)
-    expired = DEATHS in delivery.headers and letters_code(delivery) == f"{BROKERS}expired"
-    if key is None or (key and expired and delivery.exchange == DEAD):
-        return UNTRUSTED_KEY
-    return CUT if _cut_from(delivery) else ""
-
-
 def _origin(delivery: Delivery) -> str:
     """Return the queue that gave the message up."""
-    if delivery.exchange == GIVEN_UP or (delivery.exchange == DEAD and delivery.routing_key in TAKES_GIVEN_UP):
-        return KEEPING[0]  # there is one such queue (tests/test_house.py)
     if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
         return shown(delivery.routing_key)
     return UNKNOWN

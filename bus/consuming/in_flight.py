@@ -12,8 +12,6 @@ oscillate. The law and measurements are in docs/concepts/performance.md, "Batche
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -25,27 +23,10 @@ from bus.contracts.queues import ENDED_BY_LETTER
 from bus.port import Delivery, Subscription
 from bus.wire import Malformed
 
-# Each queue is a lane. The consumer takes the messages of one lane in their order, and next from the lane that has had
-# the least: a message with many requests, or one for many machines, counts as so many.
-
-# While messages of quiet lanes arrive beside others, a lane has at most so many requests in batches under way (or one
-# message for more machines), so that these are handled beside few others: what follows a batch, as its claims, waits in
-# line, too. Without them lanes fill whole batches, which cost less for each request. (until: simpler)
-MAX_SHARED = 16
-# Lanes share the consumer until so many requests were taken since a quiet lane's came. Of lanes that all have something
-# waiting none is quiet: for each of them full batches are better.
-SHARED_FOR = 1024
-
-# The unacknowledged messages of each lane that the broker delivers ahead: with 64 requests each, as a busy client sends
-# them, four batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
-# broker that is short of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
-LANE_PREFETCH = 32
-
-# The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
-# more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
-# the queue holds, which is bounded too. Ten batches of requests of the usual length fit in, so that a long line of
-# them is taken at full speed.
-MAX_LANE_BYTES = 2 * 2**20
+# The bytes of bodies that a consumer has, waiting or being handled, before the broker is to deliver no more; it goes on
+# when half of them are settled. (RabbitMQ does not implement AMQP's bound of bytes.) Ten batches of requests of the
+# usual length fit in, so that a long line of them is taken at full speed.
+MAX_HELD_BYTES = 2 * 2**20
 
 
 class ArrivedDelivery(NamedTuple):
@@ -56,7 +37,6 @@ class ArrivedDelivery(NamedTuple):
     delivery: Delivery
     at: float
     since: float
-    lane: ConsumerLane
 
     @property
     def is_lost(self) -> bool:
@@ -64,102 +44,32 @@ class ArrivedDelivery(NamedTuple):
         return self.delivery.is_lost
 
 
-class ConsumerLane:
-    """The deliveries of one queue. name: that of its row's queue. held: bytes of the bodies of all that are not
-    settled. waiting: what has arrived and is not taken, the messages of an opened delivery first. had: requests that
-    were taken of it. in_hand: those of them that are being handled. pauses: whether deliveries are held up when it has
-    too many bytes; not where another consumer would get them then, before these are settled.
+class HeldBytes:
+    """The bytes of the bodies of all deliveries that are not settled (`held`); it pauses their subscription while they
+    are too many. pauses: False where another consumer would go on meanwhile, out of order.
     """
 
-    __slots__ = ("_paused", "_pauses", "had", "held", "in_hand", "name", "subscription", "waiting")
+    __slots__ = ("_paused", "_pauses", "held", "subscription")
 
-    def __init__(self, name: str, *, pauses: bool = True) -> None:
-        """pauses: False where another consumer would go on meanwhile, out of order."""
-        self.name = name
-        self._pauses = pauses
+    def __init__(self, *, pauses: bool) -> None:
         self.subscription: Subscription | None = None
-        self.waiting: deque[ArrivedDelivery | InFlightMessage] = deque()
-        self.had = self.in_hand = self.held = 0
+        self._pauses = pauses
+        self.held = 0
         self._paused = False
 
     def hold(self, delivery: Delivery) -> None:
         """Count a delivery that has arrived."""
         self.held += len(delivery.body)
-        if self._pauses and self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
+        if self._pauses and self.held > MAX_HELD_BYTES and not self._paused and self.subscription is not None:
             self._paused = True
             self.subscription.pause()
 
     def release(self, delivery: Delivery) -> None:
         """A delivery is settled, or lost."""
         self.held -= len(delivery.body)
-        if self._paused and self.held <= MAX_LANE_BYTES // 2 and self.subscription is not None:
+        if self._paused and self.held <= MAX_HELD_BYTES // 2 and self.subscription is not None:
             self._paused = False
             self.subscription.resume()
-
-
-class LanesInTurn:
-    """The lanes in which something waits, and which of them is next."""
-
-    def __init__(self) -> None:
-        self._lanes: dict[ConsumerLane, None] = {}
-        self._had = 0  # what the lane had from which was taken last
-        self._last: ConsumerLane | None = None
-        self._shared_for = 0  # further requests
-
-    def put(self, lane: ConsumerLane, arrived: ArrivedDelivery) -> None:
-        """A delivery has arrived."""
-        if lane is not self._last:
-            if self._last is not None and not lane.waiting and not lane.in_hand:
-                self._shared_for = SHARED_FOR
-            self._last = lane
-        if not lane.waiting:
-            lane.had = max(lane.had, self._had)  # it has saved up nothing
-            self._lanes[lane] = None
-        lane.waiting.append(arrived)
-
-    def waiting(self) -> int:
-        """How many may be taken now."""
-        return sum([len(lane.waiting) for lane in self._lanes if self._may_take(lane)])
-
-    def next(self) -> ConsumerLane | None:
-        """The lane that has had the least, of those that may have more in hand; None: there is none."""
-        return min(filter(self._may_take, self._lanes), key=lambda lane: lane.had, default=None)
-
-    @property
-    def has_quiet(self) -> bool:
-        """Whether something waits in a lane of several that has nothing in hand."""
-        return self._shared_for > 0 and any(not lane.in_hand for lane in self._lanes)
-
-    def open(self, lane: ConsumerLane, messages: Sequence[InFlightMessage]) -> None:
-        """Put the messages of its first delivery in that one's place."""
-        lane.waiting.popleft()
-        lane.waiting.extendleft(reversed(messages))
-        self._forget_empty(lane)
-
-    def take(self, lane: ConsumerLane, weight: int) -> None:
-        """Take its first message."""
-        lane.waiting.popleft()
-        self._had = lane.had
-        lane.had += weight
-        lane.in_hand += weight
-        self._shared_for -= weight
-        self._forget_empty(lane)
-
-    def take_first(
-        self, is_wanted: Callable[[ArrivedDelivery | InFlightMessage], bool]
-    ) -> Iterator[ArrivedDelivery | InFlightMessage]:
-        """Take what is at the beginning of each lane and for which this holds."""
-        for lane in list(self._lanes):
-            while lane.waiting and is_wanted(lane.waiting[0]):
-                yield lane.waiting.popleft()
-            self._forget_empty(lane)
-
-    def _may_take(self, lane: ConsumerLane) -> bool:
-        return lane.in_hand < MAX_SHARED or self._shared_for <= 0
-
-    def _forget_empty(self, lane: ConsumerLane) -> None:
-        if not lane.waiting:
-            del self._lanes[lane]
 
 
 # From the third try on (after two without an acknowledgement) a delivery is handled separately from all others, in
@@ -238,11 +148,11 @@ class InFlightDelivery:
     messages may be lost, so the delivery is to be requeued.
     """
 
-    __slots__ = ("again", "delivery", "lane", "open", "part", "rejected", "tries")
+    __slots__ = ("_held", "again", "delivery", "open", "part", "rejected", "tries")
 
-    def __init__(self, delivery: Delivery, lane: ConsumerLane, count: int, tries: int) -> None:
+    def __init__(self, delivery: Delivery, held: HeldBytes, count: int, tries: int) -> None:
         self.delivery = delivery
-        self.lane = lane
+        self._held = held
         self.tries = tries
         self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # the messages that are tried together
         self.open = count
@@ -254,7 +164,7 @@ class InFlightDelivery:
         self.open -= 1
         if self.open:
             return
-        self.lane.release(self.delivery)
+        self._held.release(self.delivery)
         if self.again:
             self.delivery.nack(requeue=True)
         elif self.rejected:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec import Struct
 
 from bus.contracts.base import Message, Meta, Refusal
-from bus.key_trust import BROKERS
+from bus.published_key import BROKERS
 
 
 class Done(Struct, frozen=True):

@@ -1,13 +1,11 @@
 """Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, and waits for their
-confirms. And what needs no handler: calls that wait for a server, and messages whose key proves nothing.
+confirms. And calls that wait for a server.
 
-When the queue of dead letters is full, a letter is dropped and logged, and the consumer goes on. Letters of messages
-that other programs have published take no more than their share of it.
+When the queue of dead letters is full, a letter is dropped and logged, and the consumer goes on.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -22,14 +20,13 @@ from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.queues import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, REPLY, QueueRow, Where
-from bus.contracts.replies import REPLY_PREFIX
-from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
-from bus.port import BusError, BusForbidden, Delivery, PublishRefused
+from bus.contracts.queues import DEAD, ENDED_BY_LETTER, QueueRow, Where
+from bus.port import BusError, BusForbidden, PublishRefused
+from bus.published_key import CODE, ORIGINAL_KEY, published_key
 from bus.publishing import Confirmation, Mode, Waiter
 from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
 from bus.topology import delay_exchange
-from bus.wire import MAX_LETTER_BYTES, Malformed, Packed, may_gather, pack, shown
+from bus.wire import Malformed, Packed, may_gather, pack, shown
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -37,24 +34,16 @@ T = TypeVar("T")
 
 CANNOT_APPLY = "outcome.not_applied"
 
-# While the queue of dead letters has as many, no message of a client becomes another one: the room behind is the
-# workers' own. With `MAX_LETTER_BYTES` each this is two thirds of the queue's bytes.
-MAX_CLIENT_LETTERS = 10_000
-# The depth of the queue is read again after this time.
-DEPTH_VALID_S = 1.0
-
 
 class OutcomeMessage(NamedTuple):
     """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
-    time-out when it is lost. letter: the dead letter that it is. is_clients: the letter's bytes are a client's choice,
-    and nothing but a look of the operator needs it: it may be dropped when there are too many.
+    time-out when it is lost. letter: the dead letter that it is.
     """
 
     item: InFlightMessage
     post: Callable[[Waiter], None]
     is_reply: bool = False
     letter: Packed | None = None
-    is_clients: bool = False
 
 
 class OutcomeHandler:
@@ -72,8 +61,7 @@ class OutcomeHandler:
         self._bus = bus
         self._until_available = until_available
         self._on_malformed = on_malformed
-        self._clients = ClientLetters(bus)
-        self._client_log, self._lost_log = LogInterval(bus.clock), LogInterval(bus.clock)
+        self._letter_log, self._lost_log = LogInterval(bus.clock), LogInterval(bus.clock)
 
     async def apply(
         self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]
@@ -130,21 +118,16 @@ class OutcomeHandler:
 
     async def _send_once(self, messages: Sequence[OutcomeMessage]) -> list[tuple[OutcomeMessage, Exception]]:
         """Send messages, all in one round of confirms. Returns those that must be sent after all, with the errors."""
-        sent = [
-            one
-            for one in messages
-            if one.letter is None or not one.is_clients or await self._clients.has_room(self.queue, one.letter)
-        ]
         group = Waiter()
-        confirms = [Confirmation(group) for _ in sent]
-        for message, confirm in zip(sent, confirms, strict=True):
+        confirms = [Confirmation(group) for _ in messages]
+        for message, confirm in zip(messages, confirms, strict=True):
             await self._bus.publisher.wait_for_capacity()
             try:
                 message.post(confirm)
             except Exception as error:  # an answer that cannot be encoded
                 confirm.fail(error)
         await group.wait()
-        errors = [(one, confirm.error) for one, confirm in zip(sent, confirms, strict=True)]
+        errors = [(one, confirm.error) for one, confirm in zip(messages, confirms, strict=True)]
         return [
             (one, error) for one, error in errors if isinstance(error, Exception) and not self._may_be_lost(one, error)
         ]
@@ -175,8 +158,6 @@ class OutcomeHandler:
     def _messages_of(self, item: InFlightMessage, outcome: Outcome) -> list[OutcomeMessage]:
         received = item.received
         messages: list[OutcomeMessage] = []
-        if item.in_flight.delivery.exchange == GIVEN_UP:  # of a queue that keeps keys: delivered here alone
-            messages.append(self._dead_letter(item, letters_code(item.in_flight.delivery), "given up by the broker"))
         if isinstance(received, Malformed):
             messages += self._refuse_malformed(item, received)
         elif isinstance(outcome, Done):
@@ -202,13 +183,7 @@ class OutcomeHandler:
         meta = item.received.meta
         if meta.reply_to is None or reply is None:
             return []
-        bus, reply_to = self._bus, meta.reply_to
-        answer = Meta(
-            id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
-        )
-        mode = Mode(reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
-        packed = pack(reply, answer)
-        return [OutcomeMessage(item, partial(bus.publisher.post, REPLY, reply_to, mode, packed), is_reply=True)]
+        return [OutcomeMessage(item, partial(self._bus.post_reply, meta, reply), is_reply=True)]
 
     def _ends_by_letter(self, meta: Meta) -> bool:
         """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""
@@ -218,11 +193,10 @@ class OutcomeHandler:
         delay_s = self._row.retry_s[received.meta.attempt]
         meta = retried(received, delay_s)
         # What clients sent leaves alone: each is one that is read, but many together may be more than is read of one.
-        mode = Mode(may_gather(meta) and not self._row.has_clients, True, True)
+        mode = Mode(may_gather(meta) and not self._row.from_outside, True, True)
         packed = pack(received.message, meta)
-        return OutcomeMessage(
-            item, partial(self._bus.publisher.post, delay_exchange(delay_s), self.queue, mode, packed)
-        )
+        queue = self._row.retries_to or self.queue
+        return OutcomeMessage(item, partial(self._bus.publisher.post, delay_exchange(delay_s), queue, mode, packed))
 
     def _refuse(self, item: InFlightMessage, code: str, reason: str) -> list[OutcomeMessage]:
         """Send a Refusal to the requester; without one, park a dead letter."""
@@ -236,7 +210,7 @@ class OutcomeHandler:
         """
         if self._row.has_letters:
             return [self._dead_letter(item, code, reason)]
-        if dropped := self._client_log.count() if self._row.has_clients else 1:
+        if dropped := self._letter_log.count() if self._row.from_outside else 1:
             cause = item.received.meta.cause
             log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=cause, dropped=dropped)
         return []
@@ -247,17 +221,13 @@ class OutcomeHandler:
         packed = structs.replace(
             packed, meta=structs.replace(packed.meta, reply_to=None), headers={EXCHANGE: delivery.exchange}
         )
-        letter = self._letter(item, packed, size, code, reason, given_up=delivery.exchange == GIVEN_UP)
-        if letters := self._client_log.count() if letter.is_clients else 1:
+        letter = self._letter(item, packed, size, code, reason)
+        if letters := self._letter_log.count() if self._row.from_outside else 1:
             queue, cause = self.queue, received.meta.cause
             log.warning("consumer.dead_letter", queue=queue, code=code, reason=reason, cause=cause, letters=letters)
         return letter
 
-    def _letter(
-        self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str, *, given_up: bool = False
-    ) -> OutcomeMessage:
-        is_clients = self._row.has_clients and (given_up or isinstance(item.received, Malformed))
-        body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
+    def _letter(self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str) -> OutcomeMessage:
         headers = {
             **packed.headers,
             CODE: code,
@@ -266,9 +236,9 @@ class OutcomeHandler:
             DIED_AT: int(self._bus.clock.time() * 1000),
             **({CUT_FROM: size} if size else {}),
         }
-        letter = structs.replace(packed, body=body, headers=headers)
+        letter = structs.replace(packed, headers=headers)
         post = partial(self._bus.publisher.post, DEAD, self.queue, Mode(False, True, True), letter)
-        return OutcomeMessage(item, post, letter=letter, is_clients=is_clients)
+        return OutcomeMessage(item, post, letter=letter)
 
     def _refuse_malformed(self, item: InFlightMessage, bad: Malformed) -> list[OutcomeMessage]:
         """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
@@ -284,7 +254,7 @@ class OutcomeHandler:
         return answers
 
     def _post_answer(self, answer: Message, cause: str, confirm: Waiter) -> None:
-        self._bus.post_all([(answer, cause)], [""], [confirm], lambda _: None)
+        self._bus.post_all([(answer, cause)], [""], [confirm])
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
         """Return the outcome of the queue's owner. An exception there makes the message a dead letter and does not end
@@ -302,37 +272,6 @@ def _packed(received: Received | Malformed, type_: str) -> tuple[Packed, int]:
     if isinstance(received, Malformed):
         return Packed(received.body, received.meta, type_), received.size
     return pack(received.message, received.meta), 0
-
-
-def _cut(body: bytes, size: int) -> tuple[bytes, int]:
-    """Return the part of a body that a letter of a client's message keeps, and the size of the whole (0: all of it)."""
-    return (body, size) if len(body) <= MAX_LETTER_BYTES else (body[:MAX_LETTER_BYTES], size or len(body))
-
-
-class ClientLetters:
-    """The letters that one consumer makes of messages of clients, which could be as many as a client can publish."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._room = 0
-        self._read_at = -math.inf
-        self._log = LogInterval(bus.clock)
-
-    async def has_room(self, queue: str, letter: Packed) -> bool:
-        """Whether this letter of a queue may be parked. Otherwise it is dropped, counted and logged. Raises
-        BusUnavailable.
-        """
-        now = self._bus.clock.monotonic()
-        if now - self._read_at >= DEPTH_VALID_S:
-            self._room = MAX_CLIENT_LETTERS - await self._bus.transport.depth(DEAD_LETTERS)
-            self._read_at = now
-        self._room -= 1
-        if self._room >= 0:
-            return True
-        metrics.DEAD_DROPPED.labels(self._bus.name, queue).inc()
-        if dropped := self._log.count():
-            log.error("dead_letter.dropped", queue=queue, dropped=dropped, code=letter.headers.get(CODE))
-        return False
 
 
 class RetryUntilAvailable:
@@ -364,24 +303,3 @@ class RetryUntilAvailable:
             self._since[call] = self._bus.clock.monotonic()
             log.warning("consumer.waits", queue=self.queue, code=code, reason=str(error))
         metrics.STALLS.labels(self._bus.name, self._row, code).inc()
-
-
-class UntrustedMessages:
-    """Drops the untrusted messages of one queue. row: the name of the queue's row."""
-
-    def __init__(self, bus: Bus, row: str) -> None:
-        self._row = row
-        self._dropped = metrics.OUTCOMES.labels(bus.name, row, UNTRUSTED)
-        self._log = LogInterval(bus.clock)
-
-    def drop(self, delivery: Delivery, lane: str) -> bool:
-        """Acknowledge and count a delivery of a lane (the name of its row's queue) if its key is untrusted. False: it
-        is not.
-        """
-        if published_key(delivery, lane) is not None:
-            return False
-        delivery.ack()
-        self._dropped.inc()
-        if dropped := self._log.count():
-            log.warning(UNTRUSTED, queue=self._row, dropped=dropped, see="docs/operate/permissions.md")
-        return True

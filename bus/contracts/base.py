@@ -5,6 +5,7 @@ fields. A text that has to match a pattern has its rule in words: a user never r
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import msgspec
@@ -38,6 +39,9 @@ Uuid = Annotated[str, matching(_UUID + _END, "a UUID in lower case with hyphens"
 
 # A word that is safe as one segment of a routing key and as part of a queue name.
 Word = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,64}" + _END, "1 to 64 letters, digits, _ and -")]
+
+# The longest role of a cell, berth-conductor-CELL, has 63 characters then, the most that PostgreSQL takes.
+CellName = Annotated[str, matching(r"^[A-Za-z0-9_\-]{1,47}" + _END, "1 to 47 letters, digits, _ and -")]
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
@@ -82,6 +86,11 @@ MAX_INCARNATION = MAX_ATTEMPT // 1000
 Incarnation = Annotated[int, Bound(ge=0, le=MAX_INCARNATION)]
 ORDER_OUTDATED = "order.outdated"  # why an order or a request is refused that was decided by a lower one
 
+# The commits of a cell's database are counted in so many counters, so that those at once need not wait for each other.
+SENT_SLOTS = 8
+MAX_SENT_SEQUENCE = 10**15 - 1
+SentSequences = Annotated[tuple[Annotated[int, Bound(ge=0, le=MAX_SENT_SEQUENCE)], ...], Bound(max_length=SENT_SLOTS)]
+
 # The name of an image, of a snapshot too; "": none.
 ImageName = Annotated[str, Bound(max_length=255)]
 
@@ -107,6 +116,30 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
         return 1
 
 
+class DatabaseMark(Struct, frozen=True, omit_defaults=True):
+    """What a cell's database has had on disk, in this incarnation of it (0: nothing is known): so much in each counter
+    of its commits. One that has less was set back.
+    """
+
+    database_incarnation: Incarnation = 0
+    sent_sequences: SentSequences = ()
+
+    def joined(self, other: DatabaseMark) -> DatabaseMark:
+        """What was on disk by both: the later incarnation, and the highest of each counter in it."""
+        if self.database_incarnation != other.database_incarnation:
+            return max(self, other, key=lambda one: one.database_incarnation)
+        if not other.is_above(self):
+            return self
+        highest = map(max, zip_longest(self.sent_sequences, other.sent_sequences, fillvalue=0))
+        return DatabaseMark(self.database_incarnation, tuple(highest))
+
+    def is_above(self, other: DatabaseMark) -> bool:
+        """Whether it has something that the other one lacks."""
+        if self.database_incarnation != other.database_incarnation:
+            return self.database_incarnation > other.database_incarnation
+        return any(one > two for one, two in zip_longest(self.sent_sequences, other.sent_sequences, fillvalue=0))
+
+
 class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The metadata of one message: as AMQP properties and headers, or inside a batch item.
 
@@ -120,7 +153,8 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: W3C trace context.
     attempt: how often the consumer has already had this message retried.
     database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
-    is told to do something refuses a lower one than the highest that it knows of that cell.
+    is told to do something refuses a lower one than the highest that it knows of that cell. sent_sequences: what its
+    publisher knew to be on disk there when this left (DatabaseMark).
     """
 
     id: str
@@ -133,6 +167,12 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str | None = None
     attempt: int = 0
     database_incarnation: int = 0
+    sent_sequences: tuple[int, ...] = ()
+
+    @property
+    def mark(self) -> DatabaseMark:
+        """Of the cell's database."""
+        return DatabaseMark(self.database_incarnation, self.sent_sequences)
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):

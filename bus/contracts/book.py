@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Amount, Attempt, Generation, Message, Uuid, Word
+from .base import Amount, Attempt, DatabaseMark, Generation, Message, Uuid, Word
 from .placement import MAX_NAMED, ProviderState
 
 # Of one answer. A larger tree or project list is cut off there, and `more` is set.
@@ -92,11 +92,12 @@ class CellConsumersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class CellConsumersPage(Message, frozen=True, kw_only=True, tag="placement.cell.page.v1"):
     """Reply to a CellConsumersQuery: at most as many as requested, by uuid. last: all up to this uuid were looked at
-    ("": all there are).
+    ("": all there are). mark: of the cell's database, as placement has heard it.
     """
 
     consumers: tuple[Uuid, ...] = ()
     last: Uuid | Literal[""] = ""
+    mark: DatabaseMark = DatabaseMark()
 
 
 class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):

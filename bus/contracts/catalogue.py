@@ -54,8 +54,6 @@ from bus.contracts.queues import (
     EVENTS,
     GATEWAY,
     IRONIC,
-    LANE,
-    LANES,
     MAX_FOUND_VALUES,
     MAX_REQUESTS_PER_MESSAGE,
     OPERATOR,
@@ -64,7 +62,6 @@ from bus.contracts.queues import (
     RETURN,
     SCHEDULER,
     Where,
-    lane_of,
 )
 
 
@@ -73,10 +70,8 @@ class MessageRow(Struct, frozen=True, kw_only=True):
 
     publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
     programs, of which the command line is one. The broker's permissions decide what a program may publish (`berth
-    permissions`). batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it,
-    and with what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
-    Where nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other
-    program listens, it leaves under this key only. max_reply_values: as a queue's `max_values`, of its reply.
+    permissions`). cell_key: on a cell's bus, where no other program listens, the message leaves under this key, with
+    those of all states and projects together. max_reply_values: as a queue's `max_values`, of its reply.
     """
 
     message: type[Message]
@@ -90,7 +85,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     max_reply_values: int = 0
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
-    batch_key: str = ""
+    cell_key: str = ""
     max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
 
     @property
@@ -164,18 +159,16 @@ MESSAGES: tuple[MessageRow, ...] = (
     # --- the API bus: clients
     clients_request(
         build.BuildRequest,
-        "build.request.{lane}.{project_id}",
+        "build.request.{project_id}",
         "instance_uuid; the same uuid with other content is refused (request.duplicate)",
         reply=build.BuildAccepted,
     ),
-    clients_request(
-        build.DeleteRequest, "build.delete.{lane}.{project_id}", "instance_uuid", reply=build.BuildAccepted
-    ),
+    clients_request(build.DeleteRequest, "build.delete.{project_id}", "instance_uuid", reply=build.BuildAccepted),
     of_requests(
         build.BuildEvent,
         "build.event.{state}.{project_id}",
         "instance_uuid and sequence; a lower sequence is old",
-        batch_key=BUILD_EVENTS,
+        cell_key=BUILD_EVENTS,
     ),
     event(
         build.EventsMissed,
@@ -200,7 +193,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     ),
     clients_request(
         moves.MoveRequest,
-        "instance.move.{lane}.{project_id}",
+        "instance.move.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
         reply=moves.MoveAccepted,
     ),
@@ -428,14 +421,9 @@ PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 
 # A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
 _PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
-# The words before the project in the keys of clients' commands, by lane.
-_OF_LANES = tuple(
-    frozenset(
-        row.key.removesuffix(OF_PROJECT).replace(LANE, str(lane))
-        for row in MESSAGES
-        if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
-    )
-    for lane in range(LANES)
+# The words before the project in the keys of clients' commands.
+_OF_CLIENTS = frozenset(
+    row.key.removesuffix(OF_PROJECT) for row in MESSAGES if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
 )
 
 
@@ -468,7 +456,7 @@ def may_come_under(message: Message, key: str) -> bool:
     The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
     """
     row = BY_TYPE.get(type(message))
-    if row is None or key == destination(message)[1] or (row.batch_key and key == row.batch_key):
+    if row is None or key == destination(message)[1] or (row.cell_key and key == row.cell_key):
         return True
     return GATEWAY in row.publishers and key.startswith(DOOR) and _is_from_door(message, key)
 
@@ -483,17 +471,9 @@ def wrong_key(message: Message, key: str) -> str:
 
 
 def project_of(key: str) -> str:
-    """The project that the routing key of a client's command names; empty: it is no such key.
-
-    With another lane than the project's it is none: no project may publish under it.
-    """
+    """The project that the routing key of a client's command names; empty: it is no such key."""
     head, _, last = key.rpartition(".")
-    return last if _PROJECT.fullmatch(last) and (head == DOOR or head in _OF_LANES[lane_of(last)]) else ""
-
-
-def projects_key(template: str, project_id: str) -> str:
-    """A key template of one project's messages, with the project and its lane filled in."""
-    return template.replace(LANE, str(lane_of(project_id))).replace(OF_PROJECT, f".{project_id}")
+    return last if _PROJECT.fullmatch(last) and (head == DOOR or head in _OF_CLIENTS) else ""
 
 
 @cache
@@ -502,12 +482,10 @@ def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
     template = BY_TYPE[kind].key
     names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
     form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
-    if "lane" in names:
-        readers = [(lambda one: lane_of(one.project_id)) if name == "lane" else attrgetter(name) for name in names]
-        return form, lambda message: tuple(read(message) for read in readers)
     return form, attrgetter(*names) if names else lambda _: ()
 
 
+_ANY_REQUEST = {f"{key.removesuffix(OF_PROJECT)}.#" for key in (OPERATORS_KEY, DOOR_KEY)}
 # {the queue that gets what another drops: that other one}
 _DROPS = {row.drops_to: row.name for row in BY_QUEUE.values() if row.drops_to}
 
@@ -520,8 +498,8 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
         message
         for message in MESSAGES
         if any(
-            (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key))
-            or (pattern == f"{DOOR}.#" and CLIENT in message.publishers)
+            (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.cell_key))
+            or (pattern in _ANY_REQUEST and CLIENT in message.publishers)
             or (exchange in (DEAD, RETURN) and message in taken_by(_DROPS.get(pattern, pattern)))
             for exchange, pattern in row.bindings
         )

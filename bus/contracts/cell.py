@@ -21,6 +21,7 @@ from .base import (
     Label,
     Message,
     Reason,
+    SentSequences,
     Sequence,
     ShownZone,
     TraitName,
@@ -341,13 +342,14 @@ class Heartbeat(Message, FromService, frozen=True, kw_only=True, tag="compute.he
     """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat.
 
     ring: the name that the services share which divide their free nodes among them (None: it shares none).
-    database_incarnation: of the cell's database, the highest by which it was commanded (0: not yet).
+    database_incarnation, sent_sequences: of the cell's database, the highest by which it was commanded (0: not yet).
     """
 
     stopping: bool = False
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
     ring: Word | None = None
     database_incarnation: Incarnation = 0
+    sent_sequences: SentSequences = ()
 
 
 MAX_RING_MEMBERS = 1000

@@ -220,6 +220,11 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
 
     moves: tuple[MoveRecord, ...] = ()
 
+    @property
+    def unplaced(self) -> MoveRecord | None:
+        """The newest request, where no host could take it."""
+        return next((one for one in self.moves[:1] if one.funnel), None)
+
 
 MAX_SELECTIONS = 9  # of one request, beside the host that the instance has
 

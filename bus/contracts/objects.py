@@ -166,6 +166,11 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     losses: Count = 0
     token: str = ""
 
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the cell has the newest decision on record: that the host is fenced, or that it is used again."""
+        return self.acknowledged >= self.version
+
 
 class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A repair that an audit has carried out by itself, as the site's policy allows, or an operator's decision that a

@@ -29,6 +29,8 @@ def published_by(package: str, where: Where) -> list[MessageRow]:
     home = HOMES.get(package, Where.API)
     kinds = (where, Where.BOTH) if where is home else (where,)
     rows = [row for row in MESSAGES if row.where in kinds]
+    if package == CLIENT:  # what a gateway sends on for clients, publishers that the operator trusts send themselves
+        return [row for row in rows if row.public and GATEWAY in row.publishers]
     return [row for row in rows if (row.message in _OF_FRONTS if package == FRONT else package in row.publishers)]
 
 
@@ -42,7 +44,8 @@ def keys_of(row: MessageRow, package: str) -> list[str]:
     door = DOOR_KEY if CLIENT in row.publishers and package in (GATEWAY, OPERATOR) else ""
     if door and package == GATEWAY:
         return [door]
-    return [key for key in (row.key, row.batch_key, OPERATORS_KEY if row.message in OPERATORS else "", door) if key]
+    operators = OPERATORS_KEY if package == OPERATOR and row.message in OPERATORS else ""
+    return [key for key in (row.key, row.cell_key, operators, door) if key]
 
 
 def sample_of(template: str) -> str:

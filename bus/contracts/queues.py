@@ -1,43 +1,21 @@
-"""The queues, a row each, with their bounds; and the words of their rows: exchanges, kinds, lanes.
-
-Clients' requests wait in lanes: a project's requests wait in one of them, beside those of few other projects. The lane
-is a word of the routing key before that of the project, so the broker's permissions bind a project to its lane
-(docs/decisions/0025-lanes-of-projects.md).
-"""
+"""The queues, a row each, with their bounds; and the words of their rows: exchanges, kinds."""
 
 from __future__ import annotations
 
-import zlib
 from enum import StrEnum
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
-from msgspec import Struct, structs
-
-# A client computes its lane from this number. Another number makes other routing keys, for each client and each user's
-# permissions.
-LANES = 32
-
-# The placeholder of the lane in a routing key, a binding key and a queue's name.
-LANE = "{lane}"
-
-
-def lane_of(project_id: str) -> int:
-    """Return the lane of a project: the CRC-32 of its id, as in gzip and PNG, modulo the number of lanes."""
-    return zlib.crc32(project_id.encode()) % LANES
-
+from msgspec import Struct
 
 COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
 DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
-GIVEN_UP = (
-    "berth.given-up"  # topic; messages that the broker gives up of a queue that `keeps_keys`, under their own keys
-)
 DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
 RETURN = "berth.return"  # topic, for the broker alone: a delayed message goes by it to the queue that its key names
 REPLAY = "berth.replays"  # topic, for operators alone: dead letters that go back to the queue that their key names
 REPLY = "berth.replies"  # topic; routing key = the reply queue of who asked (bus.contracts.replies)
-# On these five, as on the default exchange, a routing key is the name of a queue. No role may write to the default
+# On these, as on the default exchange, a routing key is the name of a queue. No role may write to the default
 # exchange: the broker would check no key there, so that each could publish to every queue of its virtual host.
 
 DOOR = "door.request"  # + the project: the key of the requests that gateways send on
@@ -101,12 +79,12 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
     declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
-    A row with `{lane}` in its bindings has a queue for each lane besides the one of its name (`queues`).
-    keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
-    key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
-    message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
-    bound (`has_more_values`); 0: not bounded. single_active: of several consumers one gets all deliveries, until it
-    ends. drops_to: when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused.
+    retries_to: the queue that gets its retries; "": itself. One that publishers keep full refuses them, and then they
+    hold up the delays of the whole bus. from_outside: programs that are not berth's publish to it, so that less is read
+    of one message (`bus.wire`). max_bytes: the same as max_length of their bodies; 0: not bounded. (One message may
+    carry many requests; bytes go with them.) max_values: values that one message may have, by an upper bound
+    (`has_more_values`); 0: not bounded. single_active: of several consumers one gets all deliveries, until it ends.
+    drops_to: when it is full the oldest goes, to the queue of this name (a template); "": a publisher is refused.
     """
 
     name: str
@@ -121,23 +99,10 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     max_values: int = 0
     ttl_s: float | None = None
     declared_by: tuple[str, ...] = ()
-    keeps_keys: bool = False
+    retries_to: str = ""
+    from_outside: bool = False
     single_active: bool = False
     drops_to: str = ""
-
-    @cached_property
-    def has_lanes(self) -> bool:
-        """Whether there is a queue for each lane besides the one of this name."""
-        return any(LANE in key for _, key in self.bindings)
-
-    @property
-    def queues(self) -> tuple[QueueRow, ...]:
-        """The queues of this row, a row each: the one of its name, and those of the lanes.
-
-        A lane has the bindings of its number and the same bounds. A retry of its messages comes back to the queue of
-        the row's name, to which no project may publish.
-        """
-        return _queues_of(self)
 
     @cached_property
     def takes_letters(self) -> bool:
@@ -148,40 +113,18 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
     @cached_property
-    def has_clients(self) -> bool:
-        """Whether programs that are not berth's publish to it, or what they published comes to it as a letter."""
-        takes_given_up = any(exchange == GIVEN_UP for exchange, _ in self.bindings)
-        return self.keeps_keys or takes_given_up or self.where is Where.PROJECT
-
-    @cached_property
     def has_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
         return self.kind is QueueKind.DURABLE and not self.takes_letters
 
 
-@cache
-def _queues_of(row: QueueRow) -> tuple[QueueRow, ...]:
-    if not row.has_lanes:
-        return (row,)
-    shared = tuple((exchange, key) for exchange, key in row.bindings if LANE not in key)
-    of_lanes = tuple((exchange, key) for exchange, key in row.bindings if LANE in key)
-    lanes = (
-        structs.replace(
-            row,
-            name=f"{row.name}.{lane}",
-            bindings=tuple((exchange, key.replace(LANE, str(lane))) for exchange, key in of_lanes),
-        )
-        for lane in range(LANES)
-    )
-    return (structs.replace(row, bindings=shared), *lanes)
-
-
-# Requests of a lane that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that accepted
+# Requests that no scheduler has taken yet. Past this a publisher is refused at once (bus.full), so that accepted
 # requests are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
 MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
-# A scheduler takes 32 broker messages of a lane ahead: four full batches of such messages, so that two wait while two
-# are under way. With 32 requests in each none waited, and a batch began with what had just come.
+# The unacknowledged broker messages of each queue of requests that a scheduler has: a batch of requests that came one a
+# message has so many, and of full messages two batches wait while two are under way.
+REQUEST_PREFETCH = 64
 MAX_REQUESTS_PER_MESSAGE = 64
 
 # What the gateways have sent and no scheduler has taken: a fifth of a second's work, by number and by the bytes of
@@ -197,7 +140,7 @@ MAX_PROJECT_BYTES = 4 * 2**20
 PROJECT_TTL_S = 86_400.0
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
-BUILD_EVENTS = "build.events"  # the events of `build.event.<state>.<project>`, in batches
+BUILD_EVENTS = "build.events"  # on a cell's bus the events of `build.event.<state>.<project>`, of all together
 
 # Values of one message where more are legal by its fields. Each message is decoded by one call in C, during which
 # nothing else runs on the loop: 18 ms for a gang's claims, 7 ms for an inventory update (and 20 to apply it). A
@@ -222,17 +165,24 @@ def _queue(
     commands: tuple[str, ...] = (),
     events: tuple[str, ...] = (),
     letters: tuple[str, ...] = (),
-    given_up: tuple[str, ...] = (),
     returned: tuple[str, ...] = (),
     **options: Any,
 ) -> QueueRow:
     """A row by the keys that are bound to each exchange. letters: the queues whose dead letters it gets as well."""
-    keys = {COMMANDS: commands, EVENTS: events, DEAD: letters, GIVEN_UP: given_up, RETURN: returned}
+    keys = {COMMANDS: commands, EVENTS: events, DEAD: letters, RETURN: returned}
     bindings = tuple((exchange, key) for exchange, of_exchange in keys.items() for key in of_exchange)
     return QueueRow(kind=kind, name=name, consumer=consumer, where=where, bindings=bindings, **options)
 
 
 durable = partial(_queue, QueueKind.DURABLE, retry_s=RETRY_S)
+of_requests = partial(
+    durable,
+    consumer=SCHEDULER,
+    where=API,
+    max_length=MAX_WAITING_MESSAGES,
+    max_bytes=MAX_WAITING_BYTES,
+    from_outside=True,
+)
 _expiring = partial(_queue, QueueKind.EXPIRING)
 expiring = partial(_expiring, ttl_s=30.0, max_length=10_000)
 of_project = partial(
@@ -240,29 +190,31 @@ of_project = partial(
     consumer=GATEWAY,
     max_length=MAX_PROJECT_MESSAGES,
     max_bytes=MAX_PROJECT_BYTES,
+    from_outside=True,
     single_active=True,
 )
 private = partial(_queue, QueueKind.PRIVATE)
 
+REQUEST_QUEUES = ("scheduler.operators", "scheduler.requests", "scheduler.door")
+
 QUEUES: tuple[QueueRow, ...] = (
-    durable(
+    # Three queues of requests, which a scheduler takes beside each other: however long one is, the others do not wait.
+    # Operators' (moves of drains, evacuations), and the retries of all three; that of publishers whom the operator
+    # trusts; and that of gateways and the web, which is short, because what waits there stands before every project.
+    of_requests("scheduler.operators", commands=("operator.request.#",)),
+    of_requests(
         "scheduler.requests",
-        SCHEDULER,
-        API,
-        commands=("operator.request.#", "build.request.{lane}.#", "build.delete.{lane}.#", "instance.move.{lane}.#"),
-        max_length=MAX_WAITING_MESSAGES,
-        max_bytes=MAX_WAITING_BYTES,
-        keeps_keys=True,
+        commands=("build.request.#", "build.delete.#", "instance.move.#"),
+        retries_to="scheduler.operators",
     ),
-    durable(
+    of_requests(
         "scheduler.door",
-        SCHEDULER,
-        API,
         commands=(f"{DOOR}.#",),
+        retries_to="scheduler.operators",
         max_length=MAX_DOOR_MESSAGES,
         max_bytes=MAX_DOOR_BYTES,
     ),
-    durable("scheduler.given_up", SCHEDULER, API, letters=("scheduler.requests", "scheduler.door"), given_up=("#",)),
+    durable("scheduler.given_up", SCHEDULER, API, letters=REQUEST_QUEUES, from_outside=True),
     expiring(
         "scheduler.records",
         SCHEDULER,
@@ -392,7 +344,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.builds",
         SCHEDULER,
         CELL,
-        events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence"),
+        events=(BUILD_EVENTS, "instance.event.#", "host.fence"),
         declared_by=(CONDUCTOR,),
     ),
     private(
@@ -410,9 +362,9 @@ QUEUES: tuple[QueueRow, ...] = (
         "client.builds.{process}", OPERATOR, API, events=("build.event.#", "instance.event.#"), max_length=1_000_000
     ),
     private("client.moves.{process}", OPERATOR, API, events=("instance.event.#",), max_length=1_000_000),
-    private("client.feed.{process}", OPERATOR, API, events=(BUILD_EVENTS,), max_length=1_000_000),
+    private("client.feed.{process}", OPERATOR, API, events=("build.event.#",), max_length=1_000_000),
     private("client.nova.{process}", OPERATOR, API, events=("nova.call", "worker.heartbeat.#"), max_length=1_000),
-    durable("client.record.{process}", OPERATOR, API, events=(BUILD_EVENTS,)),
+    durable("client.record.{process}", OPERATOR, API, events=("build.event.#",)),
     # In a project's virtual host, the gateway's: clients may publish there, and neither delete nor read them.
     of_project(
         "gateway.requests",
@@ -440,5 +392,3 @@ QUEUES: tuple[QueueRow, ...] = (
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
 # Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
 ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
-# Queues that get what the broker gives up of a queue that `keeps_keys`; their consumers park its letters.
-TAKES_GIVEN_UP = frozenset(row.name for row in QUEUES if any(exchange == GIVEN_UP for exchange, _ in row.bindings))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Attempt, Incarnation, Label, Message, Resources, Sequence, Uuid, Word, matching
+from .base import Attempt, DatabaseMark, Incarnation, Label, Message, Resources, Sequence, Uuid, Word, matching
 from .build import BuildState
 from .cell import InstanceSpec
 from .moves import Condition, MoveKind
@@ -83,6 +83,8 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
     instances: those with a machine by the map, and consumers of which placement has something in the cell or in none;
     or those that were asked for. fences: of hosts of the cell, and of hosts of which the cell is not known. last: the
     page ends with this uuid ("": nothing follows). old: the top was set back itself: what it lacks, it may have lost.
+    marks: of the cell's database, as placement and the schedulers have heard them (none: of instances that were asked
+    for).
     """
 
     cell: Word
@@ -93,3 +95,4 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
     last: Uuid | Literal[""] = ""
     old: bool = False
+    marks: Annotated[tuple[DatabaseMark, ...], Bound(max_length=2)] = ()

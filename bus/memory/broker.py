@@ -15,7 +15,6 @@ from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.port import (
-    CC,
     DELIVERY_FIELDS,
     Delivery,
     Outgoing,
@@ -87,8 +86,6 @@ class MemoryDelivery:
         self.correlation_id = message.correlation_id
         self.reply_to = consumer.transport.names.local_reply(message.reply_to)
         self.headers: Mapping[str, object] = message.headers
-        if message.also:
-            self.headers = {**self.headers, CC: [message.also]}
         if stored.deaths:
             first = {f"x-first-death-{name}": stored.deaths[-1][name] for name in ("reason", "queue", "exchange")}
             self.headers = {**self.headers, "x-death": [dict(death) for death in stored.deaths], **first}
@@ -400,10 +397,8 @@ class MemoryBroker:
         return found
 
     def route(self, message: Outgoing, deaths: Deaths = ()) -> None:
-        """Put a message into every queue that its exchange and keys lead to, or raise as the port specifies."""
+        """Put a message into every queue that its exchange and key lead to, or raise as the port specifies."""
         names = self._targets(message.exchange, message.routing_key)
-        if message.also:
-            names = tuple(dict.fromkeys((*names, *self._targets(message.exchange, message.also))))
         if not names and message.mandatory:
             raise Unroutable(f"{message.exchange!r} {message.routing_key!r}")
         refused = False
@@ -420,11 +415,7 @@ class MemoryBroker:
         """A message that a queue gave up goes where its plan sends it. False: that queue is full."""
         message = stored.message
         exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
-        # As in RabbitMQ: a key of the queue's own stands for all that the message had.
-        also = "" if planned.dead_key else message.also
-        letter = structs.replace(
-            message, exchange=exchange, routing_key=key, also=also, mandatory=False, expiration_s=None
-        )
+        letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
         try:
             self.route(letter, _deaths_with(stored, planned.name, reason))
         except PublishRefused:
@@ -470,13 +461,12 @@ class MemoryBroker:
 def _deaths_with(stored: Stored, queue: str, reason: str) -> Deaths:
     """The deaths of a message after it has died in a queue: one entry for each queue and reason, as in RabbitMQ 4."""
     message = stored.message
-    keys = [message.routing_key, *([message.also] if message.also else ())]
     death: dict[str, object] = {
         "count": 1,
         "reason": reason,
         "queue": queue,
         "exchange": message.exchange,
-        "routing-keys": keys,
+        "routing-keys": [message.routing_key],
     }
     others = []
     for former in stored.deaths:

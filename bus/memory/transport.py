@@ -226,7 +226,6 @@ class MemoryTransport:
             message,
             exchange=self.names.exchange(message.exchange),
             routing_key=self.names.key(message.exchange, message.routing_key),
-            also=self.names.key(message.exchange, message.also) if message.also else "",
             reply_to=None if reply_to is None else self.names.queue(reply_to),
             headers=dict(message.headers),
         )

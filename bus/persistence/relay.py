@@ -200,10 +200,7 @@ class _Lane:
 
 
 class Relay:
-    """Publishes after the commit, deletes the row after the confirm, and sweeps rows that were left behind.
-
-    line: the line in which a message waits to leave; the lines have their turns, and a line keeps its order.
-    """
+    """Publishes after the commit, deletes the row after the confirm, and sweeps rows that were left behind."""
 
     def __init__(
         self,
@@ -212,12 +209,10 @@ class Relay:
         *,
         clock: Clock,
         lingering: Lingering = Lingering(),  # noqa: B008  (frozen)
-        line: Callable[[Message], Hashable] = lambda _: None,
     ) -> None:
         self._rows = rows
         self._clock = clock
         self._lingering = lingering
-        self._line = line
         self._unknown: set[str] = set()
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[int, str] = {}  # {row: bus} of rows that go when their bus is back
@@ -301,7 +296,6 @@ class Relay:
             [(item.message, item.cause) for _, item in items],
             [item.traceparent for _, item in items],
             [ticket for ticket, _ in items],
-            self._line,
             [item.database_incarnation for _, item in items],
         )
         for ticket, _ in items:

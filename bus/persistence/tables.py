@@ -7,7 +7,7 @@ schema: the connection's search_path is it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,11 @@ async def fetch(connection: asyncpg.Connection, statement: sa.Executable, **valu
         str(compiled), *(parameters[name] for name in compiled.positiontup)
     )
     return found
+
+
+def in_list(states: Iterable[str]) -> str:
+    """States as the list of an SQL condition, in their order."""
+    return ", ".join(f"'{state}'" for state in states)
 
 
 @lru_cache(maxsize=256)

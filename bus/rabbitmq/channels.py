@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 from msgspec import structs
 
 from bus.clock import shared_delay_s
-from bus.port import CC, DELIVERY_FIELDS, BusError, BusUnavailable, NotSent, Outgoing, PublishRefused
+from bus.port import DELIVERY_FIELDS, BusError, BusUnavailable, NotSent, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import confirm_of, has_ended
 from bus.topology import QueueNames
@@ -50,6 +50,7 @@ class Acks:
         self._acked: set[int] = set()
         self._frames = FrameWriter(channel)
         self._timer: asyncio.TimerHandle | None = None
+        self._once_settled: Callable[[], None] | None = None
 
     def register(self, tag: int) -> None:
         """Record a delivery that was handed out."""
@@ -72,6 +73,11 @@ class Acks:
             # Not basic.nack: what that gives back RabbitMQ 4.3 does not count towards the delivery limit.
             self._frames.write(answer_frame(self.channel.number, REJECT, tag, requeue))
             self._send()
+
+    def once_settled(self, call: Callable[[], None]) -> None:
+        """Call this when nothing is open any more: no further delivery comes."""
+        self._once_settled = call
+        self._send()
 
     async def acknowledged(self, tag: int) -> None:
         """Acknowledge a delivery, and wait until the broker has done so. Raises BusUnavailable: it may have, or not."""
@@ -113,6 +119,9 @@ class Acks:
             del self._open[tag]
             if tag > last:
                 self._frames.write(answer_frame(self.channel.number, ACK, tag, False))
+        if self._once_settled is not None and not self._open:
+            call, self._once_settled = self._once_settled, None
+            call()
 
 
 def _seconds(expiration: str | None) -> float | None:
@@ -222,7 +231,6 @@ class PublishChannel:
             exchange,
             names.key(message.exchange, message.routing_key),
             None if message.reply_to is None else names.queue(message.reply_to),
-            names.key(message.exchange, message.also) if message.also else "",
             channel=self.channel.number,
             frame_max=self.channel.connection.connection_tune.frame_max,
         )
@@ -311,19 +319,19 @@ def answer_frame(channel: int, method: int, tag: int, bit: bool) -> bytes:
 
 
 def frames_of(
-    message: Outgoing, exchange: str, key: str, reply_to: str | None, also: str, *, channel: int, frame_max: int
+    message: Outgoing, exchange: str, key: str, reply_to: str | None, *, channel: int, frame_max: int
 ) -> bytes:
     """The frames of one publish. frame_max: bytes, 0 for no bound. ValueError: a name is longer than AMQP allows."""
     body = message.body
     most = frame_max - FRAME_OVERHEAD_BYTES if frame_max else max(1, len(body))
     method = _PUBLISH + _name(exchange) + _name(key) + (b"\1" if message.mandatory else b"\0")
-    header = _HEADER.pack(60, 0, len(body)) + properties_of(message, reply_to, also)
+    header = _HEADER.pack(60, 0, len(body)) + properties_of(message, reply_to)
     frames = [(_METHOD_FRAME, method), (_HEADER_FRAME, header)]
     frames += [(_BODY_FRAME, body[start : start + most]) for start in range(0, len(body), most)]
     return b"".join([_HEAD.pack(kind, channel, len(payload)) + payload + _END for kind, payload in frames])
 
 
-def properties_of(message: Outgoing, reply_to: str | None, also: str = "") -> bytes:
+def properties_of(message: Outgoing, reply_to: str | None) -> bytes:
     """The flags of a message's properties, and the properties.
 
     One that is longer than AMQP allows is cut: some repeat values of a client, ours or another's, and one message's
@@ -331,9 +339,9 @@ def properties_of(message: Outgoing, reply_to: str | None, also: str = "") -> by
     """
     flags = _CONTENT_TYPE | _DELIVERY_MODE
     parts = [_short(message.content_type)]
-    if message.headers or also:
+    if message.headers:
         flags |= _HEADERS
-        parts.append(_table(message.headers, also))
+        parts.append(_table(message.headers))
     parts.append(b"\2" if message.persistent else b"\1")
     expiration = None if message.expiration_s is None else str(max(0, int(message.expiration_s * 1000)))
     for flag, value in (
@@ -375,10 +383,8 @@ def _long(raw: bytes) -> bytes:
     return _LONG.pack(len(raw)) + raw
 
 
-def _table(headers: Mapping[str, str | int | float], also: str) -> bytes:
+def _table(headers: Mapping[str, str | int | float]) -> bytes:
     values = [_short(name) + _value(value) for name, value in headers.items()]
-    if also:
-        values.append(_short(CC) + b"A" + _long(_value(also)))
     return _long(b"".join(values))
 
 

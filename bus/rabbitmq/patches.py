@@ -181,7 +181,7 @@ async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
     """The body of a delivery; of one beyond the bound only so much that its reader sees that, and the end, where
     oslo.messaging names whom to answer.
 
-    A broker lets 128 MiB pass by default, and a scheduler has many lanes.
+    A broker lets 128 MiB pass by default.
     """
     parts: list[bytes] = []
     seen, kept, end = 0, 0, b""

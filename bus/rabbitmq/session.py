@@ -209,16 +209,17 @@ class Session:
 
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
-            await self._takes.wait()
-            old = self._publisher
-            if old is None or not old.usable:
-                channel = await self.channel(confirms=True)
-                assert isinstance(channel, Channel)
-                if old is not None and not has_ended(old.channel):
-                    await self._retire(old)
-                self._publisher = PublishChannel(channel, self.names)
-            assert self._publisher is not None
-            return self._publisher
+            while True:
+                await self._takes.wait()
+                old = self._publisher
+                if old is None or not old.usable:
+                    channel = await self.channel(confirms=True)
+                    assert isinstance(channel, Channel)
+                    if old is not None and not has_ended(old.channel):
+                        await self._retire(old)
+                    old = self._publisher = PublishChannel(channel, self.names)
+                if self._takes.is_set():  # the next alarm may have begun before this task had its turn
+                    return old
 
     async def _retire(self, publisher: PublishChannel) -> None:
         """Close a channel when its publishes under way have ended, for which further ones do not wait: one may hang.

@@ -145,10 +145,16 @@ class RabbitSubscription:
         return self._paused or self._cancelled
 
     async def cancel(self) -> None:
-        """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
+        """No new deliveries; those handed over may still be acknowledged: the channel stays until they are."""
         self._cancelled = True  # what begins to consume afterwards does not
         await self._follow()
         self._on_delivery = lambda delivery: delivery.nack(requeue=True)
+        if self._channel is not None:
+            self._acks.once_settled(self._end)
+
+    def _end(self) -> None:
+        self._transport.forget(self)
+        self._transport.run_beside(self._acks.close())
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -316,6 +322,10 @@ class RabbitTransport:
         await self._lasting(subscription.attach)
         self._subscriptions.append(subscription)
         return subscription
+
+    def forget(self, subscription: RabbitSubscription) -> None:
+        """A subscription was cancelled, and nothing of it is open."""
+        self._subscriptions = [one for one in self._subscriptions if one is not subscription]
 
     async def get(self, queue: str) -> RabbitDelivery | None:
         """Take one message."""

@@ -42,7 +42,7 @@ class Health:
         self._not_ready = not_ready
         self._refresh = refresh
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     async def open(self) -> None:
         """Listen on the port; with port 0 on a free one, which `port` then names."""
@@ -74,15 +74,17 @@ class Health:
                 return 404, JSON, b'{"error":"there are /healthz, /readyz and /metrics"}'
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        if len(self._open) >= MAX_CONNECTIONS:  # of many that never send a whole request none keeps a probe out
+            next(iter(self._open)).transport.abort()
+            del self._open[next(iter(self._open))]
+        self._open[writer] = None
         try:
-            if self._open <= MAX_CONNECTIONS:
-                async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    await self._exchange(reader, writer)
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                await self._exchange(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             pass  # the client disconnected or was too slow
         finally:
-            self._open -= 1
+            self._open.pop(writer, None)
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

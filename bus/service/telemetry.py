@@ -51,6 +51,7 @@ def configure_logging(
     last: list[Processor] = (
         # Without the values of local variables, which the default prints: a request's have tokens and cookies.
         [
+            _cut,
             _escape,
             structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback),
         ]

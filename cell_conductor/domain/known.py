@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildState
 from bus.contracts.cell import Selection
 from bus.contracts.moves import Condition
@@ -30,11 +31,12 @@ _MAPPED = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, *_DELET
 
 
 class Told(Struct, frozen=True):
-    """What one page says. last: it ends with this uuid ("": nothing follows)."""
+    """What one page says. last: it ends with this uuid ("": nothing follows). marks: that were heard above."""
 
     instances: Mapping[str, KnownInstance]
     fences: tuple[CellFence, ...] = ()
     last: str = ""
+    marks: tuple[DatabaseMark, ...] = ()
 
 
 def told(question: CellRecovering, page: CellKnown) -> Told | None:
@@ -60,6 +62,7 @@ def told(question: CellRecovering, page: CellKnown) -> Told | None:
         {one.instance_uuid: known_instance(one, page) for one in page.instances if is_within(one.instance_uuid)},
         tuple(one for one in page.fences if is_within(one.host_uuid)),
         last,
+        page.marks,
     )
 
 

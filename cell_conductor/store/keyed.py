@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from msgspec import DecodeError, Struct
 
-from bus.contracts.base import reason_of
+from bus.contracts.base import DatabaseMark, reason_of
 from bus.faults import DatabaseForbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor import metrics
@@ -98,11 +98,12 @@ class KeyedRows(Protocol):
 
 
 class KnownDatabase(Struct):
-    """The state of its database that a conductor last saw."""
+    """The state of its database that a conductor last saw. mark: of its own commits that are on disk."""
 
     deployment: str = ""
     set_back: SetBack = SetBack()
     is_recovering: bool = False
+    mark: DatabaseMark = DatabaseMark()
 
     @property
     def state(self) -> tuple[str, int]:
@@ -112,6 +113,17 @@ class KnownDatabase(Struct):
     def highest(self, heard: int | None) -> int:
         """The highest incarnation that this process knows of. heard: of others; None: that is not known yet."""
         return max(self.set_back.incarnation, heard or 0)
+
+    def adopt(self, set_back: SetBack) -> None:
+        """This is on record. Of another incarnation nothing is known to be on disk."""
+        self.set_back = set_back
+        if set_back.incarnation != self.mark.database_incarnation:
+            self.mark = DatabaseMark(set_back.incarnation)
+
+    def note_sent(self, mark: DatabaseMark) -> None:
+        """A commit is on disk."""
+        if mark.database_incarnation == self.mark.database_incarnation:
+            self.mark = self.mark.joined(mark)
 
 
 class Unrecognised(Transient):

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import convert
 from msgspec.structs import replace
 
+from bus.contracts.base import SENT_SLOTS, DatabaseMark, SentSequences
 from bus.contracts.operations import FenceState
 from bus.persistence.database import check_identity
 from bus.persistence.guarded_statement import Conflict, PreconditionFailed
@@ -26,6 +27,7 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack
@@ -46,6 +48,8 @@ class MemoryInstanceTable(MemoryDatabase):
         "origin",
         "incarnation",
         "recovers",
+        "ended_incarnations",
+        "sent",
         "lease_keeper",
         *(one.name for one in KEYED),
     )
@@ -56,6 +60,8 @@ class MemoryInstanceTable(MemoryDatabase):
         self.origin = self.place
         self.incarnation = 1
         self.recovers = False
+        self.ended_incarnations: dict[int, SentSequences] = {}
+        self.sent: SentSequences = (0,) * SENT_SLOTS
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -190,7 +196,7 @@ class MemoryTransaction:
         check_identity(table.deployment, seen.deployment)
         if table.origin == table.place:
             check_incarnation(table.incarnation, highest)
-            seen.set_back = SetBack(table.incarnation)
+            seen.adopt(SetBack(table.incarnation))
             seen.is_recovering = table.recovers
             if table.recovers:
                 raise Recovering
@@ -263,13 +269,13 @@ class MemoryTransaction:
         await self._transaction.lock([("instance", instance.uuid) for instance in ordered])
         if any(instance.uuid in self._table.instances for instance in ordered):
             raise Conflict
-        self._write(ordered)
+        await self._write(ordered)
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
         if instances:
             await self._transaction.statement()
-            self._write(instances)
+            await self._write(instances)
 
     async def rely_on(
         self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
@@ -282,8 +288,9 @@ class MemoryTransaction:
         self.rows = await self._transaction.send_later(outgoing)
         return self.rows
 
-    def _write(self, instances: Sequence[Instance]) -> None:
+    async def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
+        await _raise_sent(self._table, self._transaction, self._seen)
 
 
 class MemoryInstanceRows:
@@ -327,6 +334,8 @@ class MemoryInstanceRows:
             if any(uuid in table.instances for uuid in new):
                 raise PreconditionFailed
             _keep(table, transaction, [*writes.inserts, *writes.updates])
+            if writes.durable:
+                await _raise_sent(table, transaction, self._seen)
             rows = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, rows)
 
@@ -336,13 +345,15 @@ def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
 
 
 def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
+    table.ended_incarnations = {**table.ended_incarnations, table.incarnation: table.sent}
     table.incarnation, table.origin, table.recovers = now.incarnation, table.place, True
     for rows in (table.outbox, table.unexplained, table.breakers):
         rows.clear()
 
 
 def _see(seen: KnownDatabase, set_back: SetBack, recovers: bool) -> None:
-    seen.set_back, seen.is_recovering = set_back, recovers
+    seen.adopt(set_back)
+    seen.is_recovering = recovers
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -353,6 +364,19 @@ def _keep(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, in
     if instances:
         rows = {instance.uuid: instance for instance in instances}
         transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
+
+
+async def _raise_sent(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+    slot = next((one for one in range(SENT_SLOTS) if transaction.is_free(("sent", one))), 0)
+    await transaction.lock([("sent", slot)])
+    incarnation = seen.set_back.incarnation
+
+    def raise_sent() -> None:
+        sequence = table.sent[slot] + 1
+        table.sent = (*table.sent[:slot], sequence, *table.sent[slot + 1 :])
+        seen.note_sent(DatabaseMark(incarnation, (*[0] * slot, sequence)))
+
+    transaction.will(raise_sent)
 
 
 class MemoryInstances(SeenStore):
@@ -372,7 +396,7 @@ class MemoryInstances(SeenStore):
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment = self._table.deployment
-        self._seen.set_back = SetBack(self._table.incarnation)
+        self._seen.adopt(SetBack(self._table.incarnation))
         self.ready = True
 
     async def close(self) -> None:
@@ -397,6 +421,13 @@ class MemoryInstances(SeenStore):
     def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
         """On cached instances."""
         return OptimisticTransaction(MemoryInstanceRows(self._table, self._session, self._seen), self._cache, new)
+
+    async def recorded_marks(self) -> RecordedMarks:
+        """What the table has. One statement."""
+        async with self._session.transaction():
+            return RecordedMarks(
+                DatabaseMark(self._table.incarnation, self._table.sent), self._table.ended_incarnations
+            )
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

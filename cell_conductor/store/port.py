@@ -8,12 +8,14 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from bus.contracts.base import DatabaseMark
 from bus.faults import Fault
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.instance import Brief, Instance, Phase
+from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import SetBack
 
 from .keyed import KnownDatabase
@@ -154,6 +156,13 @@ class InstanceStore(Flushed, Protocol):
     def is_recovering(self) -> bool:
         """Whether the cell recovers, as this process has last seen."""
 
+    @property
+    def mark(self) -> DatabaseMark:
+        """What messages state of the database: of this process's commits, those that are on disk."""
+
+    async def recorded_marks(self) -> RecordedMarks:
+        """What the database has on record, for `is_behind`. One statement."""
+
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
 
@@ -291,3 +300,8 @@ class SeenStore(FlushedStore):
     def is_recovering(self) -> bool:
         """Whether the cell recovers, as this process has last seen."""
         return self._seen.is_recovering
+
+    @property
+    def mark(self) -> DatabaseMark:
+        """What messages state of the database: of this process's commits, those that are on disk."""
+        return self._seen.mark

@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import asyncpg
+import msgspec
 import structlog
 from msgspec import DecodeError
 
-from bus.contracts.base import reason_of
+from bus.contracts.base import DatabaseMark, SentSequences, reason_of
 from bus.contracts.operations import FenceState
 from bus.persistence import outbox
 from bus.persistence.database import Database, check_identity
@@ -36,6 +37,7 @@ from cell_conductor.domain.instance import (
     Phase,
     unreadable_brief,
 )
+from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import SetBack
 
 from . import tables
@@ -67,10 +69,12 @@ SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_in
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
+RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 BEGIN_RECOVERY = f"""
 {NOTE_ORIGIN}, state = 'recovering',
-    database_incarnation = greatest(database_incarnation, $1) + 1
+    database_incarnation = greatest(database_incarnation, $1) + 1, ended_incarnations = (ended_incarnations::jsonb
+        || jsonb_build_object(database_incarnation::text, {tables.SENT}))::json
 WHERE origin <> origin_of('instances') OR state = 'open'
 """
 RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state = 'recovering' FOR UPDATE"
@@ -78,8 +82,8 @@ UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
 ORDER BY uuid LIMIT $3
 """
-INSERT = tables.numbered(tables.INSERT)
-UPDATE = tables.numbered(tables.UPDATE)
+INSERT = tables.marked(tables.INSERT)
+UPDATE = tables.marked(tables.UPDATE)
 
 READ_VERSIONS = f"SELECT {_ROW}, xmin FROM instances WHERE uuid = ANY($1::uuid[])"
 
@@ -132,6 +136,9 @@ PURGE = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE state IN ({states}) AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
+
+
+_decode_ended = msgspec.json.Decoder(dict[int, SentSequences]).decode
 
 
 def _brief(row: Sequence[Any]) -> Brief:
@@ -198,9 +205,15 @@ class PostgresInstanceRows:
         if updates:
             columns = tables.columns(updates)
             statement.add("updated", f"{tables.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
+        if writes.durable:
+            statement.add("marked", tables.RAISE_SENT)
+            statement.column("(SELECT slot FROM marked) AS slot, (SELECT sequence FROM marked) AS sequence")
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
+        incarnation = self._seen.set_back.incarnation
         written = await statement.execute(self._connection, durable=writes.durable)
+        if writes.durable:
+            self._seen.note_sent(tables.mark_of(incarnation, written["slot"], written["sequence"]))
         return Committed(written["version"], written["outbox_rows"])
 
 
@@ -215,6 +228,7 @@ class PostgresTransaction:
         self.durable = True
         self.recognised: SetBack | None = None
         self.recovers: bool | None = None  # None: as before
+        self.mark = DatabaseMark()  # once it has written instances
 
     async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
         """Compare the database with its last known state. Raises Unrecognised and Recovering."""
@@ -225,7 +239,7 @@ class PostgresTransaction:
         check_identity(found, seen.deployment)
         if not is_elsewhere:
             check_incarnation(incarnation, highest)
-            seen.set_back = SetBack(incarnation)
+            seen.adopt(SetBack(incarnation))
             seen.is_recovering = is_recovering
             if is_recovering:
                 raise Recovering
@@ -278,16 +292,20 @@ class PostgresTransaction:
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
-        if instances:
-            status: str = await self._connection.execute(INSERT, *tables.columns(instances))
-            if int(status.rsplit(" ", 1)[-1]) != len(instances):
-                raise Conflict
+        if instances and await self._write(INSERT, instances) != len(instances):
+            raise Conflict
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
         if instances:
             self._cache.invalidate([instance.uuid for instance in instances])
-            await self._connection.execute(UPDATE, *tables.columns(instances))
+            await self._write(UPDATE, instances)
+
+    async def _write(self, statement: str, instances: Sequence[Instance]) -> int:
+        incarnation = self._seen.set_back.incarnation
+        count, slot, sequence = await self._connection.fetchrow(statement, *tables.columns(instances))
+        self.mark = self.mark.joined(tables.mark_of(incarnation, slot, sequence))
+        return int(count)
 
     async def rely_on(
         self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
@@ -324,7 +342,13 @@ class PostgresInstances(SeenStore):
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
             seen = self._seen
             seen.deployment, incarnation = await connection.fetchrow(IDENTITY)
-            seen.set_back = SetBack(incarnation)
+            seen.adopt(SetBack(incarnation))
+
+    async def recorded_marks(self) -> RecordedMarks:
+        """What the database has on record. One statement."""
+        async with self._database.single() as connection:
+            incarnation, sent, ended = await connection.fetchrow(RECORDED_MARKS)
+        return RecordedMarks(DatabaseMark(incarnation, tuple(sent)), _decode_ended(ended))
 
     async def close(self) -> None:
         """Close the pool."""
@@ -341,8 +365,9 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             transaction = PostgresTransaction(connection, self._cache, self._seen)
             yield transaction
+        self._seen.note_sent(transaction.mark)
         if transaction.recognised is not None:
-            self._seen.set_back = transaction.recognised
+            self._seen.adopt(transaction.recognised)
         if transaction.recovers is not None:
             self._seen.is_recovering = transaction.recovers
 

@@ -24,7 +24,7 @@ SELECT EXISTS (
     WHERE (source_host_uuid = $1 OR (source_host_uuid IS NULL AND host_uuid = $1))
     AND record #>> '{{move,kind}}' = 'evacuate' AND state IN ({in_sql(EVACUATED)}))
 """
-# It reads the whole table, and fences are rare. Instances that are over hold nothing there.
+# The states are a partial index's condition. Instances that are over hold nothing there.
 TOUCHING = f"""
 SELECT uuid FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid

@@ -14,6 +14,7 @@ from msgspec import Struct
 from sqlalchemy import BigInteger, Column, Computed, Double, Index, Integer, MetaData, Table, Text, text
 from sqlalchemy.dialects.postgresql import JSON
 
+from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.persistence.tables import (
     FIRST_ROW,
     UUID,
@@ -23,7 +24,7 @@ from bus.persistence.tables import (
     only_row,
     outbox_tables,
 )
-from cell_conductor.domain.desires import EXPECTED_HERE, PURGED, PURGED_FAILED, in_sql, in_text
+from cell_conductor.domain.desires import AT_REST, PURGED, PURGED_FAILED, in_sql, in_text
 from cell_conductor.domain.instance import Instance
 
 from .safety import KEYED, UNEXPLAINED
@@ -49,7 +50,7 @@ instances = Table(
     Column("deadline", Double),
     needed("record", JSON),
     Index("instances_deadline", "deadline", postgresql_where=text("deadline IS NOT NULL")),
-    Index("instances_host", "host_uuid", postgresql_where=text(f"state IN ({in_sql(EXPECTED_HERE)})")),
+    Index("instances_host", "host_uuid", postgresql_where=text(f"state NOT IN ({in_sql(AT_REST)})")),
     Index("instances_source", "source_host_uuid", postgresql_where=text("source_host_uuid IS NOT NULL")),
     Index("instances_over", "since", postgresql_where=text(f"state IN ({in_sql(PURGED)})")),
     Index("instances_failed", "since", postgresql_where=text(f"state IN ({in_sql(PURGED_FAILED)})")),
@@ -60,11 +61,25 @@ instances = Table(
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
 # every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded.
+# ended_incarnations: {number: what `sent` had when this database left it}.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
     needed("database_incarnation", Integer, default=text("1")),
     needed("state", Text, default="open"),
+    needed("ended_incarnations", JSON, default=text("'{}'")),
+)
+
+# Each commit that waits for the disk raises one of these, and its messages state it afterwards. It takes one that is
+# free: the row is held until the commit is on disk, and commits at once would wait for each other. Apart from the
+# identity, which every write reads: while something reads for long, all versions of a row are looked through.
+sent = Table(
+    "sent",
+    METADATA,
+    Column("slot", Integer, primary_key=True, autoincrement=False),
+    needed("sequence", BigInteger, default=ZERO),
+    info={FIRST_ROW: [{"slot": slot} for slot in range(SENT_SLOTS)]},
+    postgresql_with={"fillfactor": 10},
 )
 
 # Values, each as JSON under its key.
@@ -122,6 +137,31 @@ UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE ins
 
 # As `Instance.service`.
 SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+
+# After the rows of instances, as everywhere. Only where more commits than counters are at once does one wait. The free
+# one is chosen apart: a condition is evaluated again on a row that has changed meanwhile, and would choose another.
+RAISE_SENT = f"""
+WITH free AS MATERIALIZED (SELECT coalesce((SELECT slot FROM sent ORDER BY slot LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED),
+    pg_backend_pid() % {SENT_SLOTS}) AS slot)
+UPDATE sent SET sequence = sequence + 1 FROM free WHERE {{met}} AND sent.slot = free.slot
+RETURNING sent.slot, sequence
+"""
+SENT = "(SELECT array_agg(sequence ORDER BY slot) FROM sent)"
+
+
+def marked(statement: str) -> str:
+    """A statement that writes instances in a transaction with locks, and the mark of its commit: (how many it has
+    written, the counter, its number).
+    """
+    raised = RAISE_SENT.format(met="(SELECT count(*) FROM written) >= 0")
+    both = f"WITH written AS ({numbered(statement)} RETURNING 1), marked AS ({raised})"
+    return f"{both} SELECT (SELECT count(*) FROM written), slot, sequence FROM marked"
+
+
+def mark_of(incarnation: int, slot: int, sequence: int) -> DatabaseMark:
+    """Of one commit."""
+    return DatabaseMark(incarnation, (*[0] * slot, sequence))
+
 
 _encode = msgspec.json.Encoder().encode
 _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000

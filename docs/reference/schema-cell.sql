@@ -19,7 +19,7 @@ CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NU
 
 CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed/absent');
 
-CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'destroying/deleted', 'destroying/reverting', 'destroying/offloaded', 'resized');
+CREATE INDEX instances_host ON instances (host_uuid) WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed', 'departed/absent');
 
 CREATE INDEX instances_over ON instances (since) WHERE state IN ('tombstone', 'deleted');
 
@@ -31,6 +31,16 @@ CREATE TABLE identity (
     origin TEXT DEFAULT '' NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
     state TEXT DEFAULT 'open' NOT NULL,
+    ended_incarnations JSON DEFAULT '{}' NOT NULL,
+    PRIMARY KEY (one)
+);
+
+CREATE TABLE sent (
+    slot INTEGER NOT NULL,
+    sequence BIGINT DEFAULT 0 NOT NULL,
+    PRIMARY KEY (slot)
+)
+ WITH (fillfactor = 10);
     PRIMARY KEY (one)
 );
 
@@ -96,3 +106,5 @@ CREATE INDEX handled_at ON handled (at);
 INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 
 INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
+
+INSERT INTO sent (slot) VALUES (0), (1), (2), (3), (4), (5), (6), (7);

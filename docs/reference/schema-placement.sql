@@ -131,6 +131,7 @@ CREATE TABLE feed_position (
 CREATE TABLE cells (
     name TEXT NOT NULL,
     database_incarnation INTEGER NOT NULL,
+    sent_sequences BIGINT[] DEFAULT '{}' NOT NULL,
     PRIMARY KEY (name)
 );
 

@@ -98,6 +98,13 @@ CREATE TABLE object_log (
     PRIMARY KEY (revision, kind, name)
 );
 
+CREATE TABLE cells (
+    name TEXT NOT NULL,
+    database_incarnation INTEGER NOT NULL,
+    sent_sequences BIGINT[] DEFAULT '{}' NOT NULL,
+    PRIMARY KEY (name)
+);
+
 CREATE TABLE outbox (
     id BIGINT GENERATED ALWAYS AS IDENTITY,
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,

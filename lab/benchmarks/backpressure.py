@@ -38,9 +38,8 @@ from berth.load.session import looking_on, recorded
 from berth.site import Site
 from berth.trial.servers import RealServers, SystemPlan, hosts_known, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
-from bus.consuming.in_flight import LANE_PREFETCH
 from bus.contracts.base import Meta
-from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
+from bus.contracts.queues import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, REQUEST_PREFETCH
 from bus.wire import pack
 from lab.benchmarks import probe
 from lab.benchmarks.command import measured, parser_of, write
@@ -185,7 +184,7 @@ def largest_backlog(schedulers: int) -> int:
     request = draw_requests(LoadPlan(boots=1, mix=MIX, project_id="bench"), random.Random(1))[0]
     meta = Meta(id=request.instance_uuid, cause=request.instance_uuid, sent_at=time.time())
     waiting = MAX_WAITING_BYTES // len(pack(request, meta).body)
-    return waiting + schedulers * LANE_PREFETCH * MAX_REQUESTS_PER_MESSAGE
+    return waiting + schedulers * REQUEST_PREFETCH * MAX_REQUESTS_PER_MESSAGE
 
 
 async def sustained_per_s(client: BuildClient, here: Site, rng: random.Random) -> float:

@@ -11,7 +11,7 @@ from bus import wire
 from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import OPERATORS, taken_by
-from bus.contracts.queues import LANE, QUEUES, QueueRow, Where
+from bus.contracts.queues import QUEUES, QueueRow, Where
 
 CELL_WORKERS = ("cell_conductor", "compute_sim")
 
@@ -147,8 +147,7 @@ def _default(spec: dict[str, Any]) -> str:
 
 
 def _bound_to(row: QueueRow) -> str:
-    bound = ", ".join(f"`{key}`" for _, key in row.bindings)
-    return f"{bound}, each lane to `{row.name}.{LANE}`" if row.has_lanes else bound
+    return ", ".join(f"`{key}`" for _, key in row.bindings)
 
 
 def _bounds(row: QueueRow) -> str:

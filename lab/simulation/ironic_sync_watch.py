@@ -13,6 +13,7 @@ from typing import Any
 
 from bus.contracts.placement import ProviderReport
 from ironic_sync.domain.position import Position
+from ironic_sync.domain.rules import ABSENT
 from ironic_sync.store.port import Positions, Term
 from lab.simulation.ironic import SimIronic, free
 from lab.simulation.watch import Breach
@@ -87,7 +88,8 @@ class IronicSyncWatch:
             if before is not None and before.version == position.version:
                 continue  # published in an earlier term, and not confirmed: published again
             removed = before is not None and before.report is not None and position.report is None
-            if removed and not (known and known.may_remove):
+            held_back = before is not None and before.problem != ABSENT and position.problem == ABSENT
+            if (removed or held_back) and not (known and known.may_remove):
                 self._fail(Breach("removed_on_fresh_word", f"{position.uuid} is taken out; it was named since"))
             if offers(position.report) and not (known and known.may_offer):
                 self._fail(Breach("offered_on_fresh_word", f"{position.uuid} is given back, and was not seen free"))

@@ -16,10 +16,10 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MoveEvent
 from bus.contracts.placement import Claim, ClaimAll
-from bus.key_trust import CODE
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
 from bus.port import Outgoing
+from bus.published_key import CODE
 from bus.wire import BATCH
 from lab.simulation.ironic import EXCHANGE
 from lab.simulation.watch import Breach

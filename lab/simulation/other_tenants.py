@@ -13,7 +13,7 @@ from bus.bus import API
 from bus.contracts.base import Message, Resources
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
-from bus.contracts.queues import COMMANDS, EVENTS, lane_of
+from bus.contracts.queues import COMMANDS, EVENTS
 from bus.persistence.memory_database import MemoryDatabase
 from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
 from bus.wire import BATCH, JSON, MAX_ID
@@ -37,8 +37,8 @@ THEIRS = "theirs"  # another project, another source
 # --- what another client may send
 
 KEYS = (
-    (COMMANDS, f"build.request.{lane_of(THEIRS)}.{THEIRS}"),
-    (COMMANDS, f"build.delete.{lane_of(THEIRS)}.{THEIRS}"),
+    (COMMANDS, f"build.request.{THEIRS}"),
+    (COMMANDS, f"build.delete.{THEIRS}"),
     (COMMANDS, "build.query"),
     (COMMANDS, "placement.claim"),
     (COMMANDS, "placement.release"),

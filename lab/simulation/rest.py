@@ -146,7 +146,7 @@ def _fences_are_on_record(world: World) -> Iterator[str]:
         if kind is not ObjectKind.FENCE:
             continue
         fence = fence_of(stored)
-        table = None if fence.lifting or fence.acknowledged < fence.version else world.cells.get(fence.cell or "")
+        table = None if fence.lifting or not fence.is_acknowledged else world.cells.get(fence.cell or "")
         if table is not None and host not in table.fenced:
             yield f"fences_are_on_record: {fence.cell} has acknowledged that of {host}, and does not have it"
 

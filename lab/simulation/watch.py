@@ -10,7 +10,7 @@ from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import ComputeOutcome, ComputeResult
-from bus.contracts.queues import DEAD, EVENTS, TAKES_GIVEN_UP, Where
+from bus.contracts.queues import DEAD, EVENTS, Where
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.metrics import STEPS_FAILED
 from compute_sim.fleet import Fleet, Guest, Host
@@ -345,7 +345,7 @@ class Listener:
 
     def message(self, bus: str, exchange: str, key: str, tag: str) -> None:
         """Any message: one that belongs above must not be published on a cell's bus."""
-        if exchange == DEAD and key not in TAKES_GIVEN_UP:  # what the broker gave up is a client's, or has ended
+        if exchange == DEAD:
             self.dead.append(f"{bus} {key} {tag}")
         elif bus != "api" and tag in ABOVE and exchange != EVENTS:
             self.upward.append(f"{tag} on the bus of {bus}")

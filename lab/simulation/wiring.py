@@ -164,7 +164,7 @@ class Wiring:
             env,
             placement(world.plan),
             cells,
-            store=ResourceBook(MemoryBookRows(context.session("placement"))),
+            store=ResourceBook(MemoryBookRows(context.session("placement")), env.clock),
             answer=answer,
         )
 

@@ -48,12 +48,11 @@ class ClaimGroup:
 
     consumers: the row that each named consumer gets if it is new and its first write succeeds. providers, classes: all
     that the items name. limits: {(project, class): the lowest limit that the claims state}. enrolled: members of server
-    groups that others have claimed. incarnation: the highest of the cell's database by which one was decided.
+    groups that others have claimed. incarnations: of the cell's database, by which each was decided.
     """
 
     def __init__(self, items: Sequence[ClaimItem], incarnations: Sequence[int] = ()) -> None:
         self.items = items
-        self.incarnation = max(incarnations, default=0)
         self.highest = 0  # on record, once it was read
         self._incarnations = incarnations or [0] * len(items)
         self.consumers: dict[str, ConsumerState] = {}

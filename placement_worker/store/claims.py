@@ -31,11 +31,6 @@ LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[], $8::uuid[],
     $9::text[], $10, $11)
 """
-RAISE_INCARNATION = """
-INSERT INTO cells AS c (name, database_incarnation) VALUES ($1, $2)
-ON CONFLICT (name) DO UPDATE SET database_incarnation = greatest(c.database_incarnation, excluded.database_incarnation)
-RETURNING database_incarnation
-"""
 WRITE = """
 SELECT write_claims($1::uuid[],
     $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::text[], $9::bool[],

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from bus.contracts import book as queries
+from bus.contracts.base import DatabaseMark
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
@@ -63,9 +64,11 @@ class MemoryReads:
             root = {one.uuid: table.providers[one.root] for one in table.providers.values()}
             named = (uuid for uuid in page if any(root[one].cell in cells for one in kept[uuid].holding))
             found = tuple(islice(named, requested.limit))
+            last = page[-1] if len(page) == port.MAX_EXAMINED else ""
             if len(found) == requested.limit:
-                return queries.CellConsumersPage(consumers=found, last=found[-1])
-            return queries.CellConsumersPage(consumers=found, last=page[-1] if len(page) == port.MAX_EXAMINED else "")
+                last = found[-1]
+            mark = table.marks.get(requested.cell, DatabaseMark())
+            return queries.CellConsumersPage(consumers=found, last=last, mark=mark)
 
     async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""

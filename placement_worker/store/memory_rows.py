@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
 from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
@@ -136,17 +137,17 @@ class MemoryBookTransaction:
         self._changed: dict[str, ConsumerState | None] = {}
         self._written: dict[str, Provider] = {}
         self._enrolled: dict[GroupKey, list[str]] = {}
-        self._incarnation = 0
+        self._mark = DatabaseMark()
 
     # --- claims
 
-    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
-        """Record the incarnation of a cell's database if it is the highest."""
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """Record what is above the mark on record. Returns the highest incarnation."""
         await self._rows.statement()
         await self._rows.lock([("cell", cell)])
-        self._incarnation = max(incarnation, self._table.incarnations.get(cell, 0))
-        self._rows.will(partial(self._table.incarnations.update, {cell: self._incarnation}))
-        return self._incarnation
+        self._mark = mark.joined(self._table.marks.get(cell, DatabaseMark()))
+        self._rows.will(partial(self._table.marks.update, {cell: self._mark}))
+        return self._mark.database_incarnation
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""
@@ -175,7 +176,7 @@ class MemoryBookTransaction:
             providers=providers,
             cells={uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None},
             usage={project: table.held_by(project) for project in wanted.limited},
-            incarnation=max(self._incarnation, table.incarnations.get(wanted.cell or "", 0)),
+            incarnation=self._mark.joined(table.marks.get(wanted.cell or "", DatabaseMark())).database_incarnation,
         )
 
     async def _lock_providers(self, wanted: Iterable[str]) -> dict[str, Provider]:

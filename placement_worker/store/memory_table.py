@@ -10,6 +10,7 @@ import os_traits
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.persistence.memory_database import MemoryDatabase
@@ -70,7 +71,7 @@ class MemoryBookTable(MemoryDatabase):
         self.history = "history-1"
         self.position = 0
         self.taken_until = -math.inf  # the end of the publishing process's lease
-        self.incarnations: dict[str, int] = {}  # of each cell's database, the highest
+        self.marks: dict[str, DatabaseMark] = {}  # of each cell's database, the highest
         self._next_name = len(self.classes) + len(self.traits)
         self._shapes = 0
 

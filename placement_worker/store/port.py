@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from bus.contracts import book as queries
+from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
@@ -154,7 +155,7 @@ class Locked(Struct, frozen=True):
 
     inserted: new consumers, as they are expected to be written. found: consumers that existed. cells: the cell of each
     provider's root, where it has one. usage: what projects with limits hold, by class. incarnation: of the cell's
-    database that requests them, as by `raise_incarnation`.
+    database that requests them, as by `raise_mark`.
     """
 
     inserted: Mapping[str, ConsumerState]
@@ -201,8 +202,8 @@ class BookTransaction(NameRows, Protocol):
 
     # --- claims
 
-    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
-        """Record the incarnation of a cell's database if it is the highest. Returns the highest."""
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """Record what of the mark of a cell's database is above the one on record. Returns the highest incarnation."""
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups, so that claims of one group are decided one after the other."""

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
+from bus.persistence.marks import read_mark
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
@@ -219,10 +220,11 @@ class PostgresReads:
         async with self._snapshot() as view:
             rows = await fetch(view.connection, _IN_CELL, cell=requested.cell, most=requested.limit, **page)
             found = tuple(row[0] for row in rows)
+            mark = await read_mark(view.connection, requested.cell)
             if len(found) == requested.limit:
-                return queries.CellConsumersPage(consumers=found, last=found[-1])
+                return queries.CellConsumersPage(consumers=found, last=found[-1], mark=mark)
             last = await fetch(view.connection, _LAST_EXAMINED, **page)
-        return queries.CellConsumersPage(consumers=found, last=last[0][0] if last else "")
+        return queries.CellConsumersPage(consumers=found, last=last[0][0] if last else "", mark=mark)
 
     async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""

@@ -17,10 +17,12 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete
 
 from bus.clock import SystemClock
+from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.faults import BrokenInvariant
 from bus.persistence.database import Database, read_identity
+from bus.persistence.marks import raise_mark
 from bus.persistence.tables import fetch
 from bus.turns import turn_for
 from placement_worker.domain.claim_group import WantedMembers
@@ -75,10 +77,9 @@ class PostgresBookTransaction:
 
     # --- claims
 
-    async def raise_incarnation(self, cell: str, incarnation: int) -> int:
-        """Record the incarnation of a cell's database if it is the highest."""
-        highest: int = await self.connection.fetchval(claims.RAISE_INCARNATION, cell, incarnation)
-        return highest
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """Record what is above the mark on record. Returns the highest incarnation."""
+        return await raise_mark(self.connection, cell, mark)
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from bus.persistence.marks import cells_table
 from bus.persistence.tables import FIRST_ROW, MOMENT, UUID, ZERO, identity_table, needed, only_row, store_as_it_is
 
 METADATA = sa.MetaData()
@@ -213,12 +214,6 @@ feed_position = sa.Table(
 
 # Cells
 
-# database_incarnation: the highest of the cell's database by which it has requested anything.
-cells = sa.Table(
-    "cells",
-    METADATA,
-    sa.Column("name", sa.Text, primary_key=True),
-    needed("database_incarnation", sa.Integer),
-)
+cells_table(METADATA)
 
 identity_table(METADATA)

@@ -18,6 +18,7 @@ from bus.contracts.build import (
     TERMINAL_STATES,
     BuildEvent,
     BuildQuery,
+    BuildRecord,
     BuildRequest,
     BuildState,
     FunnelStep,
@@ -38,10 +39,12 @@ STRANDED = "claim.stranded"  # a claim is held on a host that no compute service
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # A build in one of these states has no machine and never will.
-ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+ENDED_WITHOUT_MACHINE = tuple(one for one in BuildState if one in TERMINAL_STATES - {BuildState.ACTIVE})
 # A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
 # others by their cell.
-OPEN = (BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
+OPEN = tuple(one for one in BuildState if one not in TERMINAL_STATES)
+# A delete has ended the build, or will.
+DELETE_REQUESTED = (BuildState.DELETING, BuildState.DELETED)
 
 
 def is_search(query: BuildQuery) -> bool:
@@ -93,6 +96,18 @@ def flavors_in_use(built: str, now: SinceBuild | None) -> tuple[str, ...]:
     """
     now = now or AS_BUILT
     return present_flavor(built, now), now.new_flavor, now.old_flavor
+
+
+# Of an instance that has been built. Between two hosts it has none until the next has claimed it.
+MAY_HAVE_NO_HOST = (Condition.OFFLOADED, Condition.MOVING)
+
+
+def as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
+    """A build's record with what the instance has become since."""
+    if instance is None:
+        return record
+    flavor = present_flavor(record.flavor, instance)
+    return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
 
 
 class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):

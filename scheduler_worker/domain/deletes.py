@@ -25,6 +25,7 @@ from bus.contracts.build import (
 )
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
+    DELETE_REQUESTED,
     DELETED,
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,
@@ -133,7 +134,7 @@ def _delete(
     claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
     reply: BuildAccepted | Refusal = BuildAccepted(instance_uuid=build.instance_uuid)
-    if build.state in (BuildState.DELETING, BuildState.DELETED):
+    if build.state in DELETE_REQUESTED:
         pass  # it was requested before
     elif cell is not None:
         after = replace(build, state=BuildState.DELETING, cell=cell)
@@ -211,7 +212,7 @@ def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, a
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
-    has_ended = build is not None and build.state in (BuildState.DELETING, BuildState.DELETED)
+    has_ended = build is not None and build.state in DELETE_REQUESTED
     is_anothers = build is not None and _is_anothers(build, pending.request.project_id)
     if pending.delivery.is_left or is_anothers or has_ended:
         return []

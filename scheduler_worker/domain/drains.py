@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.clock import CLOCKS_APART_S
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import TERMINAL_STATES, BuildState
@@ -49,6 +50,7 @@ UNMOVABLE = {
 # cold moves that began and failed: each has stopped it.
 STUCK = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between a refusal and the next try; doubled with each
+PATIENT, RARE_PAUSE_S = 30, 900.0  # after so many refusals an instance is tried so often: each leaves a record
 BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
 READ_ENDS = 48  # requests that have ended that are read of one instance
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
@@ -214,7 +216,9 @@ def _next_of(
         is_stuck = is_last or counted >= STUCK
         waits = WaitingInstance(held=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
-        is_due = not is_last and now >= last.updated_at + pause_s
+        pause_s = max(pause_s, RARE_PAUSE_S if counted >= PATIENT else 0.0)
+        # What ended long after now ended before the clock was set back.
+        is_due = not is_last and not -CLOCKS_APART_S <= now - last.updated_at < pause_s
     ident = request_id(one.source.drain, one.instance_uuid, ended[0].request_id if ended else "")
     refused_at = refused[0].updated_at if refused else 0.0
     return (NextMove(one, _request(level, kind, one, ident), refused_at) if is_due else None), waits

@@ -13,11 +13,11 @@ from itertools import accumulate
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildAccepted, BuildState
+from bus.contracts.build import BuildAccepted
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, GroupPolicy
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import Admission, Answered, PendingBuild
-from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.builds import DELETE_REQUESTED, Gang
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -28,7 +28,6 @@ from scheduler_worker.domain.placement import (
 )
 
 LEFT_OUT = "gang.left_out"
-WITHDRAWN = (BuildState.DELETING, BuildState.DELETED)  # a delete has ended it, or will: its gang does not wait for it
 
 
 def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
@@ -134,7 +133,7 @@ def left_of_gangs(
     for uuid, (whole, admission) in members.items():
         gang = left.get(whole.uuid, whole)
         build = admission.build if isinstance(admission, Answered) else None
-        if uuid in deleted or (build is not None and build.state in WITHDRAWN):
+        if uuid in deleted or (build is not None and build.state in DELETE_REQUESTED):
             left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=min(gang.min_count, gang.size - 1))
         elif build is not None and build.cell is not None:
             left[gang.uuid] = replace(gang, size=gang.size - 1, min_count=max(gang.min_count - 1, 0))

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
     ACROSS_CELLS,
@@ -24,7 +26,9 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, LocatePage
+from bus.faults import Fault
+from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash, unknown_flavor
 from scheduler_worker.domain.builds import SinceBuild
 from scheduler_worker.domain.recorded_moves import (
@@ -36,6 +40,7 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.requests import TOO_OLD, refused_move
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.view import RequestSpec
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -181,11 +186,13 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
 _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 
 
-def stays_in_cell(known: MoveContext) -> Refusal | None:
+def stays_in_cell(known: MoveContext, spec: RequestSpec) -> Refusal | None:
     """Why the instance can leave its cell by no request: said before a move begins, and checked again by the cell."""
-    if known.build_request is None or not (known.build_request.networks or known.build_request.volumes):
-        return None
-    return Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
+    if known.build_request is not None and (known.build_request.networks or known.build_request.volumes):
+        return Refusal(code=ACROSS_CELLS, reason="its networks and volumes are its cell's own")
+    if not {"VCPU", "PCPU"} & total_resources(spec.query).keys():
+        return Refusal(code=ACROSS_CELLS, reason="it is a bare-metal node's, and that moves no instance")
+    return None
 
 
 def may_leave_cell(request: MoveRequest) -> bool:
@@ -241,3 +248,25 @@ def added_by(allocations: Holding, held: Holding) -> dict[str, dict[str, int]]:
         for uuid, share in allocations.items()
     }
     return {uuid: share for uuid, share in added.items() if share}
+
+
+class Located(Struct, frozen=True):
+    """Where an instance and those that it depends on are, and what it holds."""
+
+    instance_uuid: str
+    page: LocatePage
+    held: Holding
+
+    @property
+    def source(self) -> str | None:
+        """The instance's host."""
+        return next(iter(self.page.hosts.get(self.instance_uuid, ())), None)
+
+
+def located_of(pending: PendingMove, page: LocatePage | Fault, held: HeldAllocation | Fault | None) -> Located | Fault:
+    """Both answers of placement about one instance."""
+    if isinstance(page, Fault):
+        return page
+    if isinstance(held, Fault):
+        return held
+    return Located(pending.request.instance_uuid, page, {} if held is None else held.holding)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from bus.contracts.base import Label, Word
+from bus.contracts.base import CellName, Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
 
 MAX_COUNTED = 1000  # instances in the way of a change
@@ -29,12 +29,13 @@ def broken_rule(
 def _odd_name(changed: Iterable[ChangedObject]) -> str | None:
     """A new object has a name that no message can have: of the settings, or of a file that is only checked."""
     for one in changed:
+        is_cell = one.kind is ObjectKind.CELL
         try:
             if one.before is None:
-                msgspec.convert(one.name, Label)
+                msgspec.convert(one.name, CellName if is_cell else Label)
         except msgspec.ValidationError:
-            shown = one.name[:MAX_SHOWN]
-            return f"{one.kind.value} {shown!r}: a name has 1 to 255 characters, and this has {len(one.name)}"
+            shown, has = one.name[:MAX_SHOWN], "1 to 47 letters, digits, _ and -" if is_cell else "1 to 255 characters"
+            return f"{one.kind.value} {shown!r}: a name has {has}, and this has {len(one.name)}"
     return None
 
 

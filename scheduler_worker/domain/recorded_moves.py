@@ -121,8 +121,13 @@ class MoveContext(Struct, frozen=True, kw_only=True):
         return self.build.now
 
     def move_of(self, instance_uuid: str) -> RecordedMove | None:
-        """The request, if it is about this instance: a client may have given its id to one about another."""
-        return self.move if self.move is not None and self.move.instance_uuid == instance_uuid else None
+        """The request, if it is about this instance."""
+        return about(self.move, instance_uuid)
+
+
+def about(move: RecordedMove | None, instance_uuid: str) -> RecordedMove | None:
+    """A request that was found by its id, if it is about this instance: a client may have given its id to another."""
+    return move if move is not None and move.instance_uuid == instance_uuid else None
 
 
 def flavor_of(known: MoveContext) -> str:
@@ -513,9 +518,7 @@ class Announcements:
         self.messages += [OutboxMessage(to_cell, command, event.request_id) for command in commands]
 
     def _move_of(self, event: MoveEvent) -> RecordedMove | None:
-        """The request that an event is about, if it is one about the event's instance."""
-        move = self.moves.get(event.request_id)
-        return move if move is not None and move.instance_uuid == event.instance_uuid else None
+        return about(self.moves.get(event.request_id), event.instance_uuid)
 
     def _add(self, build: RecordedBuild, lines: Sequence[TimelineEntry]) -> None:
         self.builds[build.instance_uuid] = build

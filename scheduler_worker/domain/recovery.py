@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import encode
+from bus.contracts.base import DatabaseMark, encode
 from bus.contracts.book import HeldAllocation
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import (
@@ -110,7 +110,13 @@ class KnownPage:
     """A page that is filled in order. It ends where the next record would make it too large."""
 
     def __init__(
-        self, question: CellRecovering, wanted: UuidRange, fences: Collection[CellFence], *, old: bool
+        self,
+        question: CellRecovering,
+        wanted: UuidRange,
+        fences: Collection[CellFence],
+        *,
+        old: bool,
+        marks: tuple[DatabaseMark, ...] = (),
     ) -> None:
         there = () if question.asked else (one for one in fences if one.host_uuid > question.after)
         self._fences = sorted(there, key=lambda one: one.host_uuid)
@@ -119,6 +125,7 @@ class KnownPage:
         self.is_full = False
         self._question = question
         self._old = old
+        self._marks = marks
         self._records: list[KnownRecord] = []
         self._bytes = 0
 
@@ -142,4 +149,5 @@ class KnownPage:
             fences=tuple(one for one in self._fences if not last or one.host_uuid <= last),
             last=last,
             old=self._old,
+            marks=self._marks,
         )

@@ -349,6 +349,8 @@ class Selector:
         left = Narrowing(self._view(found.roots), found.funnel, found.left_out, names=explain)
         if not (known := left.view.known).all():
             left.keep("announced", known, UNANNOUNCED)
+        if spec.leaves is not None:
+            left.keep("drain", ~left.view.in_cells((spec.leaves,)), "host.drained")
         if spec.cell is not None:
             cells = self.table.cells
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE

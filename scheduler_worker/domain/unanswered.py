@@ -16,7 +16,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.moves import CellMove, CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import OPEN, RecordedBuild, delete_of
+from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
 
@@ -76,7 +76,8 @@ def open_move(move: RecordedMove) -> AwaitedRequest | None:
 def open_now(request: AwaitedRequest, known: MoveContext) -> AwaitedRequest | None:
     """The request by its records as they are now; None: it has ended, or waits for another one."""
     if request.is_move:
-        return None if known.move is None else open_move(known.move)
+        move = known.move_of(request.instance_uuid)
+        return None if move is None else open_move(move)
     return None if known.build is None else open_build(known.build)
 
 
@@ -191,7 +192,7 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
         return (command or query,)
     if command is not None:  # the instance may have had more announcements since
         command = replace(command, sequence=build.sequence)
-    if build.state not in (BuildState.DELETING, BuildState.DELETED):
+    if build.state not in DELETE_REQUESTED:
         return (command or query,)
     if isinstance(command, CellMove):
         return command, delete_of(build, begun=False)

@@ -230,6 +230,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
     peers: where the instances are that the request names, if it names any. image_properties: as the image has them.
     forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
+    leaves: no hosts of this one, which is drained.
     otherwise: what is asked of hosts that do not satisfy the query.
     """
 
@@ -245,6 +246,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, str] = {}
     forced: bool = False
     cell: str | None = None
+    leaves: str | None = None
     otherwise: Query | None = None
 
     @property

@@ -10,15 +10,17 @@ from functools import partial
 from msgspec import convert
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
+    MAY_HAVE_NO_HOST,
     OPEN,
     NewBuild,
-    SinceBuild,
+    as_it_is,
     flavors_in_use,
     is_search,
     present_flavor,
@@ -33,7 +35,6 @@ from scheduler_worker.store.memory_units import (
     delete,
     key_of,
 )
-from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
 from scheduler_worker.store.port import (
     FIRST_UUID,
     MAX_EXAMINED,
@@ -42,6 +43,7 @@ from scheduler_worker.store.port import (
     ProjectsGroup,
     Purged,
     UnitStore,
+    WithoutHost,
 )
 
 
@@ -99,30 +101,29 @@ class MemoryBuilds(UnitStore):
             found = [
                 uuid
                 for uuid, build in self._table.recorded.items()
-                if build.state in BUILDS_WITH_A_MACHINE
+                if build.state not in ENDED_WITHOUT_MACHINE
                 and flavor in (None, *flavors_in_use(self._table.records[uuid].flavor, build.instance))
                 and group in (None, _group_of(self._table.requested[uuid].request))
                 and cell in (None, build.cell, *coming.get(uuid, ()))
             ]
             return min(len(found), limit)
 
-    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
+    async def without_host(self, projects: Sequence[str]) -> list[WithoutHost]:
         """A scan."""
         async with self._session.transaction():
             found = Counter(
                 (
                     build.project_id,
-                    present_flavor(self._table.records[uuid].flavor, build.instance)
-                    if build.now.condition is Condition.MOVING
-                    else "",
+                    build.now.condition,
+                    present_flavor(self._table.records[uuid].flavor, build.instance),
                 )
                 for uuid, build in self._table.recorded.items()
                 if build.project_id in projects
                 and build.state is BuildState.ACTIVE
-                and build.now.condition in {Condition.OFFLOADED, Condition.MOVING}
+                and build.now.condition in MAY_HAVE_NO_HOST
                 and build.host is None
             )
-            return [(*key, count) for key, count in found.items()]
+            return [WithoutHost(*key, count) for key, count in found.items()]
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""
@@ -191,6 +192,20 @@ class MemoryBuilds(UnitStore):
             return CellInstances(found[:limit], found[limit - 1])
         return CellInstances(found, page[-1] if len(page) == MAX_EXAMINED else "")
 
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            transaction.durable = False  # it is heard again
+            await transaction.lock([("cell", cell)])
+            highest = mark.joined(self._table.marks.get(cell, DatabaseMark()))
+            transaction.will(partial(self._table.marks.update, {cell: highest}))
+        return highest.database_incarnation
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """One transaction."""
+        async with self._session.transaction():
+            return self._table.marks.get(cell, DatabaseMark())
+
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """A scan."""
         async with self._session.transaction():
@@ -234,7 +249,7 @@ class MemoryBuilds(UnitStore):
         """One build, or a page of them, newest first."""
         async with self._session.transaction():
             found = self._of_query(query)[: tables.MAX_SEARCHED if is_search(query) else query.limit]
-            found = [_as_it_is(record, self._table.recorded[record.instance_uuid].instance) for record in found]
+            found = [as_it_is(record, self._table.recorded[record.instance_uuid].instance) for record in found]
         return [
             record
             for record in found
@@ -248,7 +263,7 @@ class MemoryBuilds(UnitStore):
         """The builds that are on record."""
         async with self._session.transaction():
             records, recorded = self._table.records, self._table.recorded
-            return {uuid: _as_it_is(records[uuid], recorded[uuid].instance) for uuid in instances if uuid in records}
+            return {uuid: as_it_is(records[uuid], recorded[uuid].instance) for uuid in instances if uuid in records}
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""
@@ -274,14 +289,6 @@ class MemoryBuilds(UnitStore):
 def _newest(record: BuildRecord) -> tuple[float, str]:
     """The order of a page, backwards: several builds may have been requested at one time."""
     return record.created_at, record.instance_uuid
-
-
-def _as_it_is(record: BuildRecord, instance: SinceBuild | None) -> BuildRecord:
-    """A build's record with what the instance has become since."""
-    if instance is None:
-        return record
-    flavor = present_flavor(record.flavor, instance)
-    return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
 
 
 def _is_of(one: BuildRecord, instances: Collection[str], gangs: Collection[str | None]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRecord, TimelineEntry
 from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
@@ -45,6 +46,7 @@ class MemoryBuildTable(MemoryDatabase):
         "requested",
         "moves",
         "objects",
+        "marks",
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -54,6 +56,7 @@ class MemoryBuildTable(MemoryDatabase):
         self.requested: dict[str, NewBuild] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.objects = MemoryObjects()
+        self.marks: dict[str, DatabaseMark] = {}  # of each cell's database, the highest
 
 
 def key_of(uuid: str) -> tuple[str, str]:

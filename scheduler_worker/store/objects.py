@@ -20,6 +20,7 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Text,
+    all_,
     and_,
     any_,
     cast,
@@ -34,6 +35,7 @@ from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
 from scheduler_worker.domain.recorded_moves import RecordedMove
@@ -43,7 +45,6 @@ from scheduler_worker.store.tables import build_requests, clean, moves, object_l
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
-BUILDS_WITH_A_MACHINE = ("accepted", "scheduled", "building", "active", "deleting")
 
 KINDS = frozenset(kind.value for kind in ObjectKind)
 
@@ -238,7 +239,8 @@ class ObjectRows:
 def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:
     """How many builds may have a machine."""
     columns = build_requests.c
-    found: Any = select(literal(1)).where(columns.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text))))
+    ended = literal([one.value for one in ENDED_WITHOUT_MACHINE], ARRAY(Text))
+    found: Any = select(literal(1)).where(columns.state != all_(ended))
     if flavor is not None:
         found = found.where(literal(flavor) == any_(literal_column(tables.FLAVORS, ARRAY(Text))))
     if group is not None:

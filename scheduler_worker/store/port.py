@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.moves import MoveQuery, MoveRecord
+from bus.contracts.moves import Condition, MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
@@ -49,6 +50,15 @@ class OpenBuilds(Struct, frozen=True):
 
     builds: Sequence[RecordedBuild]
     last: tuple[float, str] | None = None
+
+
+class WithoutHost(Struct, frozen=True):
+    """How many instances of a project have no host, by their condition and the flavor that they have."""
+
+    project_id: str
+    condition: Condition
+    flavor: str
+    count: int
 
 
 class CellInstances(Struct, frozen=True):
@@ -178,10 +188,8 @@ class SchedulerStore(Flushed, Protocol):
         `limit`. A cell has one, too, that an instance moves to, or may go back to. Reads all builds.
         """
 
-    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
-        """(project, flavor, how many) of the instances of these projects that have no host: between two hosts by the
-        flavor that they have, and offloaded by none (""). Along an index.
-        """
+    async def without_host(self, projects: Sequence[str]) -> list[WithoutHost]:
+        """The instances of these projects that have no host: offloaded, or between two hosts. Along an index."""
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
@@ -218,6 +226,13 @@ class SchedulerStore(Flushed, Protocol):
         `after`, along the primary key. At most MAX_EXAMINED builds are looked at.
         """
         ...
+
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """Record what of the mark of a cell's database is above the one on record. Returns the highest incarnation."""
+        ...
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """The mark of a cell's database on record."""
 
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """The newest moves of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""

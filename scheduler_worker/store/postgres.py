@@ -9,12 +9,14 @@ from itertools import chain
 import asyncpg
 import structlog
 
-from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.moves import MoveQuery, MoveRecord, MoveState
+from bus.contracts.base import DatabaseMark
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
 from bus.persistence.guarded_statement import Conflict, GuardedStatement
+from bus.persistence.marks import raise_mark, read_mark
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache
@@ -38,6 +40,7 @@ from scheduler_worker.store.port import (
     ProjectsGroup,
     Purged,
     UnitStore,
+    WithoutHost,
 )
 
 log = structlog.get_logger(__name__)
@@ -81,7 +84,7 @@ SEARCHED_TO = f"SELECT created_at, instance_uuid::text FROM ({OF_QUERY} OFFSET $
 
 # Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
 # live long are passed over, once a pass.
-PURGE = """
+PURGE = f"""
 WITH gone AS (
     DELETE FROM build_requests WHERE instance_uuid IN (
         SELECT instance_uuid FROM build_requests
@@ -92,7 +95,7 @@ WITH gone AS (
     DELETE FROM moves WHERE request_id IN (
         SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal AND NOT EXISTS (
             SELECT FROM build_requests b
-            WHERE b.instance_uuid = moves.instance_uuid AND b.instance::json ->> 'condition' = 'resized')
+            WHERE b.instance_uuid = moves.instance_uuid AND b.instance::json ->> 'condition' = '{Condition.RESIZED}')
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING request_id
 )
@@ -100,10 +103,10 @@ SELECT count(*), (SELECT count(*) FROM moved), coalesce(max(created_at), $3) FRO
 """
 
 WITHOUT_HOST = f"""
-SELECT project_id, CASE instance::json ->> 'condition' WHEN 'moving' THEN {tables.FLAVOR} ELSE '' END, count(*)
+SELECT project_id, instance::json ->> 'condition', {tables.FLAVOR}, count(*)
 FROM build_requests
-WHERE project_id = ANY($1::text[]) AND {tables.MAY_HAVE_NO_HOST} AND host IS NULL AND state = 'active'
-GROUP BY 1, 2
+WHERE project_id = ANY($1::text[]) AND {tables.IS_MAYBE_HOSTLESS} AND host IS NULL AND state = '{BuildState.ACTIVE}'
+GROUP BY 1, 2, 3
 """
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
@@ -337,10 +340,11 @@ class PostgresBuilds(UnitStore):
             ((found,),) = await fetch(connection, objects.machines(limit, flavor, group, cell))
         return int(found)
 
-    async def without_host(self, projects: Sequence[str]) -> list[tuple[str, str, int]]:
+    async def without_host(self, projects: Sequence[str]) -> list[WithoutHost]:
         """Along the index of them."""
         async with self._database.raw() as connection:
-            return [tuple(row) for row in await connection.fetch(WITHOUT_HOST, projects)]
+            rows = await connection.fetch(WITHOUT_HOST, projects)
+        return [WithoutHost(project, Condition(condition), *more) for project, condition, *more in rows]
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
@@ -388,6 +392,16 @@ class PostgresBuilds(UnitStore):
             found, last = await connection.fetchrow(IN_CELL, after or FIRST_UUID, MAX_EXAMINED, cell, states, limit)
         return CellInstances(found, last or "")
 
+    async def raise_mark(self, cell: str, mark: DatabaseMark) -> int:
+        """One statement, once a second."""
+        async with self._database.single() as connection:
+            return await raise_mark(connection, cell, mark, alone=True)
+
+    async def mark_of(self, cell: str) -> DatabaseMark:
+        """One statement."""
+        async with self._database.single() as connection:
+            return await read_mark(connection, cell)
+
     async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
         """Along the index of each instance's."""
         refused = MoveState.REFUSED.value
@@ -404,13 +418,13 @@ class PostgresBuilds(UnitStore):
         named = [name and tables.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
-        return [tables.read(row, BuildRecord) for row in found]
+        return [tables.build_record(row) for row in found]
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """By the primary keys, without a transaction around it."""
         async with self._database.single() as connection:
             found = await connection.fetch(BUILDS_NAMED, instances)
-        return {row["instance_uuid"]: tables.read(row, BuildRecord) for row in found}
+        return {row["instance_uuid"]: tables.build_record(row) for row in found}
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
         """The last build that such a search looks at, and when it was requested; None: it looks at all."""

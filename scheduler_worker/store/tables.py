@@ -29,9 +29,18 @@ from sqlalchemy import (
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
 from bus.contracts.moves import MoveRecord
-from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, needed, outbox_tables
+from bus.persistence.marks import cells_table
+from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, in_list, needed, outbox_tables
 from bus.turns import InParts
-from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import (
+    MAY_HAVE_NO_HOST,
+    BuildUpdate,
+    Gang,
+    NewBuild,
+    RecordedBuild,
+    SinceBuild,
+    as_it_is,
+)
 from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
 
 METADATA = MetaData()
@@ -58,7 +67,7 @@ def _request_columns() -> list[Column[Any]]:
 
 
 # Of those that have no host: that is written with each build, and in no index.
-MAY_HAVE_NO_HOST = "instance::json ->> 'condition' IN ('offloaded', 'moving')"
+IS_MAYBE_HOSTLESS = f"instance::json ->> 'condition' IN ({in_list(MAY_HAVE_NO_HOST)})"
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
@@ -85,7 +94,7 @@ build_requests = Table(
     Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
-    Index("build_requests_without_host", "project_id", postgresql_where=text(MAY_HAVE_NO_HOST)),
+    Index("build_requests_without_host", "project_id", postgresql_where=text(IS_MAYBE_HOSTLESS)),
     Index("build_requests_of_gang", "gang", postgresql_where=text("gang IS NOT NULL")),
     postgresql_with={"fillfactor": 50},
 )
@@ -144,6 +153,7 @@ object_log = Table(
     needed("forced", Boolean, default=false()),
 )
 
+cells_table(METADATA)
 outbox_tables(METADATA)
 identity_table(METADATA)
 
@@ -196,9 +206,8 @@ MAX_SEARCHED = 100_000
 # As `builds.present_flavor` and `builds.flavors_in_use`.
 FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
 FLAVORS = f"ARRAY[{FLAVOR}, instance::json ->> 'new_flavor', instance::json ->> 'old_flavor']"
-RECORD = f"""instance_uuid, project_id, {FLAVOR} AS flavor, name, state, cell, host,
-       code, reason, funnel, history, timeline, created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min,
-       coalesce(instance::json ->> 'condition', '') AS condition, instance::json ->> 'under_way' AS under_way"""
+RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, timeline,
+       created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min, instance"""
 
 MAX_VALUES = 20
 ROWS_AT_ONCE = 64  # made in one turn of the event loop
@@ -350,6 +359,13 @@ def read(row: Mapping[str, Any], kind: type[T]) -> T:
         if text:
             fields[name] = _JSON[name](text)
     return msgspec.convert(fields, kind)
+
+
+def build_record(row: Mapping[str, Any]) -> BuildRecord:
+    """A build as clients see it."""
+    fields = dict(row)
+    instance = fields.pop("instance")
+    return as_it_is(read(fields, BuildRecord), None if instance is None else _JSON["instance"](instance))
 
 
 def new_build(row: Mapping[str, Any]) -> NewBuild:

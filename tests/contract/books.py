@@ -52,9 +52,9 @@ class Books:
     def __call__(self) -> ResourceBook:
         url, table = self._url, self._table
         self.made.append(
-            ResourceBook(PostgresBookRows(Database(url, "placement")))
+            ResourceBook(PostgresBookRows(Database(url, "placement")), table.clock)
             if url
-            else ResourceBook(MemoryBookRows(table.session()))
+            else ResourceBook(MemoryBookRows(table.session()), table.clock)
         )
         return self.made[-1]
 

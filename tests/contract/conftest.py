@@ -20,7 +20,7 @@ from tests.contract.rig import House, Rig, rig_for
 
 
 @pytest.fixture
-async def rig(kind: str, few_lanes: None, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+async def rig(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     async with rig_for(kind, lambda: request.getfixturevalue("amqp")) as found:
         yield found
 

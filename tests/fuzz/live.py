@@ -213,7 +213,7 @@ def _foreign(seed: int, number: int, kinds: Sequence[msgspec.inspect.Type]) -> t
         tree["project_id"] = rng.choice(("p", "q"))
     if kind is not kinds[0] and isinstance(tree, dict):
         tree.pop("flavor")
-    key = b"build.request.17.p" if kind is kinds[0] else b"build.delete.17.p"
+    key = b"build.request.p" if kind is kinds[0] else b"build.delete.p"
     if rng.random() < 0.3:
         tree = hostile.spoiled(tree, rng)
     body = hostile.as_json(tree)

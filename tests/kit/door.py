@@ -18,7 +18,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.queues import COMMANDS, EVENTS, REPLY, lane_of, project_bus
+from bus.contracts.queues import COMMANDS, EVENTS, REPLY, project_bus
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing
 from bus.service.environment import Environment
@@ -136,7 +136,7 @@ class Client:
         self, body: dict[str, Any] | bytes, key: str | None = None, *, exchange: str = COMMANDS, **properties: Any
     ) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        key = key or f"build.request.{lane_of(self.project)}.{self.project}"
+        key = key or f"build.request.{self.project}"
         await self.transport.publish(Outgoing(exchange=exchange, routing_key=key, body=raw, **properties))
 
     async def ask(self, body: dict[str, Any], key: str, **properties: Any) -> None:

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from bus.contracts.queues import QueueRow, lane_of
 from tests.kit import lent, servers
 from tests.kit.databases import LentDatabases
-
-LANES = {0, *(lane_of(project) for project in ("p", "quiet", "evil", "another", "demo", "other"))}
 
 
 @pytest.fixture(scope="session")
@@ -55,23 +52,6 @@ def amqp_server() -> Iterator[str]:
 def amqp(amqp_server: str) -> tuple[str, str]:
     """(url, prefix): the shared broker, and a prefix for this test's exchanges and queues."""
     return amqp_server, f"t{uuid.uuid4().hex[:10]}."
-
-
-@pytest.fixture
-def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue of requests has the lanes that the tests that ask for this use.
-
-    Each of the 32 is a quorum queue: to declare them is three quarters of the processor that a test on RabbitMQ takes,
-    and they stay in the broker for all tests that follow.
-    """
-    every = QueueRow.queues.fget  # type: ignore[attr-defined]
-    wanted = {*map(str, LANES)}
-
-    def queues(row: QueueRow) -> tuple[QueueRow, ...]:
-        found: tuple[QueueRow, ...] = every(row)
-        return tuple(one for one in found if one.name == row.name or one.name.rpartition(".")[2] in wanted)
-
-    monkeypatch.setattr(QueueRow, "queues", property(queues))
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ LOGGED = {"warning", "error", "exception", "critical", "fatal"}
 UNLOGGED = {"info", "debug"}
 
 # Arguments of these names are no codes, and neither are arguments of these functions.
-OTHER_KEYWORDS = {"tag", "key", "batch_key", "name", "setting", "flavor", "cause"}
+OTHER_KEYWORDS = {"tag", "key", "cell_key", "name", "setting", "flavor", "cause"}
 OTHER_CALLS = {
     "get_logger", "consumer", "declare", "apply_sql", "_page", "files", "PackageLoader", "import_module", "rendered",
     "read_text", "ForeignKey", *UNLOGGED,
@@ -313,7 +313,7 @@ _CONSTANTS: dict[str, str] = {}
 def _routing() -> set[str]:
     """The tags and routing keys of messages, and the names and keys of queues."""
     if not _ROUTING:
-        found = {one for row in MESSAGES for one in (row.tag, row.key, row.batch_key) if one}
+        found = {one for row in MESSAGES for one in (row.tag, row.key, row.cell_key) if one}
         found |= {one for row in QUEUES for one in (row.name, *(key for _, key in row.bindings))}
         _ROUTING.update(found, (re.sub(r"\{\w+\}", "*", one) for one in found))
     return _ROUTING

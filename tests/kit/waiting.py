@@ -1,4 +1,6 @@
-"""Waiting for a condition that has no event of its own: `until` in a coroutine, `wait_until` in a thread."""
+"""Waiting for a condition that has no event of its own: `until` in a coroutine, `wait_until` in a thread; and what a
+block that `asyncio.timeout` ended waited for.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import ast
 import asyncio
 import linecache
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from inspect import getclosurevars, isawaitable, isfunction
+from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 60.0  # guards against hanging; a busy machine fails nothing
 PAUSE_S = 0.005
 MOST_PAUSE_S = 0.05  # between looks that are awaited: each costs its server, and other tests, a request
 MAX_SHOWN = 500  # characters of a value
+ROOT = Path(__file__).parents[2]
 
 
 async def until(
@@ -46,6 +51,21 @@ def wait_until(there: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
             raise TimeoutError(_unmet(there, found, patience_s))
         time.sleep(10 * PAUSE_S)
     return found
+
+
+def cut_off(error: BaseException | None) -> str:
+    """Each line of the tests at which a block of `asyncio.timeout` waited to its end, and the variables there.
+
+    "": of any other error.
+    """
+    cancelled = error.__context__ if isinstance(error, TimeoutError) and not str(error) else None
+    lines = []
+    for frame, number in traceback.walk_tb(cancelled.__traceback__ if cancelled else None):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT / "tests"):
+            lines.append(f"{path.relative_to(ROOT)}:{number}: {linecache.getline(str(path), number).strip()}")
+            lines += [f"    {name} is {_shown(value)}" for name, value in frame.f_locals.items()]
+    return "\n".join(lines)
 
 
 def _unmet(there: Callable[[], Any], found: Any, patience_s: float) -> str:

@@ -13,19 +13,49 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.warm import FAULT, KILLED, SURVIVED
+from tests.mutation.warm import FAULT, KILLED, SURVIVED, UNREACHED
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-# The tests of each package's rules.
+# The tests of each package, in a process without servers.
 TESTS_OF = {
-    "placement_worker": ("tests/unit/placement", "tests/unit/replica", "tests/unit/placement_rest", "tests/contract"),
-    "scheduler_worker": ("tests/unit/scheduler", "tests/contract"),
+    "berth": ("tests/unit/front", "tests/integration/berth"),
+    "bus": ("tests/unit/bus", "tests/unit/service", "tests/contract"),
     "cell_conductor": ("tests/unit/conductor", "tests/contract"),
-}
+    "compute_sim": ("tests/unit/compute", "tests/integration/compute"),
+    "gateway": ("tests/unit/gateway",),
+    "ironic_sync": ("tests/unit/ironic", "tests/integration/ironic"),
+    "placement_worker": (
+        "tests/unit/placement", "tests/unit/replica", "tests/unit/placement_rest", "tests/integration/placement_rest",
+        "tests/integration/replica", "tests/contract",
+    ),
+    "scheduler_worker": ("tests/unit/scheduler", "tests/unit/nova", "tests/contract"),
+}  # fmt: skip
+# Beside these, with servers.
+WITH_SERVERS = {
+    "bus": ("tests/integration/bus",), "cell_conductor": ("tests/integration/conductor",),
+    "gateway": ("tests/integration/gateway",), "placement_worker": ("tests/integration/placement",),
+    "scheduler_worker": ("tests/integration/scheduler", "tests/integration/nova"),
+}  # fmt: skip
+# What tries and measures berth is no product.
+OF_NO_PRODUCT = ("berth/load", "berth/reference", "berth/trial", "*/migrations", "bus/persistence/alembic")
+# What talks to a server is reached by tests with that server alone; commands, and what makes a worker, by whole ones.
+# Of these a mutant counts so where no test without servers runs its function.
+ONLY_WITH_SERVERS = (
+    "*/app.py", "*/store/postgres*.py", "*/store/tables.py", "*/__main__.py", "berth/audit/*", "berth/backup/*",
+    "berth/commands/*", "berth/schemas.py", "berth/site.py", "berth/web/server.py", "bus/persistence/address.py",
+    "bus/persistence/database.py", "bus/persistence/database_faults.py", "bus/persistence/guarded_statement.py",
+    "bus/persistence/migrations.py", "bus/persistence/revision.py", "bus/persistence/rights.py",
+    "bus/persistence/tables.py", "bus/rabbitmq/*", "placement_worker/operations/*", "placement_worker/rest/*",
+    "placement_worker/store/feed.py", "placement_worker/store/trees.py",
+    "scheduler_worker/drains.py", "scheduler_worker/nova/entrance.py", "scheduler_worker/nova/relay.py",
+    "scheduler_worker/nova/rpc_server.py",
+    "scheduler_worker/objects.py", "scheduler_worker/store/objects.py",
+)  # fmt: skip
 
 
 class CannotCheck(Exception):
@@ -38,6 +68,7 @@ class Outcome(StrEnum):
     SURVIVED = "survived"
     KILLED = "killed"
     HUNG = "hung"
+    ONLY_WITH_SERVERS = "only with servers"  # no test without servers runs it, nor is meant to
     EQUIVALENT = "equivalent"  # it survived, and equivalent.toml has the reason why it changes nothing
 
 
@@ -65,27 +96,34 @@ def copied(place: Path) -> None:
             shutil.copy(ROOT / name, place / name)
 
 
-def environment(temporary: Path) -> dict[str, str]:
-    """Without the settings of servers, so that no test uses any, and without threads that would be there at a fork."""
-    kept = {name: value for name, value in os.environ.items() if name not in {"AMQP_URL", "DATABASE_URL"}}
+def environment(temporary: Path, *, servers: bool) -> dict[str, str]:
+    """No settings of servers, unless they are wanted, and no threads that would be there at a fork."""
+    unwanted = set() if servers else {"AMQP_URL", "DATABASE_URL"}
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     return kept | {"OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(temporary)}
 
 
-def drawn(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
+def product(package: str) -> list[str]:
+    """The files of a package, but what is no product."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    return [name for name in names if not any(fnmatch(name, f"{one}/*") for one in OF_NO_PRODUCT)]
+
+
+def drawn(options: argparse.Namespace, packages: Sequence[str]) -> list[dict[str, Any]]:
     """The mutants that the seed draws, by mutmut's own interpreter."""
-    there = [path.relative_to(ROOT) for name in packages for path in (ROOT / name / "domain").rglob("*.py")]
-    paths = sorted(str(path) for path in there if str(path) not in options.without)
+    paths = [path for name in packages for path in product(name) if path not in options.without]
     if options.file:
         paths = [path for path in paths if path in options.file]
     words = ["tests/mutation/drawn.py", "--seed", str(options.seed), "--mutants", str(options.mutants), *paths]
     done = subprocess.run([options.drawing_python, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotCheck(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
-def again(place: Path, packages: Sequence[str]) -> dict[str, Any]:
+def again(place: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
     """The survivors of an earlier run, planted where their text is now, in their file or another of the package. Those
     whose text is there no more are left out.
     """
@@ -96,8 +134,9 @@ def again(place: Path, packages: Sequence[str]) -> dict[str, Any]:
         package = path.partition("/")[0]
         if package not in packages:
             continue
-        others = sorted(str(one.relative_to(ROOT)) for one in (ROOT / package / "domain").rglob("*.py"))
-        found = [(other != path, abs(at - line), other, at) for other in others for at in places_of(mutant, other)]
+        found = [
+            (other != path, abs(at - line), other, at) for other in product(package) for at in places_of(mutant, other)
+        ]
         if not found:
             sys.stdout.write(f"gone  {path}:{line}\n{lines('-', mutant['before'])}")
             continue
@@ -105,7 +144,7 @@ def again(place: Path, packages: Sequence[str]) -> dict[str, Any]:
         now = (ROOT / path).read_text(encoding="utf-8").split("\n")
         source = "\n".join([*now[: line - 1], mutant["after"], *now[line - 1 + mutant["before"].count("\n") + 1 :]])
         kept.append(mutant | {"path": path, "line": line, "source": source})
-    return {"there": figures["there"], "drawn": kept}
+    return kept
 
 
 def places_of(mutant: dict[str, Any], path: str) -> list[int]:
@@ -124,6 +163,7 @@ def checked(
         copied(copy)
         for package in packages:
             chosen = [one for one in mutants if one["path"].startswith(f"{package}/")]
+            chosen.sort(key=lambda one: (one["path"], one["line"]))
             if chosen:
                 yield from _of_package(package, chosen, copy, temporary, options)
 
@@ -132,12 +172,14 @@ def _of_package(
     package: str, mutants: Sequence[dict[str, Any]], copy: Path, temporary: Path, options: argparse.Namespace
 ) -> Iterator[tuple[dict[str, Any], Outcome, str]]:
     files = sorted({one["path"] for one in mutants})
-    job = {"tests": options.tests or TESTS_OF[package], "files": files, "mutants": list(mutants), "jobs": options.jobs}
+    tests = options.tests or [*TESTS_OF[package], *(WITH_SERVERS.get(package, ()) if options.servers else ())]
+    job = {"tests": tests, "files": files, "mutants": mutants, "jobs": options.jobs, "servers": options.servers}
     place = temporary / f"{package}.json"
     place.write_text(json.dumps(job), encoding="utf-8")
     with subprocess.Popen(
         [sys.executable, "-m", "tests.mutation.warm", str(place)],
-        cwd=copy, env=environment(temporary), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        cwd=copy, env=environment(temporary, servers=options.servers), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
     ) as warm:  # fmt: skip
         assert warm.stdout is not None
         left = len(mutants)
@@ -152,8 +194,12 @@ def _of_package(
             if "mutant" not in told:
                 continue
             left -= 1
-            outcome = {SURVIVED: Outcome.SURVIVED, KILLED: Outcome.KILLED}.get(told["status"], Outcome.HUNG)
-            yield mutants[told["mutant"]], outcome, told["by"]
+            mutant = mutants[told["mutant"]]
+            is_reached = not any(fnmatch(mutant["path"], one) for one in ONLY_WITH_SERVERS)
+            unreached = Outcome.SURVIVED if is_reached or options.servers else Outcome.ONLY_WITH_SERVERS
+            known = {SURVIVED: Outcome.SURVIVED, KILLED: Outcome.KILLED, UNREACHED: unreached}
+            by = "no test runs it" if told["status"] == UNREACHED else told["by"]
+            yield mutant, known.get(told["status"], Outcome.HUNG), by
     if left:
         raise CannotCheck(f"{package}: the tests ended before {left} mutants were checked")
 
@@ -168,6 +214,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--again", type=Path)
     parser.add_argument("--tests", action="append")
+    parser.add_argument("--servers", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--drawing-python", required=True, help=argparse.SUPPRESS)
@@ -181,18 +228,21 @@ def main() -> int:
     began = time.monotonic()
     reasons = Reasons()
     survivors: list[dict[str, Any]] = []
+    of_packages: dict[str, dict[Outcome, int]] = {}
     counted = dict.fromkeys(Outcome, 0)
     try:
         found = again(options.again, packages) if options.again else drawn(options, packages)
-        for mutant, reached, by in checked(found["drawn"], packages, options):
-            outcome = reached
-            if outcome is Outcome.SURVIVED:
+        for mutant, reached, by in checked(found, packages, options):
+            outcome, reason = reached, ""
+            if outcome in (Outcome.SURVIVED, Outcome.ONLY_WITH_SERVERS):
                 reason = reasons.of(mutant)
                 outcome = Outcome.EQUIVALENT if reason else outcome
+                reason = reason or ("" if outcome is Outcome.SURVIVED else outcome)
                 survivors.append({n: mutant[n] for n in ("path", "line", "before", "after")} | {"reason": reason})
             counted[outcome] += 1
+            of_packages.setdefault(mutant["path"].partition("/")[0], dict.fromkeys(Outcome, 0))[outcome] += 1
             sys.stdout.write(f"{outcome}  {mutant['path']}:{mutant['line']}  {by}\n")
-            if outcome is Outcome.SURVIVED:
+            if outcome in (Outcome.SURVIVED, Outcome.ONLY_WITH_SERVERS):
                 sys.stdout.write(f"{lines('-', mutant['before'])}{lines('+', mutant['after'])}")
             sys.stdout.flush()
     except CannotCheck as wrong:
@@ -200,13 +250,13 @@ def main() -> int:
         return 1
     killed = counted[Outcome.KILLED] + counted[Outcome.HUNG]
     figures = {
-        "packages": packages,
+        "packages": of_packages,
         "seed": options.seed,
-        "there": found["there"],
-        "checked": len(found["drawn"]),
+        "checked": len(found),
         "killed": killed,
         "hung": counted[Outcome.HUNG],
         "equivalent": counted[Outcome.EQUIVALENT],
+        "only_with_servers": counted[Outcome.ONLY_WITH_SERVERS],
         "survivors": survivors,
         "seconds": round(time.monotonic() - began),
     }
@@ -214,8 +264,9 @@ def main() -> int:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     sys.stdout.write(
         f"{killed} of {figures['checked']} mutants killed, {figures['hung']} of them hanging, "
-        f"{len(survivors)} survived, {figures['equivalent']} of them with a reason; "
-        f"seed {options.seed} of {found['there']} in {', '.join(packages)}, {figures['seconds']} s\n"
+        f"{len(survivors)} survived, {figures['equivalent']} of them with a reason, "
+        f"{figures['only_with_servers']} only with servers; "
+        f"seed {options.seed} in {', '.join(packages)}, {figures['seconds']} s\n"
     )
     return 0
 

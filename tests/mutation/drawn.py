@@ -6,11 +6,15 @@ assigned value or a lambda that becomes None fails at its first use, and a chang
 swaps `and` and `or` only, and leaves statements' conditions alone; the operators here drop each operand, and force each
 arm. A number that stands outside of functions (a bound with a name, a default) and what a class is declared with
 (`frozen=True`) decide nothing.
+
+Every second mutant is one of state (tests/mutation/state.py). A file is drawn by how many places it has that may be
+changed, then one of its mutants: only what is drawn is read by mutmut, which takes a second for two files.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import random
 import sys
@@ -23,6 +27,9 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation import mutators
 from mutmut.mutation.file_mutation import Mutation, MutationVisitor, deep_replace
 from mutmut.mutation.pragma_handling import IgnoredCode
+
+sys.path.insert(0, str(Path(__file__).parent))  # no package of berth's is there
+import state
 
 KEPT = {
     mutators.operator_number,
@@ -83,6 +90,10 @@ def without_an_alternative(node: cst.MatchOr) -> Iterator[cst.MatchPattern]:
             yield node.with_changes(patterns=left)
 
 
+# What an operator changes, by Python's own names: how likely a file is to be drawn.
+RULES = (ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.BinOp, ast.UnaryOp, ast.comprehension, ast.match_case)
+STATES = (ast.AugAssign, ast.Await)
+
 OPERATORS: mutators.OPERATORS_TYPE = [
     *((kind, operator) for kind, operator in mutators.mutation_operators if operator in KEPT),
     (cst.BooleanOperation, without_an_operand),
@@ -90,6 +101,7 @@ OPERATORS: mutators.OPERATORS_TYPE = [
     (cst.CompIf, forced_comprehension),
     (cst.MatchCase, forced_guard),
     (cst.MatchOr, without_an_alternative),
+    *state.OPERATORS,
 ]
 
 
@@ -133,7 +145,9 @@ class File:
         visitor = Visitor(OPERATORS, IgnoredCode(set(), set(), set()))
         self._module = wrapper.visit(visitor)
         self._lines = wrapper.resolve(PositionProvider)
-        self.mutations: list[Mutation] = [one for one in visitor.mutations if decides(one)]
+        mutations = [one for one in visitor.mutations if decides(one)]
+        self.of_state = [one for one in mutations if state.is_of(one.original_node, one.mutated_node)]
+        self.of_rules = [one for one in mutations if not state.is_of(one.original_node, one.mutated_node)]
 
     def rendered(self, mutation: Mutation) -> Mutant:
         """As it is planted and printed."""
@@ -152,8 +166,10 @@ def decides(mutation: Mutation) -> bool:
     there is imported.
     """
     node = mutation.original_node
-    if isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
-        return True
+    function = mutation.contained_by_top_level_function
+    if isinstance(function, cst.FunctionDef):
+        # What is not assigned when an object is made fails at its first use.
+        return function.name.value != "__init__" or not state.is_dropped(node, mutation.mutated_node)
     is_type = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr)
     return not is_type and not is_number(node)
 
@@ -167,12 +183,32 @@ def is_number(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.BaseNumber)
 
 
-def drawn(paths: Sequence[Path], seed: int, count: int) -> tuple[int, list[Mutant]]:
-    """How many mutants there are, and those that the seed draws."""
-    files = [File(path) for path in sorted(paths)]
-    everything = [(file, mutation) for file in files for mutation in file.mutations]
-    chosen = random.Random(seed).sample(everything, min(count, len(everything)))
-    return len(everything), [file.rendered(mutation) for file, mutation in chosen]
+def places(path: Path) -> tuple[int, int]:
+    """Of rules, and of state, that may be changed: about as many as there are mutants."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    stored = sum(isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store) for one in nodes)
+    return sum(isinstance(one, RULES) for one in nodes), sum(isinstance(one, STATES) for one in nodes) + stored
+
+
+def drawn(paths: Sequence[Path], seed: int, count: int) -> list[Mutant]:
+    """Those that the seed draws, each once; fewer where there are no more."""
+    random_ = random.Random(seed)
+    weights = [places(path) for path in paths]
+    kept: dict[Path, File] = {}
+    chosen: dict[tuple[Path, bool], list[Mutation]] = {}
+    found = []
+    for at in range(100 * count):
+        if len(found) == count:
+            break
+        of_state = at % 2 == 1
+        if not any(each[of_state] for each in weights):
+            continue
+        path = random_.choices(paths, [each[of_state] for each in weights])[0]
+        file = kept[path] = kept.get(path) or File(path)
+        left = chosen.setdefault((path, of_state), file.of_state[:] if of_state else file.of_rules[:])
+        if left:
+            found.append(file.rendered(left.pop(random_.randrange(len(left)))))
+    return found
 
 
 def main() -> int:
@@ -182,8 +218,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--mutants", type=int, required=True)
     options = parser.parse_args()
-    there, mutants = drawn(options.paths, options.seed, options.mutants)
-    sys.stdout.write(json.dumps({"there": there, "drawn": [one._asdict() for one in mutants]}))
+    mutants = drawn(options.paths, options.seed, options.mutants)
+    sys.stdout.write(json.dumps([one._asdict() for one in mutants]))
     return 0
 
 

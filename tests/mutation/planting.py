@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-PLANT = "BERTH_MUTANT"  # names a file: what `Plant` holds, as JSON
+PLANT = "PLANTED_MUTANT"  # not of berth's settings; names a file: what `Plant` holds, as JSON
 
 
 class OnlyByImport(Exception):

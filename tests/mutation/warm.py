@@ -35,8 +35,8 @@ LONGEST_PROCESSOR_S = 3600
 MOST_MEMORY_BYTES = 2**31  # beside what the tests without a mutant have
 # A mutant that waits for what never comes uses no processor: the bound by the clock is far more than any of these tests
 # takes on a busy machine.
-OPTIONS = ("-n0", "-q", "-p", "no:cacheprovider", "-m", "not postgres and not rabbitmq", "--timeout", "240")
-SURVIVED, KILLED, FAULT = 0, 10, 20
+OPTIONS = ("-n0", "-q", "-p", "no:cacheprovider", "--timeout", "240")
+SURVIVED, KILLED, FAULT, UNREACHED = 0, 10, 20, 30
 
 
 class Ran(NamedTuple):
@@ -60,6 +60,7 @@ class Warm:
         self._root = Path.cwd()
         self._failed = False
         self._items: list[pytest.Item] = []
+        self._options = options_of(job)
 
     def pytest_sessionstart(self) -> None:
         """What fails is known: no smaller example is looked for, and the same are drawn for each mutant."""
@@ -72,6 +73,10 @@ class Warm:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed = self._failed or report.failed
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """A server that a test starts itself would outlive the fork."""
+        items[:] = [one for one in items if "own_broker" not in getattr(one, "fixturenames", ())]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -107,7 +112,10 @@ class Warm:
                 functions.plant(mutant["path"], mutant["source"])
             except OnlyByImport:
                 first = [self._items[test].nodeid for test in ran.narrowest_first(_union(of_file, of_file))]
-                return by_import(mutant, first, self._job["tests"], place)
+                without = [f"--deselect={self._items[test].nodeid}" for test in ran.failed]
+                return by_import(mutant, first, [*self._options, *without, *self._job["tests"]], place)
+            if not chosen:
+                return UNREACHED
             failed = self._run(ran.narrowest_first(chosen), until_one_fails=True)
             if failed:
                 (said.with_suffix(f".{at}")).write_text(self._items[failed[0]].nodeid)
@@ -198,7 +206,7 @@ def by_import(mutant: dict[str, Any], first: Sequence[str], tests: Sequence[str]
             command, env=os.environ | {PLANT: str(plant)}, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
         # A test that failed, or a module that cannot be imported; else a signal, which the bound sends.
-        if done.returncode:
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return KILLED if done.returncode > 0 else -done.returncode
     return SURVIVED
 
@@ -257,6 +265,11 @@ def _contexts(coverage: Coverage, path: Path) -> dict[int, list[int]]:
     return {line: [int(each) for each in contexts if each] for line, contexts in found.items()}
 
 
+def options_of(job: dict[str, Any]) -> tuple[str, ...]:
+    """Of pytest, beside the tests."""
+    return (*OPTIONS, "-m", "not system" + ("" if job["servers"] else " and not postgres and not rabbitmq"))
+
+
 def main() -> int:
     """The job is a file; what is found goes to standard output, an object of JSON a line."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -269,7 +282,7 @@ def main() -> int:
 
     imports = Coverage(data_file=None, include=[str(Path.cwd() / path) for path in job["files"]], config_file=False)
     imports.start()
-    return int(pytest.main(["--capture=sys", *OPTIONS, *job["tests"]], plugins=[Warm(job, imports, tell)]))
+    return int(pytest.main(["--capture=sys", *options_of(job), *job["tests"]], plugins=[Warm(job, imports, tell)]))
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def ack_before_commit() -> AbstractContextManager[Any]:
     """A consumer acknowledges what it has received before its handler has committed anything."""
     received = Consumer._on_delivery
 
-    def on_delivery(self: Consumer, lane: Any, delivery: Any) -> None:
+    def on_delivery(self: Consumer, delivery: Any) -> None:
         if not self._draining:
             delivery.ack()
-        received(self, lane, delivery)
+        received(self, delivery)
 
     return patch.object(Consumer, "_on_delivery", on_delivery)
 

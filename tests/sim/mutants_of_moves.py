@@ -10,9 +10,11 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import compute_sim.drivers.hypervisor
+from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
+from bus.persistence.unit_of_work import Committed
 from cell_conductor import engine, placement_requests
 from cell_conductor.domain import (
     delete_rules,
@@ -29,6 +31,8 @@ from cell_conductor.domain.desires import DESIRES, Wish
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
+from cell_conductor.store.memory import MemoryInstanceRows
+from cell_conductor.store.port import InstanceWrites
 from compute_sim.records import Records
 from placement_worker.domain import claims
 
@@ -361,7 +365,21 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
 
 def old_incarnation_accepted() -> AbstractContextManager[Any]:
     """A compute service carries out what was decided by an earlier incarnation of the cell's database."""
-    return patch.object(Records, "is_outdated", lambda self, database_incarnation: False)
+    return patch.object(Records, "is_outdated", lambda self, mark: False)
+
+
+def mark_on_an_unflushed_message() -> AbstractContextManager[Any]:
+    """What leaves after a commit that does not wait for the disk carries a mark for it."""
+    write = MemoryInstanceRows.write
+
+    async def marked(self: MemoryInstanceRows, writes: InstanceWrites) -> Committed:
+        committed, seen = await write(self, writes), self._seen
+        if not writes.durable:
+            number = max(seen.mark.sent_sequences, default=0) + 1
+            seen.note_sent(DatabaseMark(seen.mark.database_incarnation, (number,)))
+        return committed
+
+    return patch.object(MemoryInstanceRows, "write", marked)
 
 
 # {defect: a seed that finds it}
@@ -416,4 +434,5 @@ FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     undone_in_place_keeps_the_new_size,
     reverted_without_its_source,
     old_incarnation_accepted,
+    mark_on_an_unflushed_message,
 )

@@ -18,7 +18,7 @@ from bus.contracts.operations import AdminState, AdminStateSet, FenceState, Host
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.contracts.queues import BY_QUEUE
 from bus.wire import pack, single
-from cell_conductor.app import purge_forever
+from cell_conductor.app import FENCE_PROVES_S, purge_forever
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Lease, LeaseState
@@ -398,6 +398,20 @@ async def test_a_record_that_ended_under_a_fence_outlives_it(
     if is_lifted:  # else its host was scrapped: no record was purged any more
         assert await store.fences.lift(HERE, 3, SimClock().time())
     await asyncio.sleep(config.failed_retention_s / 2 + 2 * config.purge_interval_s)
+    assert INSTANCE not in table.instances
+    forgetting.cancel()
+
+
+@on_virtual_time
+async def test_a_fence_that_is_never_lifted_keeps_no_record_for_ever() -> None:
+    config, table = replace(conductor(plan_of(1)), purge_interval_s=3600.0), MemoryInstanceTable(SimClock())
+    table.instances[INSTANCE] = Instance(uuid=INSTANCE, state=State.DELETED, since=SimClock().time())
+    store = MemoryInstances(table.session())
+    await store.fences.put(Fence(host_uuid=HERE, host="h", version=1, since=SimClock().time()))
+    forgetting = asyncio.create_task(purge_forever(store, SimClock(), config))
+    await asyncio.sleep(FENCE_PROVES_S - 1.0)
+    assert INSTANCE in table.instances
+    await asyncio.sleep(1.0 + 2 * config.purge_interval_s)
     assert INSTANCE not in table.instances
     forgetting.cancel()
 

@@ -31,6 +31,7 @@ from scheduler_worker.domain.drains import BegunMoves, NextMoves
 from scheduler_worker.emptying import HostEmptier
 from scheduler_worker.store.memory_units import MemoryUnit
 from scheduler_worker.unanswered import UnansweredRequests
+from tests.contract.conductor import test_instances as cell_stores
 from tests.sim import mutants_of_cases as defects
 from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_disks import unwatched
@@ -219,6 +220,9 @@ TESTS: dict[str, Callable[[], None]] = {
     "reverted_without_its_source": moves.test_a_revert_queries_for_its_source_first_and_gives_nothing_up,
     "stopped_machine_started_by_its_move": moves.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
     "old_incarnation_accepted": lambda: asyncio.run(an_old_conductor_commands_nothing()),
+    "mark_on_an_unflushed_message": lambda: asyncio.run(
+        cell_stores.test_a_crash_of_the_database_never_leaves_it_behind_what_was_stated((True, False))
+    ),
 }
 
 
@@ -248,6 +252,6 @@ def test_a_defect_that_no_seed_finds_is_found_by_a_test_of_the_table(name: str) 
         TESTS[name]()
 
 
-def test_each_of_twenty_seven_defects_is_found() -> None:
-    assert len(FOUND_BY) + len(TESTS) == len(MUTANTS) + len(OF_THE_TABLE) == 27
+def test_each_of_twenty_eight_defects_is_found() -> None:
+    assert len(FOUND_BY) + len(TESTS) == len(MUTANTS) + len(OF_THE_TABLE) == 28
     assert (set(FOUND_BY), set(TESTS)) == (set(MUTANTS), set(OF_THE_TABLE))

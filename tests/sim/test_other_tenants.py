@@ -52,7 +52,7 @@ def hosts_come_back(*, lost: bool) -> Plan:
 def nodes_come_again() -> Plan:
     """Nodes are deleted and created again, on a network that lets messages overtake each other."""
     plan = plan_of(5, [Widening.NODES_AGAIN])
-    again = [order for order in plan.orders if order.verb == "again"] * 4
+    again = [order for order in plan.orders if order.verb == "again"] * 12
     orders = tuple(replace(order, at=5.0 + 3 * number) for number, order in enumerate(again))
     calm = replace(plan, orders=orders, fault_events=(), cells=plan.cells[:1], schedulers=1, placements=1, skew_s=0.0)
     return replace(calm, rates=Rates(delay=0.5, delay_s=0.05), load_s=5.0 + 3 * len(orders))

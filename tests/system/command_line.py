@@ -151,5 +151,5 @@ async def publish(berth: Berth, body: bytes) -> None:
     """As any program might, at the socket of `berth up`."""
     transport = LocalTransport(berth.directory / "state" / "bus.sock", name="api")
     await transport.open()
-    await transport.publish(Outgoing(exchange="berth", routing_key="build.request.17.p", body=body))
+    await transport.publish(Outgoing(exchange="berth", routing_key="build.request.p", body=body))
     await transport.close()

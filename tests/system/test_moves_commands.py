@@ -147,6 +147,9 @@ def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
         assert answer.status == status and code in answer.err, (arguments, answer)
     refused = berth("confirm", instance, "--wait", "--json")
     assert (refused.status, refused.data["code"]) == (NO, "move.none")
+    unplaced = berth("resize", instance, "--flavor", "gpu.small", "--wait", "--json")
+    assert (unplaced.status, unplaced.data["code"]) == (NO, "no_valid_host")
+    assert f"request {unplaced.data['request_id']}" in (told := berth("show", instance).out) and "rejected" in told
     assert shown(berth, instance)["state"] == "active"
 
 

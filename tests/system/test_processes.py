@@ -25,7 +25,6 @@ from berth.trial.worker_processes import Worker
 from bus.bus import API
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.queues import lane_of
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import EXIT_SETTINGS
 from bus.wire import MAX_LETTER_BYTES
@@ -41,7 +40,7 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 
 
 PROJECT = "bad"
-KEY = f"build.request.{lane_of(PROJECT)}.{PROJECT}"
+KEY = f"build.request.{PROJECT}"
 BATCH = "application/vnd.berth.batch+json"
 
 
@@ -348,7 +347,7 @@ TIMEOUT_S = 120.0
 
 def test_the_examples_publish_a_build_and_a_move_and_receive_their_events(small: Small, tmp_path: Path) -> None:
     build, move = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    mistyped = run(build.replace('"build.request.{LANE}.demo"', '"build.reqest.{LANE}.demo"'), small.amqp_url, tmp_path)
+    mistyped = run(build.replace('"build.request.demo"', '"build.reqest.demo"'), small.amqp_url, tmp_path)
     done = run(build, small.amqp_url, tmp_path)
     events = [line.split() for line in done.stdout.splitlines()]
     instance = events[-1][0] if events else ""

@@ -276,7 +276,7 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
             load = asyncio.create_task(whole.load(BOOTS))
             await until(lambda: len(whole.client.tracks) >= BOOTS // 2)
             for properties in FOREIGN:
-                await raw.publish(COMMANDS, "build.request.17.p", b"{not json", **properties)
+                await raw.publish(COMMANDS, "build.request.p", b"{not json", **properties)
             for name in ("scheduler1", "scheduler2"):
                 whole.processes.resume(name)
             report = await load

@@ -233,7 +233,7 @@ function followBuild(uuid, until = "end") {
 
 function startDelete(button) {
   button.addEventListener("click", async () => {
-    if (!confirm("Delete this instance? Its machine is destroyed.")) return;
+    if (!confirm(button.dataset.confirm)) return;
     button.disabled = true;
     const answer = await fetch("/api/v1/builds/" + button.dataset.delete, { method: "DELETE" });
     const body = await answer.json();

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from bus.bus import FEW, Bus
+from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from bus.contracts.queues import BUILD_EVENTS, BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where
+from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where, project_bus
 from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
-from bus.port import CC, BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
+from bus.port import BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import BATCH
 from tests.contract.rig import (
     EVERY_ADAPTER,
@@ -112,12 +112,11 @@ def uuids_of(received: Sequence[Received]) -> list[str]:
 
 
 @KINDS
-async def test_public_events_of_the_api_bus_are_one_json_object_each(house: House) -> None:
-    bus = await house.bus()
+async def test_events_of_a_projects_bus_are_one_json_object_each(house: House) -> None:
+    bus = await house.bus(project_bus("p"))
     queue = await bus.declare("client.builds.{process}")
     got = await collect(bus.transport, queue, 100)
-    event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
-    await bus.publish_all([(event, "why")] * 20)
+    await bus.publish_all([(event(3, BuildState.ACTIVE), "why")] * 20)
     for delivery in await got.wait(20):
         assert delivery.content_type == "application/json"
         assert json.loads(delivery.body)["state"] == "active"
@@ -126,50 +125,16 @@ async def test_public_events_of_the_api_bus_are_one_json_object_each(house: Hous
 
 
 @KINDS
-async def test_public_events_also_travel_in_batches_and_singly_only_where_a_queue_is_bound(house: House) -> None:
+async def test_events_of_the_api_bus_gather_by_their_keys_and_each_leaves_once(house: House) -> None:
     bus = await house.bus()
-    sent: list[Outgoing] = []
-    publish = bus.transport.publish
-
-    async def counted(message: Outgoing) -> None:
-        sent.append(message)
-        await publish(message)
-
-    bus.transport.publish = counted  # type: ignore[method-assign]
-    handler = await house.answer(bus, "client.feed.{process}")
-    everybodys = Collector()
-    singles = await bus.declare("client.builds.{process}", process="foreign")
-    await bus.transport.consume(singles, everybodys, prefetch=1000)
-    event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
-    await bus.publish_all([(event, "why")] * 100)
-    await bus.publish_all([(event, "why")] * 100)
-    assert len(await handler.wait(200)) == 200
-    assert len(await everybodys.wait(200)) == 200
-    assert len([one for one in sent if one.routing_key == "build.event.active.p"]) == 200
-    assert len([one for one in sent if one.routing_key == "build.events"]) < 20
-
-
-@KINDS
-async def test_events_that_were_lost_are_queried_once(house: House) -> None:
-    bus = await house.bus()
-    sent: list[Outgoing] = []
-    publish = bus.transport.publish
-
-    async def counted(message: Outgoing) -> None:
-        sent.append(message)
-        await publish(message)
-
-    bus.transport.publish = counted  # type: ignore[method-assign]
-    event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
-    await bus.publish_all([(event, "why")] * 100)
-    assert [(one.routing_key, one.mandatory) for one in sent if one.routing_key != "build.events"] == [
-        ("build.event.active.p", True)
-    ]
-    # A queue is bound: from then on everything arrives.
-    singles = await bus.declare("client.builds.{process}")
-    got = await collect(bus.transport, singles, 1000)
-    await asyncio.gather(*(bus.publish(event) for _ in range(50)))
-    await got.wait(50)
+    client, everybodys = await house.answer(bus, FEED), await foreign(bus)
+    sent = watched(bus.transport)
+    await bus.publish(event(0))
+    await bus.publish_all([(event(number), "why") for number in range(1, 101)])
+    assert sorted(sequences(await client.wait(101))) == list(range(101))
+    assert {one.routing_key for one in sent} == {"build.event.accepted.p"}
+    assert len(sent) < 20 and not any(one.mandatory for one in sent)
+    assert (await everybodys.wait(len(sent)))[0].content_type == "application/json"
 
 
 @KINDS
@@ -197,7 +162,7 @@ async def test_events_of_a_cell_travel_in_batches(house: House) -> None:
     await settled(bus, queue)
 
 
-# --- A public event that is alone leaves as one broker message, for listeners of single events and of batches.
+# --- Public events, for listeners of berth's and others.
 
 
 FEED = "client.feed.{process}"
@@ -221,29 +186,7 @@ def sequences(received: list[Received]) -> list[int]:
 
 
 @KINDS
-async def test_an_event_that_is_alone_leaves_once_and_both_receive_it(house: House) -> None:
-    bus = await house.bus()
-    client, everybodys = Answering(), await foreign(bus)
-    await house.consume(bus, FEED, client)
-    sent = watched(bus.transport)
-    await bus.publish(event(1), cause="why")
-    await bus.publish_all([(event(2, BuildState.SCHEDULED), "why")])
-    assert await bus.publish_each([(event(3, BuildState.ACTIVE), "why")]) == [None]
-    assert [(one.routing_key, one.also, one.mandatory) for one in sent] == [
-        (f"build.event.{state}.p", BUILD_EVENTS, False) for state in ("accepted", "scheduled", "active")
-    ]
-    received = await client.wait(3)
-    assert sequences(received) == [1, 2, 3]
-    assert {one.meta.cause for one in received} == {"why"}
-    singles = await everybodys.wait(3)
-    assert [json.loads(one.body)["sequence"] for one in singles] == [1, 2, 3]
-    assert [one.content_type for one in singles] == ["application/json"] * 3
-    assert [one.message_id for one in singles] == [one.meta.id for one in received]
-    assert bus.publisher.waiting == 0
-
-
-@KINDS
-@pytest.mark.parametrize("count", [1, FEW + 3])
+@pytest.mark.parametrize("count", [1, 5])
 async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(house: House, count: int) -> None:
     """A project may bind a queue that refuses all: two malformed requests stopped every scheduler for ever."""
     bus = await house.bus()
@@ -269,43 +212,6 @@ async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(h
 
 
 @KINDS
-async def test_a_few_of_one_call_leave_once_each_and_at_once(house: House) -> None:
-    bus = await house.bus()
-    client = await house.answer(bus, FEED)
-    sent = watched(bus.transport)
-    few = [(event(number), "") for number in range(FEW)]
-    await bus.publish_all(few)
-    assert [one.also for one in sent] == [BUILD_EVENTS] * FEW
-    assert sequences(await client.wait(FEW)) == list(range(FEW))
-
-
-@KINDS
-async def test_a_burst_still_leaves_in_batches_and_probes_for_single_listeners(house: House) -> None:
-    bus = await house.bus()
-    client = await house.answer(bus, FEED)
-    sent = watched(bus.transport)
-    await bus.publish_all([(event(number), "") for number in range(FEW + 1)])
-    assert sorted((one.routing_key, one.also, one.mandatory, one.content_type == BATCH) for one in sent) == [
-        ("build.event.accepted.p", "", True, False),
-        (BUILD_EVENTS, "", False, True),
-    ]
-    assert sequences(await client.wait(FEW + 1)) == list(range(FEW + 1))
-
-
-@KINDS
-async def test_without_single_listeners_only_the_client_gets_a_copy(house: House) -> None:
-    """The client's copy is routed; that answers no question about those behind it under the single key."""
-    bus = await house.bus()
-    client = await house.answer(bus, FEED)
-    sent = watched(bus.transport)
-    await bus.publish(event(0))
-    await bus.publish_all([(event(number), "") for number in range(1, 101)])
-    assert [one.mandatory for one in sent if one.also] == [False]
-    assert [one.mandatory for one in sent if not one.also and one.routing_key != BUILD_EVENTS] == [True]
-    assert sequences(await client.wait(101)) == list(range(101))
-
-
-@KINDS
 async def test_without_any_listener_it_is_no_error(house: House) -> None:
     bus = await house.bus()
     sent = watched(bus.transport)
@@ -324,7 +230,7 @@ async def test_retried_or_replayed_it_is_not_published_again_to_the_others(house
     await bus.publish(event())
     await settled(bus, consumer.queue, dead=1)
     (letter,) = await list_dead(bus.transport, consumer.queue)
-    assert CC not in letter.headers and letter.code == "test.no"
+    assert letter.code == "test.no"
     await settled(bus, consumer.queue, dead=1)  # the letter is back where it was
     assert len(await replay(bus.transport, consumer.queue)) == 1
     await settled(bus, consumer.queue)

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 import pytest
 
 from bus.bus import Bus
+from bus.consuming import consumer as consuming
 from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
-from bus.consuming.in_flight import ConsumerLane
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable
 from bus.gather import SLOW_S
-from bus.key_trust import letters_code
 from bus.port import BusUnavailable, Delivery
+from bus.published_key import letters_code
 from bus.wire import batch, pack
-from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
+from tests.contract.rig import KINDS, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
 
 # --- The deliveries of a consumer that dies with them, over both transports alike.
@@ -53,7 +53,7 @@ class Mortal:
 async def deliver_together(bus: Bus, messages: Sequence[BuildRequest], name: str = "") -> None:
     """As one broker message, whose id begins with a name."""
     packed = [pack(message, Meta(id=f"{name}.{number}")) for number, message in enumerate(messages)]
-    await bus.transport.publish(batch(packed, COMMANDS, "build.request.17.p", mandatory=True))
+    await bus.transport.publish(batch(packed, COMMANDS, "build.request.p", mandatory=True))
 
 
 @KINDS
@@ -94,7 +94,7 @@ async def test_from_its_third_delivery_on_a_message_is_taken_apart_and_from_its_
         if len(counts) <= tries:
             delivery.nack(requeue=True)
 
-    looking = await bus.transport.consume(LANE, give_back, prefetch=1)
+    looking = await bus.transport.consume(REQUESTS, give_back, prefetch=1)
     await until(lambda: len(counts) == tries + 1)
     assert counts == [*range(tries + 1)]
     await looking.cancel()
@@ -210,7 +210,7 @@ async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House
     await bus.declare(REQUESTS)
     await bus.declare(GIVEN_UP)
     await bus.publish(boot(1))
-    held = await collect(bus.transport, LANE, 1, ack=False)
+    held = await collect(bus.transport, REQUESTS, 1, ack=False)
     (delivery,) = await held.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(bus, GIVEN_UP, 1))
@@ -268,7 +268,7 @@ async def returned_twice(bus: Bus) -> None:
         await bus.publish(boot(number))
     for _ in range(2):
         got: list[Delivery] = []
-        subscription = await bus.transport.consume(LANE, got.append, prefetch=SUSPECTS)
+        subscription = await bus.transport.consume(REQUESTS, got.append, prefetch=SUSPECTS)
         await until(lambda got=got: len(got) == SUSPECTS)  # type: ignore[misc]
         await subscription.cancel()
         for delivery in got:
@@ -292,9 +292,9 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
     consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency)
     plain = consumer._on_delivery
 
-    def on_delivery(lane: ConsumerLane, delivery: Delivery) -> None:
+    def on_delivery(delivery: Delivery) -> None:
         arrived.append(loop.time())
-        plain(lane, delivery)
+        plain(delivery)
 
     consumer._on_delivery = on_delivery  # type: ignore[method-assign]
     await consumer.start()
@@ -305,6 +305,19 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
         assert waited >= SUSPECT_WAIT_S * 0.9, f"the first suspect was taken after {waited:.4f} s"
     finally:
         await consumer.drain(1.0)
+
+
+@pytest.mark.parametrize("kind", ["memory"])
+async def test_suspects_have_their_turn_however_many_others_wait(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "MAX_PASSED_OVER", 3)
+    bus = await house.bus()
+    await returned_twice(bus)
+    for number in range(SUSPECTS, SUSPECTS + 100):
+        await bus.publish(boot(number))
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1, prefetch=200)
+    await handler.wait(SUSPECTS + 100)
+    assert max(at for at, one in enumerate(handler.got) if one.redelivered) < 3 * (SUSPECTS + 2)
 
 
 @pytest.mark.parametrize("kind", ["memory"])
@@ -325,8 +338,8 @@ async def test_the_first_to_arrive_is_not_always_the_first_taken(house: House, c
         consumer = Consumer(bus, REQUESTS, handle, concurrency=concurrency, max_batch=1)
         plain, arrivals = consumer._on_delivery, itertools.count()
 
-        def apart(lane: ConsumerLane, delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
-            loop.call_later(0.005 * next(arrivals), plain, lane, delivery)  # as from a network
+        def apart(delivery: Delivery, plain=plain, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
+            loop.call_later(0.005 * next(arrivals), plain, delivery)  # as from a network
 
         consumer._on_delivery = apart  # type: ignore[method-assign]
         await consumer.start()

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from itertools import product
 
-import aiormq
 import pytest
-from structlog.testing import capture_logs
 
 from bus import metrics, topology
 from bus.bus import Bus
-from bus.clock import SystemClock
-from bus.consuming import dead_letters, outcome_handling
-from bus.consuming.consumer import Consumer
+from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.base import Message, encode
+from bus.consuming.outcome import Done, Refuse
+from bus.contracts.base import DatabaseMark, encode
 from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
-from bus.key_trust import UNTRUSTED
 from bus.port import Delivery, Outgoing, PublishRefused, Transport
-from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import delay_exchange
-from bus.wire import MAX_LETTER_BYTES, SENT_AT, Malformed
+from bus.wire import MAX_LETTER_BYTES, SENT_AT
 from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled
 from tests.kit.cases import case
-from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 from tests.kit.waiting import until
 
 # --- However often dead letters are looked at, none is lost; nor is what another system's queue gives back.
@@ -184,14 +175,14 @@ async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_
     bus = await house.bus()
     handler = await house.answer(bus, REQUESTS)
     body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
-    headers = {"berth-key": "build.delete.17.p"}
+    headers = {"berth-key": "build.delete.p"}
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.delete.18.evil", body=body, headers=headers, message_id="m")
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.evil", body=body, headers=headers, message_id="m")
     )
     for _ in range(2):
         await settled(bus, dead=1)
         (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.18.evil")
+        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.evil")
         await settled(bus, dead=1)  # what was looked at is given back
         assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
     assert handler.got == []
@@ -227,7 +218,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     bus = await house.bus()
     willing = False
     handler = await house.answer(bus, REQUESTS, lambda _: Done() if willing else Refuse("not.now"), concurrency=1)
-    bus.states_incarnation(lambda: 3)
+    bus.states_mark(lambda: DatabaseMark(3))
     await bus.publish_all([(boot(number), str(number)) for number in range(5)])
     await settled(bus, dead=5)
     letters = await dead_letters.list_dead(bus.transport, REQUESTS)
@@ -244,7 +235,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
     assert len({received.meta.cause for received in await handler.wait(5)}) == 5
     await settled(bus, dead=0)
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=b"{"))
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{"))
     await settled(bus, dead=1)
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
 
@@ -328,123 +319,17 @@ async def test_what_may_not_go_stays_parked(transport: Transport) -> None:
     assert sorted(letter.id for letter in left) == ["old", "older"]
 
 
-# --- Messages that another program's queue dead-letters into the exchange of commands, on a real RabbitMQ.
+# --- Letters of what other programs publish.
 
 
-KEY = "build.request.17.p"
-TEXT = b"S"
-
-
-class Attacked:
-    """A consumer of requests, and private queues that dead-letter into the exchange of commands."""
-
-    def __init__(self, bus: Bus, raw: RawPublisher) -> None:
-        self.bus = bus
-        self.answered: list[Malformed] = []
-        self.handler = Answering(self._answer)
-        self.private: dict[str, str] = {}
-        self._raw = raw
-
-    def _answer(self, received: Received) -> Outcome:
-        return Retry("not.yet") if received.message == boot(3) and not received.meta.attempt else Done()
-
-    def on_malformed(self, bad: Malformed) -> Sequence[Message]:
-        self.answered.append(bad)
-        return ()
-
-    async def pass_on(self, body: bytes, how: str, headers: bytes = b"") -> None:
-        """Publish into the private queue, which gives it up at once."""
-        await self._raw.publish("", self.private[how], body, **({"headers": headers} if headers else {}))
-
-    @property
-    def dropped(self) -> float:
-        value: float = metrics.OUTCOMES.labels(self.bus.name, REQUESTS, UNTRUSTED)._value.get()
-        return value
-
-    async def has_dropped(self, count: float) -> None:
-        await until(lambda: self.dropped == count)
-
-
-@pytest.fixture
-async def attacked(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Attacked]:
-    url, prefix = amqp
-    bus = Bus(
-        "api",
-        RabbitTransport(url, name="api", prefix=prefix),
-        process="p",
-        clock=SystemClock(),
-        rng=random.Random(1),
-    )
-    await bus.open()
-    connection = await aiormq.connect(url)
-    async with raw_publisher(url) as raw:
-        made = Attacked(bus, raw)
-        channel = await connection.channel()
-        for how, bound in (("expired", "x-message-ttl"), ("maxlen", "x-max-length")):
-            arguments = {bound: 0, "x-dead-letter-exchange": prefix + COMMANDS, "x-dead-letter-routing-key": KEY}
-            answer = await channel.queue_declare("", exclusive=True, arguments=arguments)
-            made.private[how] = answer.queue or ""
-        consumer = Consumer(bus, REQUESTS, made.handler, concurrency=1, on_malformed=made.on_malformed)
-        await consumer.start()
-        running = asyncio.create_task(consumer.run())
-        try:
-            yield made
-        finally:
-            await consumer.drain(1.0)
-            await asyncio.gather(running, return_exceptions=True)
-            await connection.close()
-            await bus.close()
-
-
-def forged(queue: bytes) -> bytes:
-    """A death as the broker records it."""
-    return b"F" + table({b"count": b"l" + bytes(8), b"queue": TEXT + long(queue), b"reason": TEXT + long(b"expired")})
-
-
-HIDING: dict[str, bytes] = {
-    "nothing": b"",
-    "text": table({b"x-death": TEXT + long(b"often")}),
-    "an empty record": table({b"x-death": b"A" + long(b"")}),
-    "a death in a queue of berth": table({b"x-death": b"A" + long(forged(b"scheduler.requests"))}),
-    "two records": long((short(b"x-death") + b"A" + long(forged(b"scheduler.requests"))) * 2),
-    "many values before": table({b"a": b"A" + long(b"V" * 5_000)}),
-    "a first death": table({b"x-first-death-queue": TEXT + long(b"scheduler.requests")}),
-}
-
-
-@pytest.mark.rabbitmq
-async def test_it_makes_no_event_reply_or_letter(attacked: Attacked) -> None:
-    for number, (how, hiding) in enumerate(product(attacked.private, HIDING), 1):
-        with case(how, hiding):
-            before = attacked.dropped
-            for body in (b"{", encode(boot(1)), b"[" * 100_000):
-                await attacked.pass_on(body, how, HIDING[hiding])
-            await attacked.has_dropped(before + 3)
-            await attacked.bus.publish(boot(2))
-            assert [received.message for received in await attacked.handler.wait(number)] == [boot(2)] * number
-            assert attacked.answered == []
-            await settled(attacked.bus, dead=0)
-
-
-@pytest.mark.rabbitmq
-async def test_a_retry_that_berths_own_queue_has_dead_lettered_is_read(attacked: Attacked) -> None:
-    await attacked.bus.publish(boot(3))
-    got = await attacked.handler.wait(2)
-    assert [(one.message, one.meta.attempt) for one in got] == [(boot(3), 0), (boot(3), 1)]
-    await settled(attacked.bus, dead=0)
-
-
-# --- Letters of what other programs publish: their bytes are bounded, and they take no room of the workers'
-# letters.
-
-
+KEY = "build.request.p"
 MEGABYTE = 2**20
 
 
 @EVERY_ADAPTER
-@pytest.mark.parametrize("size", [MAX_LETTER_BYTES + 1, MEGABYTE + 1])
-async def test_the_letter_of_a_clients_message_is_cut_and_is_not_sent_back(house: House, size: int) -> None:
+async def test_the_letter_of_a_body_beyond_the_bound_is_cut_and_is_not_sent_back(house: House) -> None:
     """376 of a megabyte each stopped the broker for all, by its disk alarm."""
+    size = MEGABYTE + 1
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
     body = b"{" * size
@@ -471,36 +356,7 @@ async def test_a_letter_that_has_all_of_a_clients_message_is_sent_back(house: Ho
 
 
 @EVERY_ADAPTER
-async def test_letters_of_clients_leave_room_for_those_of_workers(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that a worker makes of a sound request goes on: its requester's end is announced by it."""
-    monkeypatch.setattr(outcome_handling, "MAX_CLIENT_LETTERS", 3)
-    bus = await house.bus()
-    dropped = metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value
-    before = dropped.get()
-    handler = await house.answer(
-        bus, REQUESTS, lambda one: Refuse("bad") if one.message == boot(2) else Done(), concurrency=1, max_batch=1
-    )
-    with capture_logs() as logged:  # a client may repeat what is logged as fast as it can publish
-        for _ in range(9):
-            await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{"))
-        await bus.publish(boot(1))
-        await handler.wait(1)
-        await settled(bus, dead=3)
-        assert dropped.get() - before == 6
-        await bus.publish(boot(2))
-        await settled(bus, dead=4)
-    assert [one["code"] for one in logged if one["event"] == "consumer.dead_letter"] == ["message.malformed", "bad"]
-    codes = [letter.code for letter in await dead_letters.list_dead(bus.transport, REQUESTS)]
-    assert sorted(codes) == ["bad", *["message.malformed"] * 3]
-
-
-@EVERY_ADAPTER
-async def test_what_the_broker_gives_up_of_clients_requests_becomes_one_letter(house: House) -> None:
-    """By way of the consumer that announces its end. In the queue of dead letters it would be whole, and while that is
-    full it would stay in the queue of requests, which then takes no more.
-    """
+async def test_what_the_broker_gives_up_of_requests_ends_and_becomes_one_letter(house: House) -> None:
     bus = await house.bus()
     await bus.declare(REQUESTS)
     ended = await house.answer(bus, "scheduler.given_up")
@@ -510,16 +366,9 @@ async def test_what_the_broker_gives_up_of_clients_requests_becomes_one_letter(h
     (got,) = await ended.wait(1)
     assert (got.message, got.given_up) == (request, "broker.expired")
     await settled(bus, dead=1)
-    long = Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"[" * MEGABYTE, message_id="long", expiration_s=0.0)
-    await bus.transport.publish(long)
-    await until(lambda: depth_is(bus, DEAD_LETTERS, 2))
-    await until(lambda: depth_is(bus, "scheduler.given_up", 0))
-    letters = {one.id: one for one in await dead_letters.list_dead(bus.transport, REQUESTS)}
-    assert {one.code for one in letters.values()} == {"broker.expired"}
-    assert {one.routing_key for one in letters.values()} == {KEY}
-    assert (letters["sound"].body, letters["sound"].bars_replay) == (encode(request), "")
-    assert (letters["long"].cut_from, letters["long"].bars_replay) == (MEGABYTE, dead_letters.CUT)
-    assert await dead_letters.replay(bus.transport, REQUESTS, ["sound", "long"]) == ["sound"]
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.routing_key, letter.body) == ("broker.expired", KEY, encode(request))
+    assert await dead_letters.replay(bus.transport, REQUESTS) == ["sound"]
 
 
 @EVERY_ADAPTER

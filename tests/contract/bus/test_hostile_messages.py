@@ -19,9 +19,8 @@ from bus.consuming.in_flight import ArrivedDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD_LETTERS
-from bus.key_trust import letters_code
-from bus.port import waiting_in
+from bus.contracts.queues import COMMANDS, DEAD_LETTERS
+from bus.published_key import letters_code
 from bus.rabbitmq.transport import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, boot, collect
@@ -30,7 +29,7 @@ from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.rabbitmq
-KEY = "build.request.17.p"
+KEY = "build.request.p"
 FF = b"\xff" * 200
 FULL = b"\xff" * 255
 REQUEST = json.dumps({"instance_uuid": boot(1).instance_uuid, "flavor": "m1.small", "project_id": "p"}).encode()
@@ -72,6 +71,7 @@ HOSTILE: dict[str, dict[str, bytes]] = {
             "berth-patience-ms",
             "berth-key",
             "berth-database-incarnation",
+            "berth-sent-sequences",
             "traceparent",
         )
         for what, value in (
@@ -128,13 +128,15 @@ class Watched:
 
 
 @pytest.fixture
-async def watched(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Watched]:
+async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
     url, prefix = amqp
     transport = RabbitTransport(url, name="api", prefix=prefix)
     bus = Bus("api", transport, process="p", clock=SystemClock(), rng=random.Random(1))
     await bus.open()
     async with raw_publisher(url) as raw:
         made = Watched(bus, raw, prefix + COMMANDS)
+        of_retries = Consumer(bus, "scheduler.operators", made.handler, concurrency=1)
+        await of_retries.start()
         consumer = Consumer(bus, REQUESTS, made.handler, concurrency=1)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
@@ -143,6 +145,7 @@ async def watched(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Watch
             assert not running.done(), "the consumer has ended"
             assert not made.lost
         finally:
+            await of_retries.drain(1.0)
             await consumer.drain(1.0)
             await asyncio.gather(running, return_exceptions=True)
             await bus.close()
@@ -152,7 +155,7 @@ async def settled_with(watched: Watched, dead: int) -> None:
     transport = watched.bus.transport
 
     async def as_instructed() -> bool:
-        return (await waiting_in(transport, BY_QUEUE[REQUESTS]), await transport.depth(DEAD_LETTERS)) == (0, dead)
+        return (await transport.depth(REQUESTS), await transport.depth(DEAD_LETTERS)) == (0, dead)
 
     await until(as_instructed)
 
@@ -222,12 +225,12 @@ async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: 
 
 
 async def test_keys_of_bytes_and_of_full_length_are_read(watched: Watched) -> None:
-    for key in (b"build.request.0." + b"\xff" * 239, b"build.request.0." + b"p" * 239, b"build.request.0.\0"):
+    for key in (b"build.request." + b"\xff" * 239, b"build.request." + b"p" * 239, b"build.request.\0"):
         await watched.publish(b"{", key=key)
         await watched.publish(REQUEST, key=key)
     await settled_with(watched, dead=6)
     letters = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert letters[0].routing_key == "build.request.0." + "\\xff" * 239
+    assert letters[0].routing_key == "build.request." + "\\xff" * 239
     assert {one.code for one in letters} == {"message.malformed", "message.wrong_key"}
 
 

@@ -46,8 +46,7 @@ def is_at_rest(bus: Bus) -> bool:
     """Whether no request waits, is delayed, or is in a handler's hands: no copy of one is still to come."""
     transport = bus.transport
     assert isinstance(transport, MemoryTransport)
-    names = [row.name for row in BY_QUEUE[REQUESTS].queues]
-    names += [topology.delayed_queue(delay_s) for delay_s in topology.DELAYS_S]
+    names = [REQUESTS, *(topology.delayed_queue(delay_s) for delay_s in topology.DELAYS_S)]
     queues = [transport.broker.queue(transport.names.queue(name)) for name in names]
     return not any(len(one) or any(held.unacked for held in one.consumers) for one in queues)
 
@@ -77,7 +76,7 @@ async def test_retries_that_were_confirmed_are_not_published_again(
     """
     delays = (0.02, 0.03, 0.04, 0.05)
     monkeypatch.setattr(topology, "DELAYS_S", delays)
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=delays))
     bus = await house.bus(batch_items=1)
     handled: Counter[tuple[str, int]] = Counter()
 
@@ -113,7 +112,7 @@ async def test_with_the_bounds_of_berth_itself(
     """Each retry leaves alone. The one whose connection was lost is published again, and no other."""
     delays = (0.02,)
     monkeypatch.setattr(topology, "DELAYS_S", delays)
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=delays))
     bus = await house.bus(batch_items=batch_items)
     handled: Counter[int] = Counter()
 
@@ -145,7 +144,7 @@ async def test_copies_do_not_double_with_each_delay(house: House, monkeypatch: p
     """Each batch loses the connection once, at its last retry: the worst flapping."""
     delays = (0.02, 0.03, 0.04, 0.05)
     monkeypatch.setattr(topology, "DELAYS_S", delays)
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=delays))
     bus = await house.bus(batch_items=1)
     handled: Counter[int] = Counter()
     left = [0]
@@ -180,7 +179,7 @@ async def test_a_retry_comes_back_whatever_else_is_retried(house: House, monkeyp
     """Each request is one that may be sent, but all together have more values than are read of one message."""
     delays = (0.02,)
     monkeypatch.setattr(topology, "DELAYS_S", delays)
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=delays))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=delays))
     bus = await house.bus()
     numbers = {"network_data": {"n": [1] * (wire.MAX_CLIENT_VALUES // 2 - 100)}}
     heavy = [boot(number, config_drive=ConfigDrive(**numbers)) for number in range(3)]

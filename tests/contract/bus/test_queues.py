@@ -17,12 +17,13 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters, in_flight
 from bus.consuming.dead_letters import UNKNOWN
-from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.base import Message, encode
-from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, QueueKind, lane_of
-from bus.key_trust import CODE
-from bus.port import Outgoing, Transport
+from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.contracts.base import Message
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
+from bus.contracts.catalogue import door_destination
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, REQUEST_QUEUES, QueueKind
+from bus.port import Outgoing, PublishRefused, Transport
+from bus.published_key import CODE
 from bus.rabbitmq.transport import RabbitTransport
 from bus.topology import (
     DELAYS_S,
@@ -307,11 +308,11 @@ async def test_a_policy_keeps_the_letters_of_a_queue_without_a_limit(own_broker:
         await bus.close()
 
 
-# --- A project's requests beside those of a noisy one: in another lane they wait for little of it.
+# --- What a consumer has of its queue.
 
 
 NOISY, QUIET = "p", "quiet"
-KEY = f"build.request.{lane_of(NOISY)}.{NOISY}"
+KEY = f"build.request.{NOISY}"
 BATCH = 8
 
 
@@ -334,55 +335,52 @@ async def bus(house: House) -> AsyncIterator[Bus]:
 
 
 @KINDS
-async def test_a_quiet_projects_request_is_in_the_next_batch_however_many_wait_of_a_noisy_one(
-    house: House, bus: Bus
+@pytest.mark.parametrize("request_", [boot(1), structs.replace(boot(1), host="h")], ids=["gateway", "operator"])
+async def test_a_full_queue_of_direct_publishers_refuses_no_other_request(
+    house: House, bus: Bus, request_: BuildRequest
 ) -> None:
-    """It waited 31 s behind eight noisy connections."""
-    await bus.declare(REQUESTS)
-    handler = Gated()
-    consumer = await house.consume(bus, REQUESTS, handler, max_batch=BATCH, concurrency=1)
-    for number in range(100):  # each alone: one of them is one delivery
-        message = structs.replace(boot(number), project_id=NOISY)
-        await bus.publish(message)
-    await until(lambda: len(handler.batches) == 1 and consumer._waiting() == 100 - len(handler.batches[0]))
-    await bus.publish(structs.replace(boot(1000), project_id=QUIET))
-    await until(lambda: consumer._waiting() == 101 - len(handler.batches[0]))
-    handler.gate.set()
-    await until(lambda: sum(map(len, handler.batches)) == 101)
-    assert QUIET in handler.batches[1]
-    assert len(handler.batches[1]) == BATCH, "a batch is filled from all lanes"
-
-
-@KINDS
-async def test_a_lane_that_is_full_refuses_no_other_projects_request(house: House, bus: Bus) -> None:
-    await bus.declare(REQUESTS)
+    for queue in REQUEST_QUEUES:
+        await bus.declare(queue)
     size = 256 * 1024
 
     async def is_full() -> bool:
         try:
             await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"x" * size, mandatory=True))
-        except Exception as error:
-            return getattr(error, "code", "") == "bus.full"
+        except PublishRefused:
+            return True
         return False
 
     await until(is_full)
-    await bus.publish(structs.replace(boot(1), project_id=QUIET))
-    handler = await house.answer(bus, REQUESTS)
-    await handler.wait(1)
+    handlers = [await house.answer(bus, queue) for queue in ("scheduler.operators", "scheduler.door")]
+    to = None if request_.host else door_destination
+    await bus.request_all([request_], BuildAccepted, timeout_s=30, causes=[""], to=to)
+    assert [handler.uuids for handler in handlers].count([]) == 1
 
 
 @KINDS
-async def test_a_second_key_brings_a_request_into_no_other_projects_lane(house: House, bus: Bus) -> None:
-    """RabbitMQ 3.10 checks no permission for it. It would be handled there as well, in another project's turn."""
-    handler = await house.answer(bus, REQUESTS)
-    other = f"build.request.{lane_of(QUIET)}.{QUIET}"
-    body = encode(structs.replace(boot(1), project_id=NOISY))
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, also=other, body=body, mandatory=True))
-    await bus.publish(structs.replace(boot(2), project_id=QUIET))
-    await bus.publish(boot(3))
-    await handler.wait(3)
-    await settled(bus)
-    assert sorted(handler.uuids) == [boot(number).instance_uuid for number in (1, 2, 3)]
+async def test_a_retry_of_a_full_queue_comes_back(house: House, bus: Bus) -> None:
+    """The queue would refuse it, and then it holds up the delays of the whole bus."""
+    for queue in REQUEST_QUEUES:
+        await bus.declare(queue)
+    size, began = 256 * 1024, asyncio.Event()
+
+    async def retry(received: Sequence[Received]) -> Sequence[Outcome]:
+        while True:
+            try:
+                await bus.transport.publish(
+                    Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"x" * size, mandatory=True)
+                )
+            except PublishRefused:
+                break
+        began.set()
+        return [Retry("test.later")] * len(received)
+
+    handler = await house.answer(bus, "scheduler.operators")
+    consumer = await house.consume(bus, REQUESTS, retry, max_batch=1, concurrency=1, prefetch=1)
+    await bus.publish(boot(1))
+    await began.wait()
+    await handler.wait(1)
+    assert handler.uuids == [boot(1).instance_uuid] and consumer.in_hand <= 1
 
 
 @KINDS
@@ -391,11 +389,10 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
 ) -> None:
     """A scheduler grew from 140 to 605 MB: 512 messages of a megabyte, and each was in bounds."""
     size, bound = 50_000, 200_000
-    monkeypatch.setattr(in_flight, "MAX_LANE_BYTES", bound)
+    monkeypatch.setattr(in_flight, "MAX_HELD_BYTES", bound)
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
-    (lane,) = (one for one in consumer._lanes if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
     most = 0
     for number in range(30):
         message = structs.replace(boot(number), project_id=NOISY, name="n" * 200)
@@ -403,21 +400,20 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
         body = b'{"instance_uuid":"%d' % number + b"x" * size
         await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=body, mandatory=True))
         await asyncio.sleep(0.01)
-        most = max(most, lane.held)
-    assert most <= bound + 8 * size, "what is on its way when the lane is paused comes, too"
+        most = max(most, consumer._held.held)
+    assert most <= bound + 8 * size, "what is on its way when it is paused comes, too"
     await until(lambda: not_all_taken(bus))
     handler.gate.set()
     await until(lambda: len(handler.batches) == 30)
     await until(lambda: depth_is(bus, REQUESTS, 0))
-    await until(lambda: lane.held == 0)
+    await until(lambda: consumer._held.held == 0)
 
 
 @KINDS
-async def test_a_lane_whose_deliveries_were_lost_holds_none_of_them(house: House, bus: Bus) -> None:
+async def test_a_consumer_whose_deliveries_were_lost_holds_none_of_them(house: House, bus: Bus) -> None:
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
-    (lane,) = (one for one in consumer._lanes if one.name == f"{REQUESTS}.{lane_of(NOISY)}")
     for number in range(3):
         await bus.publish(structs.replace(boot(number), project_id=NOISY))
     await until(lambda: len(handler.batches) == 1 and consumer._waiting() == 2)
@@ -427,7 +423,7 @@ async def test_a_lane_whose_deliveries_were_lost_holds_none_of_them(house: House
     await back.wait()
     handler.gate.set()
     await settled(bus)
-    await until(lambda: lane.held == 0)
+    await until(lambda: consumer._held.held == 0)
     assert len(handler.batches) >= 3
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bus import wire
 from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.base import Message, Refusal
+from bus.contracts.base import DatabaseMark, Message, Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
 from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell
 from bus.contracts.operations import ForgetHost, HostForgotten
@@ -22,7 +22,7 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
 from bus.publishing import Waiter
-from tests.contract.rig import KINDS, LANE, REQUESTS, Answering, Collector, House, accepted, boot, collect, settled
+from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, accepted, boot, collect, settled
 from tests.kit.waiting import PATIENCE_S, until
 
 BEGUN_S = 3.0  # the time-out of a requester whose request has begun by then
@@ -39,7 +39,7 @@ async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house:
         await bus.transport.publish(
             Outgoing(
                 exchange=COMMANDS,
-                routing_key="build.request.17.p",
+                routing_key="build.request.p",
                 body=body,
                 reply_to="client.reply.somebodys",
                 correlation_id=correlation_id,
@@ -208,7 +208,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     await bus.transport.publish(delete({**late_by(), "berth-attempt": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
-        taken = await collect(other.transport, LANE, 1, ack=False)
+        taken = await collect(other.transport, REQUESTS, 1, ack=False)
         await taken.wait(1)
         await other.close()  # with the message
     await house.consume(bus, REQUESTS, handler)
@@ -348,23 +348,31 @@ def late_by(s: float = 1.0) -> dict[str, int]:
 def delete(headers: Mapping[str, int | str]) -> Outgoing:
     body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
     return Outgoing(
-        exchange=COMMANDS, routing_key="build.delete.17.p", body=body, headers=headers, reply_to="client.reply.gone"
+        exchange=COMMANDS, routing_key="build.delete.p", body=body, headers=headers, reply_to="client.reply.gone"
     )
 
 
-async def test_each_message_states_the_incarnation_by_which_it_was_decided(house: House) -> None:
+async def test_each_message_states_the_mark_of_when_it_was_decided(house: House) -> None:
     """Also one that an earlier process has left in the outbox, and one that is asked again or replayed."""
     asker, server = await house.bus(), await house.bus()
     handler = await house.answer(server, REQUESTS, accepted)
     await asker.publish(boot(0))
-    incarnations = iter((7, 8))
-    asker.states_incarnation(lambda: next(incarnations, 9))
+    marks = iter((DatabaseMark(7, (5,)), DatabaseMark(8, (0, 6))))
+    asker.states_mark(lambda: next(marks, DatabaseMark(9, (1, 2, 3))))
     await asker.publish(boot(1))
     await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
     await asker.publish_all([(boot(number), "") for number in range(3, 6)])
     waiter = Waiter()
-    asker.post_all([(boot(6), ""), (boot(7), "")], ["", ""], [waiter, waiter], lambda _: None, [3, 0])
+    asker.post_all([(boot(number), "") for number in (6, 7, 8)], [""] * 3, [waiter] * 3, [3, 0, 9])
     await waiter.wait()
-    await until(lambda: len(handler.got) == 8)
-    stated = {int(one.message.instance_uuid[-1]): one.meta.database_incarnation for one in handler.got}  # type: ignore[attr-defined]
-    assert stated == {0: 0, 1: 7, 2: 8, 3: 9, 4: 9, 5: 9, 6: 3, 7: 0}
+    await until(lambda: len(handler.got) == 9)
+    stated = {int(one.message.instance_uuid[-1]): one.meta.mark for one in handler.got}  # type: ignore[attr-defined]
+    now = DatabaseMark(9, (1, 2, 3))
+    assert stated == {
+        0: DatabaseMark(),
+        1: DatabaseMark(7, (5,)),
+        2: DatabaseMark(8, (0, 6)),
+        **dict.fromkeys((3, 4, 5, 8), now),
+        6: DatabaseMark(3),
+        7: DatabaseMark(),
+    }

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.contracts.queues import COMMANDS, DEAD_LETTERS, EVENTS, REPLY, QueueKind, QueueRow, Where
-from bus.port import CC, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Transport, Unroutable
-from bus.topology import DELAYS_S, delay_exchange
+from bus.contracts.queues import COMMANDS, EVENTS, REPLY, QueueKind
+from bus.port import Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Unroutable
 from tests.contract.rig import (
     EVERY_ADAPTER,
     EVERY_ADAPTER_THAT_RECONNECTS,
@@ -145,6 +144,15 @@ async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> 
     await second.publish(command(b"2"))
     await again.wait(1)
     assert (got.bodies, again.bodies) == ([b"1"], [b"2"])
+
+
+@EVERY_ADAPTER
+async def test_a_queue_that_was_purged_has_room_again(rig: Rig) -> None:
+    transport = await rig.transport()
+    queue = await declare(transport, max_bytes=1000)
+    for _ in range(4):
+        await transport.publish(command(b"x" * 900))
+        assert await transport.purge(queue) == 1
 
 
 @EVERY_ADAPTER
@@ -286,97 +294,6 @@ async def test_the_connection_comes_back_after_a_callback_has_raised(rig: Rig) -
     for times in (1, 2):
         await rig.cut()
         await until(lambda times=times: called == ["bad", "good"] * times and transport.connected)
-
-
-# --- A message with a second routing key, asked of every adapter alike: memory, memory behind a socket, RabbitMQ.
-
-
-async def declare_bound(transport: Transport, name: str, *keys: str, kind: QueueKind = QueueKind.DURABLE) -> str:
-    bindings = tuple((COMMANDS, key) for key in keys)
-    row = QueueRow(name=name, where=Where.BOTH, kind=kind, consumer="tests", bindings=bindings)
-    await transport.declare_queue(row, name, bindings)
-    return name
-
-
-def message(body: bytes = b"x", key: str = "one.by.one", also: str = "together", **fields: object) -> Outgoing:
-    return Outgoing(exchange=COMMANDS, routing_key=key, also=also, body=body, **fields)  # type: ignore[arg-type]
-
-
-@EVERY_ADAPTER
-async def test_it_reaches_the_queues_of_either_key_and_one_of_both_once(rig: Rig) -> None:
-    transport = await rig.transport()
-    got = {name: Collector() for name in ("first", "second", "both", "neither")}
-    await declare_bound(transport, "first", "one.#", kind=QueueKind.PRIVATE)
-    await declare_bound(transport, "second", "together")
-    await declare_bound(transport, "both", "one.*.one", "together")
-    await declare_bound(transport, "neither", "one", "two")
-    for name, collector in got.items():
-        await transport.consume(name, collector, prefetch=10)
-    await transport.publish(message(headers={"berth-cause": "why", "n": 7}, type="t.v1", message_id="m"))
-    await transport.publish(message(b"last", also=""))
-    await transport.publish(message(b"last", key="together", also=""))
-    await got["first"].wait(2)
-    await got["second"].wait(2)
-    await got["both"].wait(3)
-    assert got["first"].bodies == got["second"].bodies == [b"x", b"last"]
-    assert got["both"].bodies == [b"x", b"last", b"last"]
-    assert got["neither"].bodies == []
-    for collector in (got["first"], got["second"], got["both"]):
-        seen = collector.got[0]
-        assert (seen.exchange, seen.routing_key, seen.type, seen.message_id) == (COMMANDS, "one.by.one", "t.v1", "m")
-        assert (seen.headers["berth-cause"], seen.headers["n"], seen.headers[CC]) == ("why", 7, ["together"])
-        assert CC not in collector.got[1].headers
-
-
-@EVERY_ADAPTER
-async def test_it_is_unroutable_when_neither_key_leads_anywhere(rig: Rig) -> None:
-    transport = await rig.transport()
-    with pytest.raises(Unroutable):
-        await transport.publish(message(mandatory=True))
-    await transport.publish(message())
-    queue = await declare_bound(transport, "work", "together")
-    await transport.publish(message(mandatory=True))
-    await transport.publish(message(key="together", also="one.by.one", mandatory=True))
-    assert await transport.depth(queue) == 2
-
-
-@EVERY_ADAPTER
-async def test_where_a_key_is_a_queues_name_the_second_is_of_the_same_system(rig: Rig) -> None:
-    one, two = await rig.transport("one", "a."), await rig.transport("two", "b.")
-    for transport in (one, two):
-        await declare_bound(transport, "work")
-        await declare_bound(transport, "copies")
-    await one.publish(Outgoing(exchange="", routing_key="work", also="copies", body=b"x", mandatory=True))
-    assert [await one.depth(name) for name in ("work", "copies")] == [1, 1]
-    assert [await two.depth(name) for name in ("work", "copies")] == [0, 0]
-
-
-@EVERY_ADAPTER
-async def test_a_dead_letter_goes_nowhere_by_it(rig: Rig) -> None:
-    transport = await rig.transport()
-    queue, other = await declare_bound(transport, "work", "work"), await declare_bound(transport, "other", "other")
-    got = await collect(transport, queue, 1, ack=False)
-    await transport.publish(message(key="work", also=other))
-    (delivery,) = await got.wait(1)
-    delivery.nack(requeue=False)
-    await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
-    letter = await transport.get(DEAD_LETTERS)
-    assert letter is not None  # RabbitMQ 4.3 still shows the header, 3.10 does not
-    assert (await transport.depth(other), await transport.depth(DEAD_LETTERS)) == (1, 0)
-
-
-@EVERY_ADAPTER
-async def test_what_is_delayed_under_two_keys_comes_back_under_both(rig: Rig) -> None:
-    """Berth delays nothing so."""
-    transport = await rig.transport()
-    queue, other = await declare_bound(transport, "work"), await declare_bound(transport, "other")
-    got = await collect(transport, queue, 1)
-    await transport.publish(
-        Outgoing(exchange=delay_exchange(DELAYS_S[0]), routing_key=queue, also=other, body=b"x", mandatory=True)
-    )
-    await got.wait(1)
-    await until(lambda: depth_is(transport, other, 1))
-    assert (len(got.got), await transport.depth(DEAD_LETTERS)) == (1, 0)
 
 
 # --- A connection that is lost, and a broker that is unavailable, asked of every adapter that reconnects.

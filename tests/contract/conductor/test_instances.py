@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import product, starmap
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, InstanceSpec, Running, Selection
 from bus.contracts.moves import MoveKind
@@ -21,6 +23,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED, Work, in_text, states_where
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
+from cell_conductor.domain.marks import is_behind
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.keyed import DatabaseOutdated, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -219,6 +222,101 @@ async def test_instances_are_listed_in_the_order_of_their_uuids(store: InstanceS
     await insert(store, instance(C), instance(A), instance(B))
     ranges = [("", "", 9), ("", "", 2), (A, "", 9), (A, B, 9), (C, "", 9)]
     assert [await store.uuids(*one) for one in ranges] == [[A, B, C], [A, B], [B, C], [B], []]
+
+
+async def changed(store: InstanceStore, uuid: str, *, durable: bool = True, locking: bool = False) -> None:
+    """One commit."""
+    async with store.transaction() if locking else store.optimistic(()) as transaction:
+        known = (await transaction.lock([uuid]))[uuid]
+        transaction.durable = durable or locking
+        await transaction.update([replace(known, attempt=known.attempt + 1, newest=known.attempt + 1)])
+        await transaction.send_later(MESSAGES)
+
+
+async def test_each_commit_that_waits_for_the_disk_raises_a_counter_by_one(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    assert one.mark == DatabaseMark(1, (1,)) and other.mark == DatabaseMark(1)
+    for store, durable, locking, number in (
+        (one, True, False, 2),
+        (one, False, False, 2),
+        (other, True, False, 3),
+        (one, True, True, 4),
+    ):
+        await changed(store, A, durable=durable, locking=locking)
+        assert store.mark == DatabaseMark(1, (number,))
+        recorded = await other.recorded_marks()
+        assert recorded.own.sent_sequences == (number, *[0] * (SENT_SLOTS - 1))
+    await restored(one)
+    async with one.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    assert one.mark == DatabaseMark(2), "nothing of this incarnation is known to be on disk"
+    assert other.mark == DatabaseMark(1, (3,))
+    await changed(one, A, locking=True)
+    recorded = await one.recorded_marks()
+    assert one.mark == DatabaseMark(2, (5,)) and not recorded.own.is_above(one.mark)
+    assert not is_behind(recorded, DatabaseMark(1, (4,)))
+    assert is_behind(recorded, DatabaseMark(1, (5,)))
+
+
+async def test_commits_at_once_raise_counters_of_their_own_and_do_not_wait(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A), instance(B))
+    async with one.transaction() as transaction:
+        await transaction.update([replace((await transaction.lock([A]))[A], attempt=2)])
+        await changed(other, B)
+        assert other.mark == DatabaseMark(1, (0, 1)) and one.mark == DatabaseMark(1, (1,)), "it has not committed"
+    assert one.mark == DatabaseMark(1, (2,))
+    await changed(one, B)
+    assert one.mark == DatabaseMark(1, (3,))
+    assert (await one.recorded_marks()).own.sent_sequences[:3] == (3, 1, 0)
+
+
+async def test_what_is_rolled_back_raises_no_counter(store: InstanceStore) -> None:
+    await insert(store, instance(A))
+    with pytest.raises(ZeroDivisionError):
+        async with store.transaction() as transaction:
+            await transaction.update(list((await transaction.lock([A])).values()))
+            raise ZeroDivisionError
+    with pytest.raises(Conflict):
+        async with store.optimistic({A}) as optimistic:  # which is on record
+            await optimistic.insert([instance(A)])
+    assert store.mark == DatabaseMark(1, (1,))
+    assert not (await store.recorded_marks()).own.is_above(store.mark)
+
+
+async def test_more_commits_at_once_than_counters_are_all_counted(make: Make) -> None:
+    store = make()
+    await store.open()
+    uuids = [f"{number:08d}-0000-4000-8000-000000000000" for number in range(2 * SENT_SLOTS)]
+    await insert(store, *map(instance, uuids))
+    times = 20
+
+    async def commits(number: int, uuid: str) -> None:
+        for _ in range(times):
+            await changed(store, uuid, locking=number % 2 == 0)
+
+    await asyncio.gather(*starmap(commits, enumerate(uuids)))
+    recorded = (await store.recorded_marks()).own
+    assert sum(store.mark.sent_sequences) == 1 + times * len(uuids)
+    assert not recorded.is_above(store.mark) and not store.mark.is_above(recorded)
+
+
+@pytest.mark.parametrize("durable", [one for length in range(6) for one in product((False, True), repeat=length)])
+async def test_a_crash_of_the_database_never_leaves_it_behind_what_was_stated(durable: Sequence[bool]) -> None:
+    table = MemoryInstanceTable(SystemClock())
+    store = MemoryInstances(table.session())
+    await store.open()
+    await insert(store, instance(A))
+    for one in durable:
+        await changed(store, A, durable=one)
+    table.crash()
+    assert not is_behind(await store.recorded_marks(), store.mark)
+    assert store.mark == DatabaseMark(1, (1 + sum(durable),))
 
 
 @pytest.mark.parametrize("heard", [2, 3])

@@ -24,6 +24,7 @@ from bus.contracts.placement import (
     ReleaseResult,
     ServerGroup,
 )
+from placement_worker import book as resource_book
 from placement_worker.book import ResourceBook
 from placement_worker.store import claims
 from tests.contract.books import HOSTS, VMS, Books, at, build, claimed, used
@@ -440,3 +441,19 @@ async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it
 
     ended = await asyncio.gather(*(work(number) for number in range(4)))
     assert Counter(one for part in ended for one in part) == {"claimed": 4, "over_limit": 36}
+
+
+async def test_a_page_of_the_snapshot_has_no_more_bytes_than_a_message(
+    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource_book, "_bytes_of", lambda _: 10)
+    monkeypatch.setattr(resource_book, "MAX_PAGE_BYTES", 25)
+    uuids: list[str] = []
+    sizes: list[int] = []
+    more = True
+    while more:
+        page = await store.snapshot(uuids[-1] if uuids else None, 100)
+        uuids += [one.uuid for one in page.providers]
+        sizes.append(len(page.providers))
+        more = page.more
+    assert uuids == sorted(HOSTS) and set(sizes[:-1]) == {2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Refuse
-from bus.contracts.base import Refusal
+from bus.contracts.base import DatabaseMark, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainRecord, DrainTarget
 from bus.contracts.moves import Condition, MoveKind, MoveState
@@ -36,7 +37,7 @@ from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store import memory, postgres
 from scheduler_worker.store import objects as store_module
-from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
+from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore, WithoutHost
 from tests.kit.sent import Sent
 from tests.unit.scheduler.hosts import Hosts
 
@@ -244,8 +245,8 @@ async def test_an_instance_counts_for_each_flavor_that_it_may_have_next(
 @pytest.mark.parametrize(
     ("state", "condition", "host", "counted"),
     [
-        (BuildState.ACTIVE, Condition.OFFLOADED, None, [("p", "", 1)]),
-        (BuildState.ACTIVE, Condition.MOVING, None, [("p", "large", 1)]),
+        (BuildState.ACTIVE, Condition.OFFLOADED, None, [WithoutHost("p", Condition.OFFLOADED, "large", 1)]),
+        (BuildState.ACTIVE, Condition.MOVING, None, [WithoutHost("p", Condition.MOVING, "large", 1)]),
         (BuildState.ACTIVE, Condition.MOVING, "host-1", []),
         (BuildState.ACTIVE, Condition.SHELVED, None, []),
         (BuildState.DELETED, Condition.OFFLOADED, None, []),
@@ -256,7 +257,7 @@ async def test_the_instances_of_projects_that_have_no_host_are_counted(
     state: BuildState,
     condition: Condition,
     host: str | None,
-    counted: list[tuple[str, str, int]],
+    counted: list[WithoutHost],
 ) -> None:
     async with built.operation() as unit:
         build = (await unit.known([(BUILD, BUILD)], lock=True))[BUILD, BUILD].build
@@ -469,6 +470,25 @@ async def test_a_cells_instances_are_those_with_a_machine_page_by_page(
                 after = page.last
             assert found == [A, D, E]
     assert list((await store.in_cell("nobody", "", 10)).instances) == []
+
+
+async def test_of_a_cells_database_the_highest_mark_is_kept(make: Callable[[], SchedulerStore]) -> None:
+    store, other = make(), make()
+    await store.open()
+    await other.open()
+    assert await store.mark_of("c1") == DatabaseMark()
+    for mark, highest in (
+        (DatabaseMark(2), DatabaseMark(2)),
+        (DatabaseMark(2, (0, 3)), DatabaseMark(2, (0, 3))),
+        (DatabaseMark(2, (5, 1, 7)), DatabaseMark(2, (5, 3, 7))),
+        (DatabaseMark(2, (6,)), DatabaseMark(2, (6, 3, 7))),
+        (DatabaseMark(1, (9,)), DatabaseMark(2, (6, 3, 7))),
+        (DatabaseMark(3, (1,)), DatabaseMark(3, (1,))),
+    ):
+        assert await store.raise_mark("c1", mark) == highest.database_incarnation
+        assert await other.mark_of("c1") == highest
+        store, other = other, store
+    assert await store.mark_of("c2") == DatabaseMark()
 
 
 async def test_the_newest_moves_of_an_instance_without_those_that_were_refused(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.audit.gather import _gangs
+from berth.audit.gather import _gangs, _roots
 from berth.audit.invariants import RunningFact
 from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
 from berth.commands import book
@@ -28,6 +28,7 @@ from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
+from cell_conductor.domain.desires import DESIRES
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind, is_over
@@ -207,6 +208,15 @@ async def test_what_runs_on_a_node_is_claimed_though_a_node_in_use_is_reserved(r
     assert [getattr(one, "outcome", None) for one in again] == ["unchanged"]
     other = await restored.instance(host=2, amounts={gold: 1})
     assert await restored.repair() == [f"{other}: left alone, full"], "one holds it"
+
+
+async def test_what_a_pool_shares_is_of_no_host(restored: Restored) -> None:
+    """`berth audit` called each instance with a share of a pool doubled, and the proposed repair found nothing."""
+    pool = new_uuid(restored.rng)
+    shares = {"inventories": {"DISK_GB": Inventory(total=9)}, "traits": ("MISC_SHARES_VIA_AGGREGATE",)}
+    report = ProviderReport(uuid=pool, name="pool", **shares)  # type: ignore[arg-type]
+    await restored.book.store.report([InventoryUpdate(source="p", version=1, root_uuid=pool, providers=(report,))])
+    assert await _roots(restored.book.database) == {host: host for host in restored.hosts}
 
 
 async def test_what_a_hypervisor_has_reserved_is_not_claimed_for_what_runs_there(restored: Restored) -> None:
@@ -444,29 +454,52 @@ OPEN_MOVE = RecordedMove(
 @pytest.mark.parametrize("fact", ["active", "deleting", "quarantine", "move", "deleted"])
 async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Restored, fact: str) -> None:
     """A cell was set back to before a build: its machine ran, in quarantine, and its room was offered to others."""
-    scheduler, cell2 = Database(restored.url, "scheduler", pool_size=1), Database(restored.url, "cell_cell2")
-    await scheduler.open(SCHEDULER_MIGRATIONS)
-    await cell2.open(MIGRATIONS)
-    uuid, holds = new_uuid(restored.rng), {restored.hosts[0]: {"VCPU": 2}}
-    await restored.book.store.apply([claim(uuid, holds, by="run")])
+    uuid = new_uuid(restored.rng)
     if fact == "quarantine":
         kept = Unexplained(uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnexplainedKind.QUARANTINED, why="w")
         await Safety(PostgresKeyed(restored.cell)).record("s", [kept], 1.0)
-    else:
-        store = PostgresBuilds(scheduler)
-        store.publish_through(Sent())  # type: ignore[arg-type]
-        state = BuildState.ACTIVE if fact == "move" else BuildState(fact)
-        ended = replace(accepted(uuid).build, state=state, terminal=True, cell="cell1", run="run")
+    released = await released_of(restored, {uuid: restored.hosts[0]}, None if fact == "quarantine" else fact)
+    assert released == ({uuid} if fact == "deleted" else set())
+
+
+@pytest.mark.parametrize("request_state", ["active", "deleted"])
+async def test_a_repair_releases_what_by_its_cells_record_is_over(restored: Restored, request_state: str) -> None:
+    """The book was set back to before an offload: `berth audit` proposed a repair, which repaired nothing. Of what has
+    left its cell that record is none: the next cell may have lost its own.
+    """
+    restored.hosts = await restored.book.hosts(len(DESIRES), restored.rng, VCPU=2)
+    phases = {
+        await restored.instance(host=host, state=state, then=then): (state, then)
+        for host, (state, then) in enumerate(DESIRES)
+    }
+    released = await released_of(restored, dict(zip(phases, restored.hosts, strict=True)), request_state)
+    over = {(one, None) for one in (State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED)}
+    left = {one for one in DESIRES if one[0] is State.DEPARTED}
+    assert {phases[uuid] for uuid in released} == (over | left if request_state == "deleted" else over)
+
+
+async def released_of(restored: Restored, holders: Mapping[str, str], request: str | None) -> set[str]:
+    """The instances, each on its host, whose claims a repair releases. request: their state at the top."""
+    scheduler, cell2 = Database(restored.url, "scheduler", pool_size=1), Database(restored.url, "cell_cell2")
+    await scheduler.open(SCHEDULER_MIGRATIONS)
+    await cell2.open(MIGRATIONS)
+    store = PostgresBuilds(scheduler)
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    for uuid, host in holders.items():
+        await restored.book.store.apply([claim(uuid, {host: {"VCPU": 2}}, by="run")])
         async with store.unit() as unit:
-            if fact != "move":
-                await unit.insert([replace(accepted(uuid), build=ended, gang=None)], 1.0)
-            else:  # its source is held by the request, which the cell is about to be commanded again
+            if request == "move":  # its source is held by the request, which the cell is about to be commanded again
                 await unit.insert_moves([replace(OPEN_MOVE, request_id=uuid)], 1.0)
+            elif request is not None:
+                new = accepted(uuid)
+                ended = replace(new.build, state=BuildState(request), terminal=True, cell="cell1", run="run")
+                await unit.insert([replace(new, build=ended, gang=None)], 1.0)
     found = await audited(restored.site, repair=True, grace_s=0.0)
     await scheduler.close()
     await cell2.close()
-    assert await restored.book.allocations() == ({} if fact == "deleted" else {uuid: holds})
-    assert found["repaired"] == ([f"{uuid}: released"] if fact == "deleted" else [])
+    left = await restored.book.allocations()
+    assert {*found["repaired"]} == {f"{uuid}: released" for uuid in holders.keys() - left.keys()}
+    return holders.keys() - left.keys()
 
 
 # --- The members of a gang that count as started, as `berth check` reads them from the schedulers' record.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
 import pytest
 
 from bus.contracts.cell import ComputeOutcome, Running
+from bus.contracts.deploy import NetworkRequest
 from bus.openstack.login import KeystoneLogin
 from compute_sim.driver import Build, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.deployment import LOCK_TRIES
@@ -91,6 +93,28 @@ async def test_an_ironic_that_stays_down_ends_the_attempt_after_a_time_with_its_
         await spawned(metal, way=way, clock=Skipping(1_000.0), outage_timeout_s=1_000.0)
     assert way.unanswered > 2
     await metal.stand_in.start()
+
+
+async def test_a_second_port_is_waited_for_as_long_as_the_first(metal: Metal) -> None:
+    """The second fault was added to the time of the first, which had ended: the build was given up at once."""
+    ports = {f"00000000-0000-4000-8000-00000000000{number}": number for number in (1, 2)}
+    clock, faults = Skipping(0.0), {1: 2, 2: 2}
+
+    def plan(request: httpx.Request) -> httpx.Response | None:
+        if request.method != "POST" or not request.url.path.endswith("/vifs"):
+            return None
+        port = ports[json.loads(request.content)["id"]]
+        if not faults[port]:
+            return None
+        faults[port] -= 1
+        clock.skip(60.0)
+        return httpx.Response(500, json={"error_message": {"faultstring": "no such port"}})
+
+    owned = dict.fromkeys(ports, "acme")
+    driver = await metal.driver(way=Way(plan), clock=clock, outage_timeout_s=100.0, network="static", ports=owned)
+    networks = tuple(NetworkRequest(port=port) for port in ports)
+    await driver.spawn(build(metal.first, networks=networks))
+    assert metal.pool.vifs[metal.first] == list(ports)
 
 
 @pytest.mark.parametrize("method", ["GET", "PATCH", "PUT"])

@@ -11,7 +11,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
-from bus.contracts.base import ORDER_OUTDATED
+from bus.contracts.base import ORDER_OUTDATED, DatabaseMark
 from bus.contracts.cell import Destroy, FindMachines, MachinesFound
 from bus.faults import RequestRefused
 from bus.persistence.memory_database import MemoryDatabase, MemoryRows
@@ -24,7 +24,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 async def _conductor(cell: Cell, incarnation: int) -> Bus:
     made = Bus(CELL, cell.transports(CELL), process=f"conductor-{incarnation}", clock=cell.clock, rng=random.Random(1))
-    made.states_incarnation(lambda: incarnation)
+    made.states_mark(lambda: DatabaseMark(incarnation))
     await made.open()
     return made
 

@@ -13,8 +13,8 @@ from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.queues import DEAD
-from bus.key_trust import CODE
 from bus.port import Outgoing
+from bus.published_key import CODE
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.instance import Brief, Instance, State
 from cell_conductor.domain.report import differences, is_over

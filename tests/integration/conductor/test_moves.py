@@ -33,7 +33,7 @@ from compute_sim.fleet import Fleet
 from placement_worker.config import PlacementConfig
 from tests.kit.waiting import until
 
-pytestmark = [pytest.mark.rabbitmq, pytest.mark.usefixtures("few_lanes")]
+pytestmark = [pytest.mark.rabbitmq]
 
 CELL = "c1"
 WAIT_S = 60.0

@@ -233,6 +233,24 @@ async def test_an_older_ironic_is_asked_with_its_newest_version(
     await reading.close()
 
 
+async def test_each_list_asks_with_the_newest_version_again() -> None:
+    """Ironic may have been upgraded."""
+    seen: list[str] = []
+    of_node = of_version("1.58", seen)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        answered = of_node(request)
+        is_list = answered.status_code == 200 and request.url.path.endswith("/nodes")
+        return httpx.Response(200, json={"nodes": []}) if is_list else answered
+
+    reading = answering(answer, microversion="1.83")
+    await reading.get_node(UUID)
+    for _ in range(2):
+        assert [page async for page in reading.list_nodes()] == [[]]
+    assert seen == ["1.83", "1.58"] * 3
+    await reading.close()
+
+
 @pytest.mark.parametrize("newest", ["1.38", "1.83", "1.x", "", "9" * 40])
 async def test_an_ironic_that_offers_no_version_is_refused(newest: str) -> None:
     reading = answering(lambda _: httpx.Response(406, headers={MOST: newest}), microversion="1.83")

@@ -75,6 +75,9 @@ async def test_the_bus_and_rest_share_one_book(placement: Placement) -> None:
     held = (await placement.call("GET", f"/allocations/{consumer}", status=200)).json()
     assert held["allocations"][root]["resources"] == {"VCPU": 3}
     assert held["consumer_generation"] == 1
+    for version, kind in (("1.37", None), ("1.38", "INSTANCE")):
+        answer = await placement.call("GET", f"/allocations/{consumer}", status=200, version=version)
+        assert answer.json().get("consumer_type") == kind
     await placement.call("PUT", f"/allocations/{consumer}", holding({}, 1), status=204)
     [late] = await placement.store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     assert isinstance(late, ClaimResult)

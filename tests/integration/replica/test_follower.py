@@ -398,3 +398,15 @@ async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_befo
             stage.clock.advance(0.1)
         assert stage.book.history == "h2"
         assert stage.is_true(), (stage.book.sequence, source.head)
+
+
+@pytest.mark.parametrize(("process", "queue"), [("s1", "scheduler.feed.s1"), (None, "scheduler.feed.bus-1")])
+async def test_a_follower_has_the_queue_of_the_process_that_it_is_for(process: str | None, queue: str) -> None:
+    stage = Stage()
+    bus = stage.bus("bus-1")
+    await bus.open()
+    follower = Follower(bus, stage.book, process=process, clock=stage.clock)
+    await follower.start()
+    assert follower._consumer.queue == queue and await bus.transport.depth(queue) == 0
+    await follower.close()
+    await bus.close()

@@ -26,6 +26,7 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.queues import REQUEST_QUEUES
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler.world import CELLS, World
@@ -59,7 +60,7 @@ class Gate:
 def cut_request_consumer(world: World) -> None:
     """Cut the connection of the one that takes requests; it comes back, but takes none any more."""
     for transport in list(world.brokers[API].transports):
-        kept = [one for one in transport.subscriptions if not one.queue.plan.name.startswith("scheduler.requests")]
+        kept = [one for one in transport.subscriptions if one.queue.plan.name not in REQUEST_QUEUES]
         if len(kept) != len(transport.subscriptions):
             transport.subscriptions[:] = kept
             transport.lose()

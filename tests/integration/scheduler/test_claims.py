@@ -16,7 +16,7 @@ from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteR
 from bus.contracts.catalogue import BY_TYPE
 from bus.contracts.cell import CellBuild, CellBuildQuery
 from bus.contracts.placement import ReleaseRun
-from bus.contracts.queues import BY_QUEUE, DEAD, QueueKind, lane_of
+from bus.contracts.queues import BY_QUEUE, DEAD, QueueKind
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.postgres
 
 
 async def until_acknowledged(world: World) -> None:
-    queue = world.brokers[API].queue(f"scheduler.requests.{lane_of('demo')}")
+    queue = world.brokers[API].queue("scheduler.requests")
     await until(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
 
 
@@ -110,7 +110,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     cell = await world.queried(request)
     assert host in await world.used()
     await world.kill("s2")
-    await until(lambda: len(world.brokers[API].queue(f"scheduler.requests.{lane_of(request.project_id)}")) == 1)
+    await until(lambda: len(world.brokers[API].queue("scheduler.requests")) == 1)
     await world.scheduler("s3", CONFIG)
     await until_acknowledged(world)
     used = await world.used()

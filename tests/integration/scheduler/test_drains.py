@@ -304,6 +304,7 @@ async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
 
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
     await world.scheduler_and_hosts(2, replace(WARM, moves_across_cells=True))
+    await world.add_hosts("c2", 1)
     await active(world, 1, "c1-0")
     first = await begin(world, "c1-0")
     await digests(world)
@@ -313,6 +314,30 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     assert second.hosts == 2
     assert {one.state for one in world.tables["s1"].hosts_of_drain(second.id).values()} == {AdminState.DISABLED}
     assert not world.tables["s1"].hosts_of_drain(first.id)
+
+
+async def test_the_instances_of_a_cell_leave_it_also_where_a_host_joins_it(world: World) -> None:
+    """They were moved to the new host; and with no other cell the drain began, and each instance was refused."""
+    await world.scheduler_and_hosts(1, replace(WARM, moves_across_cells=True))
+    await active(world, 1, "c1-0")
+    await digests(world)
+    whole_cell = {"target": DrainTarget.CELL, "force": True}
+    assert await start_code(world, "c1", **whole_cell) == "move.across_cells"
+    await world.add_hosts("c2", 1, VCPU=1, MEMORY_MB=1, DISK_GB=1)
+    await digests(world)
+    await begin(world, "c1", **whole_cell)
+
+    def refused() -> int:
+        return len({one.request_id for one in world.move_events if one.code == "no_valid_host"})
+
+    await until(refused)
+    await world.add_hosts("c1", 1)
+    before = refused()
+    await until(lambda: refused() > before or commanded(world))
+    assert commanded(world) == []
+    (there,) = await world.add_hosts("c2", 1)
+    await until(lambda: world.departs or commanded(world))
+    assert commanded(world) == [] and world.departs, there
 
 
 async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world: World) -> None:

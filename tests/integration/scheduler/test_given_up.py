@@ -68,7 +68,7 @@ class Brokered(World):
 
 
 @pytest.fixture
-async def brokered(postgres_url: str, amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Brokered]:
+async def brokered(postgres_url: str, amqp: tuple[str, str]) -> AsyncIterator[Brokered]:
     """A scheduler that has declared its queues and is gone."""
     made = Brokered(postgres_url)
     made.amqp_url, made.prefix = amqp
@@ -109,40 +109,6 @@ async def test_a_delete_that_expired_in_the_broker_is_refused_and_deletes_nothin
     await brokered.delete(request)  # asked again it is carried out
     await until(lambda: brokered.deletes)
     assert await brokered.letters() == ["broker.expired"]
-
-
-@pytest.mark.rabbitmq
-async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(brokered: Brokered) -> None:
-    """The broker (3.10) goes on with a record of its own kind that a publisher has written."""
-    request = await brokered.scheduled()
-    await brokered.stop("before")
-    death = record_of(brokered.prefix, "build.delete.0.demo")
-    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo")
-    await brokered.expired(delete, key="build.delete.18.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
-    await brokered.scheduler("after")
-    refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
-    assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "of its own project, and no other"
-    await brokered.scheduled()
-    assert not brokered.deletes
-    shown = await brokered.show(request.instance_uuid)
-    assert shown is not None
-    assert shown.state is BuildState.SCHEDULED
-
-
-@pytest.mark.rabbitmq
-async def test_a_malformed_request_that_expires_has_an_event_of_its_own_project_alone(brokered: Brokered) -> None:
-    """Its publisher forges the broker's record of a death: `refused` was published in the other project's stream."""
-    request = brokered.request()
-    await brokered.stop("before")
-    deaths = table({b"x-death": b"A" + long(b"F" + record_of(brokered.prefix, "build.request.0.demo"))})
-    async with raw_publisher(brokered.amqp_url) as raw:
-        body = encode(request).replace(b"m1.small", b"x" * 4000)
-        key = "build.request.18.evil"
-        await raw.publish(brokered.prefix + COMMANDS, key, body, expiration=AT_ONCE, headers=deaths)
-    await brokered.scheduler("after")
-    refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
-    assert refused.project_id == "evil"
-    assert [event.project_id for event in brokered.events] == ["evil"]
 
 
 async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(

@@ -15,11 +15,12 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.consuming.consumer import Consumer
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import Selection
 from bus.contracts.moves import Condition, MoveKind, MoveState
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, ReleaseResult
 from bus.contracts.recovery import CellRecovering
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
@@ -30,7 +31,7 @@ from scheduler_worker import recovery
 from scheduler_worker.domain import recovery as rules
 from tests.integration.scheduler.steps import WARM, decide, fence_sent
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import until
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 
@@ -170,6 +171,21 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
 
     asked = told(await answer(world, ended.instance_uuid))
     assert not asked[ended.instance_uuid].exists
+
+
+async def test_a_page_states_what_placement_and_the_schedulers_have_heard_of_the_cells_database(world: World) -> None:
+    await cell_with_hosts(world)
+    assert {part.marks for part in await answer(world)} == {(DatabaseMark(), DatabaseMark())}
+    one, other, bus = world.request(), world.request(), world.buses["c1"]
+    bus.states_mark(lambda: DatabaseMark(5, (0, 3)))
+    await world.active(one)
+    assert [part.marks for part in await answer(world)] == [(DatabaseMark(), DatabaseMark(5, (0, 3)))]
+    bus.states_mark(lambda: DatabaseMark(6, (4,)))
+    released = Release(consumer=one.instance_uuid)
+    await bus.request(released, ReleaseResult, timeout_s=PATIENCE_S)
+    assert [part.marks for part in await answer(world)] == [(DatabaseMark(6, (4,)), DatabaseMark(5, (0, 3)))]
+    await world.active(other)
+    assert [part.marks for part in await answer(world)] == [(DatabaseMark(6, (4,)),) * 2]
 
 
 async def test_an_instance_that_a_client_gave_the_id_of_a_move_is_told(world: World) -> None:
@@ -331,7 +347,7 @@ class RabbitWorld(World):
 
 
 @pytest.fixture
-async def rabbit_world(postgres_url: str, amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[World]:
+async def rabbit_world(postgres_url: str, amqp: tuple[str, str]) -> AsyncIterator[World]:
     made = RabbitWorld(postgres_url, amqp)
     await made.open()
     try:

@@ -83,9 +83,9 @@ async def test_what_the_door_refuses_takes_its_turn_anew() -> None:
 
 async def test_an_operators_right_goes_by_its_own_queue() -> None:
     door = Door()
-    async with door.scheduler("scheduler.requests"), program(door) as web:
+    async with door.scheduler("scheduler.operators"), program(door) as web:
         assert await web.send(build("demo", host="h1"))
-        assert [one.queue for one in door.got] == ["scheduler.requests"]
+        assert [one.queue for one in door.got] == ["scheduler.operators"]
 
 
 @pytest.mark.parametrize(

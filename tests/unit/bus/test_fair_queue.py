@@ -170,6 +170,8 @@ async def test_a_turn_that_ends_gives_way_however_it_ends(monkeypatch: pytest.Mo
     await asyncio.sleep(0)
     assert order == ["a"]
     tasks["c"].cancel()  # while it waits
+    await asyncio.gather(tasks["c"], return_exceptions=True)
+    assert order == ["a"], "it had no turn that it could give to another"
     gates["a"].set()
     await tasks["a"]
     gates["b"].set()

@@ -55,6 +55,25 @@ async def test_a_lost_connection_commits_nothing_and_frees_its_rows() -> None:
     assert rows == ["a"]
 
 
+async def test_each_connection_that_ends_is_counted_and_takes_no_earlier_loss_back() -> None:
+    """A flush compares: two losses that cancelled each other out would acknowledge what is gone."""
+    session, counted = MemoryDatabase(SystemClock()).session(), [0]
+    for kind in ("cut", "lost", "cut", "lost"):
+        if kind == "cut":
+            session.cut()
+        else:
+            with pytest.raises(DatabaseUnavailable):
+                async with session.transaction():
+                    raise DatabaseUnavailable("away")
+        counted.append(session.losses)
+    assert counted == [0, 1, 2, 3, 4]
+
+
+def test_a_later_row_of_the_outbox_has_a_higher_number() -> None:
+    database = MemoryDatabase(SystemClock())
+    assert [database.next_row() for _ in range(3)] == [1, 2, 3]
+
+
 async def test_who_waits_is_served_in_order_and_the_cancelled_are_passed_over() -> None:
     database, rows = MemoryDatabase(SystemClock()), []
     async with database.session().transaction() as transaction:

@@ -44,7 +44,7 @@ from bus.contracts.placement import (
     ProviderReport,
     ServerGroup,
 )
-from bus.port import CC, UNREAD, Outgoing
+from bus.port import UNREAD, Outgoing
 from bus.publishing import BusLimits
 from bus.rabbitmq import channels
 from bus.rabbitmq.channels import RabbitDelivery
@@ -56,7 +56,7 @@ from tests.unit.bus.test_wire import arrived
 # --- the properties of a message as pamqp reads them, which knows the protocol
 
 SHORT = st.text(max_size=60).filter(lambda text: "\0" not in text)
-NAMES = st.text(min_size=1, max_size=30).filter(lambda name: name != CC)
+NAMES = st.text(min_size=1, max_size=30)
 FRAME_MAX = 4096
 VALUES = st.one_of(SHORT, st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False))
 
@@ -66,7 +66,6 @@ install()
 @given(
     exchange=SHORT,
     key=SHORT,
-    also=SHORT,
     body=st.binary(max_size=10_000),
     headers=st.dictionaries(NAMES, VALUES, max_size=5),
     flags=st.tuples(st.booleans(), st.booleans()),
@@ -76,7 +75,6 @@ install()
 def test_what_is_written_is_read(  # noqa: PLR0917
     exchange: str,
     key: str,
-    also: str,
     body: bytes,
     headers: dict[str, str | int | float],
     flags: tuple[bool, bool],
@@ -96,7 +94,7 @@ def test_what_is_written_is_read(  # noqa: PLR0917
         mandatory=mandatory,
         expiration_s=expiration_s,
     )
-    raw = channels.frames_of(message, exchange, key, names[3], also, channel=7, frame_max=FRAME_MAX)
+    raw = channels.frames_of(message, exchange, key, names[3], channel=7, frame_max=FRAME_MAX)
     found = []
     while raw:
         size, channel, one = frame.unmarshal(raw)
@@ -110,7 +108,7 @@ def test_what_is_written_is_read(  # noqa: PLR0917
     assert b"".join(part.value for part in bodies) == body and head.body_size == len(body)
     read: Basic.Properties = head.properties
     assert read.content_type == "application/json"
-    assert (read.headers or {}) == ({**headers, CC: [also]} if also else headers)
+    assert (read.headers or {}) == headers
     assert read.delivery_mode == (2 if persistent else 1)
     assert (
         tuple(name or "" for name in (read.message_id, read.message_type, read.correlation_id, read.reply_to)) == names
@@ -197,7 +195,7 @@ def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
     assert short(text.encode()[:255]) in channels.properties_of(message, None)
     with pytest.raises(ValueError, match="longer"):
-        channels.frames_of(message, "", "ü" * 200, None, "", channel=1, frame_max=4096)
+        channels.frames_of(message, "", "ü" * 200, None, channel=1, frame_max=4096)
 
 
 def test_a_time_beyond_the_calendar_is_none_and_what_follows_is_read() -> None:

@@ -365,7 +365,7 @@ class HungTransport(MemoryTransport):
 
 
 def post(bus: Bus, waiters: list[Waiter]) -> None:
-    bus.post_all([(one, "") for one in MESSAGES], [""] * len(MESSAGES), waiters, lambda _: None)
+    bus.post_all([(one, "") for one in MESSAGES], [""] * len(MESSAGES), waiters)
 
 
 @pytest.mark.parametrize("began", [True, False])
@@ -544,7 +544,7 @@ async def test_a_publisher_that_closes_while_nothing_can_leave_leaves_the_loop_t
     await bus.open()
     waiters = [Waiter() for _ in range(5)]
     message = CellDelete(instance_uuid=boot(1).instance_uuid, project_id="p")
-    bus.post_all([(message, "")] * 5, [""] * 5, waiters, lambda _: None)
+    bus.post_all([(message, "")] * 5, [""] * 5, waiters)
     await asyncio.sleep(0)
     await bus.close()
     assert [type(waiter.error) for waiter in waiters] == [BusUnavailable] * 5

@@ -40,7 +40,7 @@ from tests.kit.turns import Turns, unfinished
 # --- frames cut from a connection's bytes are those that pamqp reads, however the bytes come
 
 FRAMES: list[Any] = [
-    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.17.p"),
+    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.p"),
     ContentHeader(body_size=3, properties=Basic.Properties(message_id="m", headers={"a": 1})),
     ContentBody(b"\xce\x01\x00"),
     Basic.Ack(7, True),

@@ -1,4 +1,4 @@
-"""Who may send what: keys and whether they are trusted, lanes of projects, rights, bounds of deploys."""
+"""Who may send what: keys, queues of requests, rights, bounds of deploys."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.consuming import in_flight
-from bus.consuming.in_flight import ArrivedDelivery, ConsumerLane, LanesInTurn
+from bus.consuming.in_flight import HeldBytes
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest, FlavorCount
 from bus.contracts.catalogue import (
     BY_TYPE,
+    DOOR_KEY,
     MESSAGES,
     OF_PROJECT,
     OPERATORS,
+    OPERATORS_KEY,
     destination,
     operators_rights,
-    projects_key,
     routing_key,
+    taken_by,
 )
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
 from bus.contracts.moves import MoveKind, MoveRequest
-from bus.contracts.queues import BY_QUEUE, COMMANDS, LANES, lane_of
-from bus.gather import InTurn
-from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
+from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES, QueueKind, QueueRow
 from bus.port import UNREAD, Delivery, Outgoing
+from bus.published_key import letters_code, published_key
 from bus.topology import matches, plan
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
@@ -153,333 +154,98 @@ def test_the_table_names_fields_that_there_are_and_queues_that_take_them() -> No
     assert OPERATORS[MoveRequest]["kind"] == {MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE}
 
 
-# --- Whence the routing key of a message comes, and whether it is trusted: each way by which one can arrive.
+# --- The routing key against which a message is read: each way by which one can arrive.
 
 
-BUILD_UUID = "00000000-0000-0000-0000-000000000001"
-MINE, VICTIMS = "build.delete.19.mine", "build.delete.9.victim"
-TRUSTED_QUEUE = "scheduler.requests"
-LANE_OF_MINE = "scheduler.requests.19"
-CODEC = wire.Codec([BuildRequest, DeleteRequest], queue=TRUSTED_QUEUE)
+MINE, ANOTHERS = "build.delete.mine", "build.delete.another"
+QUEUE = "scheduler.requests"
 
 
-class TrustedArrival:
-    """An Outgoing as the other side sees it."""
-
-    def __init__(self, exchange: str, key: str, headers: dict[str, Any], body: bytes = b"") -> None:
-        message = Outgoing(exchange=exchange, routing_key=key, body=body)
-        for name in message.__struct_fields__:
-            setattr(self, name, getattr(message, name))
-        self.headers = headers
-
-
-def arrived(exchange: str, key: str, body: bytes = b"", **headers: Any) -> Delivery:
+def arrived(exchange: str, key: str, **headers: Any) -> Delivery:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return TrustedArrival(exchange, key, named, body)  # type: ignore[return-value]
+    return Arrived(Outgoing(exchange=exchange, routing_key=key, body=b"{}", headers=named))  # type: ignore[return-value]
 
 
-def death(queue: str, reason: str = "expired", exchange: str = "berth", key: str = MINE) -> dict[str, Any]:
+def death(queue: str = QUEUE, reason: str = "expired", exchange: str = "berth", key: str = MINE) -> dict[str, Any]:
     return {"count": 1, "queue": queue, "reason": reason, "exchange": exchange, "routing-keys": [key]}
 
 
-PRIVATE = death("amq.gen-TwFY9rzBoMgsQd2aCAsNlQ", exchange="berth.events", key="build.event.refused.mine")
-OWN = death(TRUSTED_QUEUE)
-DELAYED = death("berth.delayed.200", exchange="berth.delay.200", key=TRUSTED_QUEUE)
-FORGED = death(TRUSTED_QUEUE, key=VICTIMS)
-COMMAND = "berth"
+DELAYED = death("berth.delayed.200", exchange="berth.delay.200", key=QUEUE)
 ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
-    "a client's": (arrived(COMMAND, MINE), MINE),
-    "with a header of its own for the key": (arrived(COMMAND, MINE, berth_key=VICTIMS), MINE),
-    "dead-lettered by a private queue": (arrived(COMMAND, VICTIMS, x_death=[PRIVATE]), None),
-    "the same, hidden behind many headers": (arrived(COMMAND, VICTIMS, **{UNREAD: True}), None),
-    "the same, with a forged second death": (arrived(COMMAND, VICTIMS, x_death=[PRIVATE, OWN]), None),
-    "with a forged record": (arrived(COMMAND, MINE, x_death=[OWN]), None),
-    "with half of a forged record": (arrived(COMMAND, MINE, x_first_death_queue=TRUSTED_QUEUE), None),
-    "by a second key": (arrived(COMMAND, "placement.release", CC=[VICTIMS]), None),
-    "by a second key, shown": (arrived(COMMAND, MINE, CC=[VICTIMS]), MINE),
+    "a client's": (arrived("berth", MINE), MINE),
+    "with a header of its own for the key": (arrived("berth", MINE, berth_key=ANOTHERS), MINE),
     "an event's": (arrived("berth.events", "build.event.active.p"), "build.event.active.p"),
-    "an event that was dead-lettered": (arrived("berth.events", "build.event.active.p", x_death=[PRIVATE]), None),
-    "from another program's exchange": (arrived("ironic", "notifications.info"), None),
-    "by an exchange that is bound to ours": (arrived("compute.evil", MINE), None),
-    "by the default exchange": (arrived("", TRUSTED_QUEUE, berth_key=MINE), None),
-    "an operator's": (arrived(COMMAND, "operator.request.p"), "operator.request.p"),
-    "expired unread": (arrived("berth.given-up", MINE, x_death=[OWN]), MINE),
-    "expired unread, with a forged key": (arrived("berth.given-up", MINE, x_death=[FORGED]), MINE),
-    "expired unread, with a prefix": (arrived("berth.given-up", MINE, x_death=[death(f"site.{TRUSTED_QUEUE}")]), MINE),
-    "a private queue's, expired unread": (arrived("berth.given-up", VICTIMS, x_death=[OWN, PRIVATE]), None),
-    "the same, hidden": (arrived("berth.given-up", VICTIMS, x_death=[OWN], **{UNREAD: True}), None),
-    "given up without a record": (arrived("berth.given-up", VICTIMS), None),
-    "given up with no real record": (arrived("berth.given-up", VICTIMS, x_death=[True]), None),
-    "given up after a delay": (arrived("berth.given-up", TRUSTED_QUEUE, x_death=[OWN, DELAYED]), ""),
-    "parked by a worker": (arrived("berth.dead", TRUSTED_QUEUE, berth_key=MINE), MINE),
-    "parked by a worker, key unknown": (arrived("berth.dead", TRUSTED_QUEUE), ""),
-    "a worker's, given up by the broker": (
-        arrived("berth.dead", "conductor.requests", x_death=[death("conductor.requests", key="cell.build")]),
-        "cell.build",
-    ),
-    "a worker's, given up after a delay": (
-        arrived("berth.dead", "conductor.requests", x_death=[death("conductor.requests"), DELAYED]),
-        "",
-    ),
-    "a private queue's, given up by a worker's": (
-        arrived("berth.dead", "placement.inventory", x_death=[death("placement.inventory"), PRIVATE]),
+    "by the default exchange": (arrived("", QUEUE, berth_key=MINE), None),
+    "parked by a worker": (arrived("berth.dead", QUEUE, berth_key=MINE), MINE),
+    "parked by a worker, key unknown": (arrived("berth.dead", QUEUE), ""),
+    "given up by the broker": (arrived("berth.dead", QUEUE, x_death=[death()]), MINE),
+    "the same after a delay": (arrived("berth.dead", QUEUE, x_death=[death(), DELAYED]), ""),
+    "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), None),
+    "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), None),
+    "passed on by another's queue to the letters": (
+        arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=ANOTHERS),
         None,
     ),
-    "back from a delay": (arrived("berth.return", TRUSTED_QUEUE, x_death=[DELAYED], berth_key=VICTIMS), ""),
-    "back from a delay, by another's exchange": (
-        arrived("berth.return", TRUSTED_QUEUE, x_death=[death("berth.delayed.200", exchange="compute.evil")]),
+    "passed on by another's queue to a delay": (
+        arrived("berth.return", QUEUE, x_death=[DELAYED, death("compute.x", exchange="compute.x")]),
         None,
     ),
-    "back from no delay": (arrived("berth.return", TRUSTED_QUEUE), None),
-    "a letter that goes back": (arrived("berth.replays", TRUSTED_QUEUE, berth_key=MINE), MINE),
+    "back from no delay": (arrived("berth.return", QUEUE), None),
+    "back from a delay": (arrived("berth.return", QUEUE, x_death=[DELAYED], berth_key=ANOTHERS), ""),
+    "a letter that goes back": (arrived("berth.replays", QUEUE, berth_key=MINE), MINE),
     "the same, given up by the broker": (
-        arrived(
-            "berth.given-up",
-            TRUSTED_QUEUE,
-            x_death=[death(TRUSTED_QUEUE, exchange="a.berth.replays", key=f"a.{TRUSTED_QUEUE}")],
-            berth_key=MINE,
-        ),
+        arrived("berth.dead", QUEUE, x_death=[death(exchange="a.berth.replays", key=f"a.{QUEUE}")], berth_key=MINE),
         MINE,
     ),
     "a reply": (arrived("berth.replies", "berth.reply.p"), ""),
-    "a reply that was dead-lettered": (arrived("berth.replies", "berth.reply.p", x_death=[PRIVATE]), None),
 }
 
 
 @pytest.mark.parametrize("name", ARRIVALS)
 def test_the_key_of_each_arrival(name: str) -> None:
     delivery, key = ARRIVALS[name]
-    lane = LANE_OF_MINE if delivery.routing_key == MINE else TRUSTED_QUEUE
-    assert published_key(delivery, lane) == key
+    assert published_key(delivery) == key
 
 
-@pytest.mark.parametrize("name", sorted(BROKERS_OWN | {UNREAD}))
-@pytest.mark.parametrize("body", [b"{", b'{"instance_uuid": "%s", "project_id": "victim"}' % BUILD_UUID.encode()])
-def test_a_message_that_was_dead_lettered_elsewhere_is_not_read(name: str, body: bytes) -> None:
-    """As a malformed request it made a `refused` in the stream of the project that its key named."""
-    delivery = arrived(COMMAND, VICTIMS, body, **{name: [PRIVATE]})
-    assert CODEC.read(delivery, "new") == []
-    assert len(CODEC.read(arrived(COMMAND, VICTIMS, body), "new")) == 1
-
-
-def test_a_retry_that_the_broker_has_delayed_is_read() -> None:
-    packed = wire.pack(DeleteRequest(instance_uuid=BUILD_UUID, project_id="p"), Meta(id="m", attempt=1))
-    delivery = arrived("berth.return", TRUSTED_QUEUE, packed.body, x_death=[DELAYED])
-    (got,) = CODEC.read(delivery, "new")
-    assert isinstance(got, wire.Read)
-
-
-@pytest.mark.parametrize(
-    "queue", ["placement.requests", "placement.inventory", "scheduler.changes", "scheduler.records"]
-)
-def test_a_second_key_opens_no_door_to_another_queue(queue: str) -> None:
-    """RabbitMQ 3.10 checks a publisher's permission for the first key only."""
-    assert published_key(arrived(COMMAND, MINE, CC=["x"]), queue) is None
-
-
-@pytest.mark.parametrize("queue", [TRUSTED_QUEUE, "scheduler.requests.9"])
-def test_a_second_key_opens_no_other_lane_and_not_that_of_operators(queue: str) -> None:
-    assert published_key(arrived(COMMAND, MINE), LANE_OF_MINE) == MINE
-    assert published_key(arrived(COMMAND, MINE, CC=["operator.request.p", VICTIMS]), queue) is None
-
-
-@pytest.mark.parametrize(
-    ("queue", "key"),
-    [("compute.{service}", "compute.spawn.c1"), ("placement.inventory", f"inventory.update.{BUILD_UUID}")],
-)
-def test_keys_that_a_binding_takes_are_trusted(queue: str, key: str) -> None:
-    assert published_key(arrived(COMMAND, key), queue) == key
+@pytest.mark.parametrize("header", ["x-death", UNREAD])
+@pytest.mark.parametrize("queue", ["gateway.requests", "gateway.queries", "scheduler.requests", "conductor.requests"])
+def test_what_another_queue_has_dead_lettered_is_not_read(queue: str, header: str) -> None:
+    """An event that came back as a malformed request was answered by one, and so on without end."""
+    codec = wire.Codec([BuildRequest, DeleteRequest], queue=queue)
+    assert codec.read(arrived("berth", MINE, **{header: [death()]}), "new") == []
+    for exchange in ("compute.evil", ""):  # which is bound to ours, or leads to every queue
+        assert codec.read(arrived(exchange, MINE), "new") == []
+    assert len(codec.read(arrived("berth", MINE), "new")) == 1
 
 
 def test_the_code_of_a_letter() -> None:
-    assert letters_code(arrived("berth.given-up", MINE, x_death=[OWN])) == "broker.expired"
-    assert letters_code(arrived("berth.dead", TRUSTED_QUEUE, berth_code="message.malformed")) == "message.malformed"
-    assert letters_key(arrived("berth.given-up", VICTIMS, x_death=[OWN, PRIVATE])) is None
+    assert letters_code(arrived("berth.dead", QUEUE, x_death=[death()])) == "broker.expired"
+    assert letters_code(arrived("berth.dead", QUEUE, berth_code="message.malformed")) == "message.malformed"
 
 
-# --- The lanes of projects: the function, the queues, and how a consumer takes from them.
-
-
-LANE_UUID = "00000000-0000-4000-8000-000000000001"
-REQUESTS = BY_QUEUE["scheduler.requests"]
-
-
-class Sent:
-    """A delivery of a name and a number of bytes."""
-
-    def __init__(self, name: str, size: int = 1, *, is_lost: bool = False) -> None:
-        self.name = name
-        self.body = b"x" * size
-        self.is_lost = is_lost
-
-
-class Regulated:
-    """A subscription that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def pause(self) -> None:
-        self.calls.append("pause")
-
-    def resume(self) -> None:
-        self.calls.append("resume")
-
-
-def taken(of: InTurn[Sent], count: int) -> list[str]:
-    return [of.take().name for _ in range(count)]
-
-
-def test_a_client_in_any_language_computes_the_lane() -> None:
-    """These values are part of the interface: each client has its own copy of the function."""
-    assert LANES == 32
-    assert {name: lane_of(name) for name in ("demo", "p", "bad", "a-b_C9")} == {
-        "demo": 0,
-        "p": 17,
-        "bad": 27,
-        "a-b_C9": 2,
-    }
-
-
-def test_a_projects_commands_carry_its_lane() -> None:
-    commands = {
-        "build.request.17.p": BuildRequest(instance_uuid=LANE_UUID, flavor="f", project_id="p"),
-        "build.delete.17.p": DeleteRequest(instance_uuid=LANE_UUID, project_id="p"),
-        "instance.move.17.p": MoveRequest(
-            request_id=LANE_UUID, instance_uuid=LANE_UUID, project_id="p", kind=MoveKind.STOP
-        ),
-    }
-    assert {key: routing_key(message) for key, message in commands.items()} == {key: key for key in commands}
-    assert {projects_key(BY_TYPE[type(message)].key, "p") for message in commands.values()} == set(commands)
+# --- The queues of requests, and what a consumer has of one.
 
 
 @given(st.from_regex(r"[A-Za-z0-9_\-]{1,64}", fullmatch=True))
-def test_each_key_of_a_project_leads_to_the_queue_of_its_lane_alone(project: str) -> None:
-    for row in MESSAGES:
-        if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT):
-            words = projects_key(row.key, project).split(".")
-            takers = [
-                queue.name
-                for queue in REQUESTS.queues
-                if any(matches(pattern.split("."), words) for _, pattern in queue.bindings)
-            ]
-            assert takers == [f"scheduler.requests.{lane_of(project)}"]
-
-
-def test_a_lane_is_bounded_as_the_queue_was_and_the_queue_of_the_name_is_for_no_project() -> None:
-    shared, *of_lanes = (plan(queue, queue.name, queue.bindings) for queue in REQUESTS.queues)
-    assert len(of_lanes) == LANES
-    assert {(one.max_bytes, one.max_length, one.drop_head) for one in of_lanes} == {
-        (REQUESTS.max_bytes, REQUESTS.max_length, False)
-    }
-    assert [key for exchange, key in shared.bindings if exchange == COMMANDS] == ["operator.request.#"]
-
-
-def test_a_quiet_lane_waits_for_one_delivery_of_each_other() -> None:
-    """In one line its request stood behind all that a noisy neighbour had sent before."""
-    waiting = InTurn[Sent]()
-    for lane in (0, 1):
-        for number in range(100):
-            waiting.put(lane, Sent(f"{lane}.{number}"))
-    assert taken(waiting, 5) == ["0.0", "1.0", "0.1", "1.1", "0.2"]
-    waiting.put(3, Sent("quiet"))
-    assert "quiet" in taken(waiting, 3)
-    assert len(waiting) == 193
-
-
-@given(st.lists(st.integers(0, 3), max_size=60))
-def test_all_are_taken_each_lane_in_its_order_and_none_twice_while_another_waits(arrivals: list[int]) -> None:
-    waiting = InTurn[Sent]()
-    for number, lane in enumerate(arrivals):
-        waiting.put(lane, Sent(f"{lane}.{number}"))
-    order = [tuple(map(int, name.split("."))) for name in taken(waiting, len(waiting))]
-    for lane in range(4):
-        assert [number for one, number in order if one == lane] == [
-            number for number, one in enumerate(arrivals) if one == lane
+def test_each_key_of_a_project_leads_to_one_queue_of_requests(project: str) -> None:
+    of_project = [row.key for row in MESSAGES if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)]
+    keys = dict.fromkeys(of_project, "scheduler.requests")
+    for template, wanted in {**keys, OPERATORS_KEY: "scheduler.operators", DOOR_KEY: "scheduler.door"}.items():
+        words = template.format(project_id=project).split(".")
+        takers = [
+            name
+            for name in REQUEST_QUEUES
+            if any(matches(pattern.split("."), words) for _, pattern in BY_QUEUE[name].bindings)
         ]
-    left = [arrivals.count(lane) for lane in range(4)]
-    before = None
-    for lane, _ in order:
-        assert lane != before or sum(count > 0 for count in left) == 1
-        left[lane] -= 1
-        before = lane
+        assert takers == [wanted]
 
 
-class Lanes:
-    """Lanes in turn, and what is taken of them: names, each the lane's first letter and a number."""
-
-    def __init__(self) -> None:
-        self.in_turn = LanesInTurn()
-        self.lanes = {name: ConsumerLane(name) for name in "ab"}
-
-    def put(self, lane: str, count: int) -> None:
-        for number in range(count):
-            sent: Any = Sent(f"{lane}{number}")
-            self.in_turn.put(self.lanes[lane], ArrivedDelivery(sent, 0.0, 0.0, self.lanes[lane]))
-
-    def take(self, count: int, **weights: int) -> str:
-        """The lanes from which so many messages are taken; fewer where no lane may have more in hand."""
-        order = ""
-        while len(order) < count and (lane := self.in_turn.next()) is not None:
-            self.in_turn.take(lane, weights.get(lane.name, 1))
-            order += lane.name
-        return order
-
-
-def test_a_message_for_many_machines_is_as_many_turns() -> None:
-    """A gang of 100, or a batch of 512, was one turn: others' boots took 5 s and 35 s."""
-    many = Lanes()
-    many.put("a", 2)
-    many.put("b", 8)
-    assert many.take(7, a=6) == "abbbbbb"
-    assert many.take(3, a=6) == "abb"
-
-
-def test_a_lane_that_was_empty_has_saved_up_no_turns() -> None:
-    lanes = Lanes()
-    lanes.put("a", 8)
-    assert lanes.take(4) == "aaaa"
-    lanes.put("b", 3)
-    assert lanes.take(6) in ("bababa", "ababab")
-
-
-def test_of_several_lanes_none_has_much_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
-    monkeypatch.setattr(in_flight, "SHARED_FOR", 8)
-    lanes = Lanes()
-    lanes.put("a", 20)
-    assert lanes.take(4) == "aaaa", "alone it fills a batch"
-    lanes.put("b", 1)
-    assert (lanes.take(9), lanes.in_turn.has_quiet, lanes.in_turn.waiting()) == ("b", False, 0)
-    lanes.lanes["a"].in_hand = 0
-    assert (lanes.in_turn.has_quiet, lanes.in_turn.waiting(), lanes.take(9)) == (True, 16, "aaa")
-    lanes.put("a", 1)
-    assert lanes.take(99) == "", "a quiet lane's message came just now"
-    lanes.lanes["a"].in_hand = -5
-    assert lanes.take(99) == 14 * "a", "the quiet lane's last message is many requests ago"
-
-
-def test_busy_lanes_fill_batches_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three busy projects' boots took twice the messages."""
-    monkeypatch.setattr(in_flight, "MAX_SHARED", 3)
-    monkeypatch.setattr(in_flight, "SHARED_FOR", 6)
-    lanes = Lanes()
-    lanes.put("a", 5)
-    lanes.put("b", 5)
-    assert lanes.take(6) == "ababab", "b was quiet"
-    lanes.put("a", 1)
-    lanes.put("b", 1)
-    assert lanes.take(99) == "ababab", "neither was"
-
-
-def test_the_lost_deliveries_of_each_lane_are_dropped() -> None:
-    lanes = Lanes()
-    lanes.put("a", 1)
-    lanes.put("b", 2)
-    for lane in "ab":
-        lanes.lanes[lane].waiting[0].delivery.is_lost = True  # type: ignore[union-attr, misc]
-    assert len(list(lanes.in_turn.take_first(lambda one: one.is_lost))) == 2
-    assert (lanes.take(9), lanes.in_turn.waiting()) == ("b", 0)
+def test_the_queues_of_requests_refuse_what_is_too_much_and_none_gets_its_retries_where_it_refuses() -> None:
+    for row in map(BY_QUEUE.__getitem__, REQUEST_QUEUES):
+        planned = plan(row, row.name, row.bindings)
+        assert planned.max_bytes > 0 and not planned.drop_head
+        assert (row.retries_to or row.name) == "scheduler.operators"
+        assert set(taken_by(row.name)) == set(taken_by("scheduler.operators"))
 
 
 @pytest.mark.parametrize(
@@ -499,22 +265,35 @@ def test_a_request_weighs_as_many_machines_as_it_is_for(request_: Message, weigh
     assert request_.weight == weight
 
 
-def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled(
+class Regulated:
+    """A subscription that records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+def test_a_consumer_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """512 of a megabyte were in a scheduler's memory."""
-    monkeypatch.setattr(in_flight, "MAX_LANE_BYTES", 100)
-    lane, subscription = ConsumerLane("q"), Regulated()
-    lane.subscription = subscription  # type: ignore[assignment]
-    sent: list[Any] = [Sent("x", 40) for _ in range(4)]
+    monkeypatch.setattr(in_flight, "MAX_HELD_BYTES", 100)
+    held, subscription = HeldBytes(pauses=True), Regulated()
+    held.subscription = subscription  # type: ignore[assignment]
+    sent = [Arrived(Outgoing(exchange="", routing_key="", body=b"x" * 40)) for _ in range(4)]
     for one in sent:
-        lane.hold(one)
-    assert (subscription.calls, lane.held) == (["pause"], 160)
-    lane.release(sent[0])
-    lane.release(sent[1])
+        held.hold(one)  # type: ignore[arg-type]
+    assert (subscription.calls, held.held) == (["pause"], 160)
+    held.release(sent[0])  # type: ignore[arg-type]
+    held.release(sent[1])  # type: ignore[arg-type]
     assert subscription.calls == ["pause"]
-    lane.release(sent[2])
-    assert (subscription.calls, lane.held) == (["pause", "resume"], 40)
+    held.release(sent[2])  # type: ignore[arg-type]
+    assert (subscription.calls, held.held) == (["pause", "resume"], 40)
 
 
 # --- The requests that a client may send about a deployed machine: its bounds, and that secrets are not shown.
@@ -574,3 +353,11 @@ def test_the_cell_gets_what_the_request_and_its_flavor_state_of_the_machine() ->
     assert spec.image_source == request.image_source and spec.networks == request.networks
     assert spec.config_drive == ConfigDrive(user_data="u")
     assert (spec.root_gb, spec.traits, spec.capabilities) == (50, ("CUSTOM_RAID",), {"boot_mode": "uefi"})
+
+
+@pytest.mark.parametrize("row", BY_QUEUE.values(), ids=lambda row: row.name)
+def test_a_queue_of_one_consumer_is_never_made_anew_in_place_of_another(row: QueueRow) -> None:
+    """It has what waits for its turn; what expires by itself has nothing that anybody waits for."""
+    planned = plan(row, row.name, ())
+    assert planned.disposable is (row.kind is QueueKind.EXPIRING and not row.single_active)
+    assert not (planned.disposable and planned.single_active) and not (planned.disposable and planned.exclusive)

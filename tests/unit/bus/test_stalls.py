@@ -136,7 +136,7 @@ class House:
 @pytest.fixture
 async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     monkeypatch.setattr(topology, "DELAYS_S", (0.02,))
-    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=(0.02,)))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retries_to="", retry_s=(0.02,)))
     made = House()
     await made.requester.open()
     await made.server.open()
@@ -265,7 +265,10 @@ async def test_a_request_that_comes_again_has_so_much_less_time(house: House) ->
     handler = Answering(later)
     await house.consumer.drain(1.0)
     await house.consume(handler)
+    of_retries = Consumer(house.server, "scheduler.operators", handler)
+    await of_retries.start()
     await house.request(1, 60.0)
+    await of_retries.drain(1.0)
     ends = [house.clock.monotonic() + one.left_s() for one in handler.got]
     assert len(ends) == 2
     assert all(end <= house.latest_end(60.0) for end in ends)

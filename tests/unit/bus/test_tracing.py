@@ -272,6 +272,28 @@ async def test_a_collector_that_answers_for_ever_holds_neither_export_nor_thread
         await ended(dripping.gone)
 
 
+async def test_no_more_of_an_answer_is_read_than_is_needed() -> None:
+    """A collector that never ends its body costs the export no more time than one that does."""
+    gone = asyncio.Event()
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+                await writer.drain()
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(pour, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        await exporter.export([])
+        await exporter.close()
+        await ended(gone)
+
+
 class Dripping:
     """A collector that sends a byte of an answer now and then, for ever. gone: none of its connections is left."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import ORDER_OUTDATED, Message, Meta
+from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message, Meta
 from bus.contracts.cell import (
     Destroy,
     FindMachines,
@@ -26,6 +26,7 @@ from bus.contracts.cell import (
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.placement import InventoryOutdated
+from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.handlers import ORDERS, ComputeHandlers
 from compute_sim.records import Records
 
@@ -120,7 +121,7 @@ async def test_an_order_is_taken_unless_it_is_by_a_lower_incarnation(
     assert isinstance(outcome, Done) is is_taken
     assert isinstance(outcome, Done) or (isinstance(outcome, Refuse) and outcome.code == ORDER_OUTDATED)
     assert bool(service.done) is is_taken
-    assert service.records.database_incarnation == max(known, stated)
+    assert service.records.mark.database_incarnation == max(known, stated)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ async def test_what_others_send_is_taken_whatever_it_states(message: Message) ->
     await service.receive(FIND, 7)
     service.done.clear()
     assert isinstance(await service.receive(message, 0), Done)
-    assert service.done and service.records.database_incarnation == 7
+    assert service.done and service.records.mark.database_incarnation == 7
 
 
 async def test_of_one_batch_the_lower_ones_behind_a_higher_one_are_refused() -> None:
@@ -156,6 +157,27 @@ async def test_the_highest_incarnation_survives_a_restart_and_the_rewriting_of_t
         assert again.records._journal is not None
         again.records._journal.rewrite(again.records._snapshot())
         again.records.close()
+
+
+async def test_the_highest_mark_is_kept_with_what_an_order_writes_and_costs_no_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s.records"
+    service = Service(path)
+
+    async def order(message: Message, mark: DatabaseMark) -> int:
+        meta = Meta(id="m", database_incarnation=mark.database_incarnation, sent_sequences=mark.sent_sequences)
+        await service.handlers.commands([Received(message, meta, "c", "q")])
+        return len(path.read_bytes().splitlines())
+
+    assert await order(FIND, DatabaseMark(2, (5,))) == 1, "the incarnation has risen"
+    assert await order(FIND, DatabaseMark(2, (0, 7))) == 1
+    assert service.records.mark == DatabaseMark(2, (5, 7))
+    service.records.put((UUID, UUID), Entry(1, Phase.RUNNING))
+    assert len(path.read_bytes().splitlines()) == 3
+    assert await order(FIND, DatabaseMark(2, (4, 6))) == 3 and service.records.mark == DatabaseMark(2, (5, 7))
+    service.records.put((UUID, UUID), Entry(2, Phase.RUNNING))
+    assert len(path.read_bytes().splitlines()) == 4, "it was written before"
+    service.records.close()
+    assert Service(path).records.mark == DatabaseMark(2, (5, 7))
 
 
 def test_every_command_of_a_conductor_is_an_order() -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.bus import Bus
 from bus.clock import SystemClock
@@ -27,8 +28,9 @@ from cell_conductor.domain.fences import Fence, RunningAfterFence
 from cell_conductor.domain.instance import MACHINE_EXISTS, Brief, Instance, State, unreadable_brief
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
-from cell_conductor.domain.report import rescan_id
+from cell_conductor.domain.report import NO_RECORD, Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.fences import FenceKeeper
+from cell_conductor.guard import Guard
 from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
@@ -488,3 +490,33 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
         unproved = why_not_evacuated(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)
     assert refused == [STILL_RUNNING, STILL_RUNNING]
+
+
+ON_HOST = "f0000000-0000-4000-8000-000000000000"
+
+
+@pytest.mark.parametrize(("state", "losses"), [(FenceState.FENCED, 7), (FenceState.LIFTED, 0)])
+async def test_a_fence_that_is_lifted_is_announced_without_losses(state: FenceState, losses: int) -> None:
+    sent: list[HostFence] = []
+
+    async def publish(message: HostFence, **_: object) -> None:
+        sent.append(message)
+
+    keeper: Any = FenceKeeper.__new__(FenceKeeper)
+    keeper._bus, keeper._cell, keeper._clock = SimpleNamespace(publish=publish), "c1", SystemClock()
+    await keeper._announce(SimpleNamespace(host_uuid=ON_HOST, version=3, state=state, losses=7))
+    assert [(one.state, one.losses, one.version) for one in sent] == [(state, losses, 3)]
+
+
+def test_a_machine_that_stays_unexplained_is_logged_once() -> None:
+    guard: Any = Guard.__new__(Guard)
+    guard._known = {}
+    machines = [
+        Unexplained(f"{at}0000000-0000-4000-8000-000000000000", 1, ON_HOST, UnexplainedKind.QUARANTINED, NO_RECORD)
+        for at in (1, 2)
+    ]
+    with capture_logs() as logged:
+        for seen in (machines[:1], machines[:1], machines, machines):
+            guard._log("s", seen)
+    shown = [one["instance"] for one in logged if one["event"] == "machine.unexplained"]
+    assert shown == [one.uuid for one in machines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.table import question_of
-from cell_conductor.lease_keeper import LeaseKeeper
+from cell_conductor.lease_keeper import DIGEST_S, LeaseKeeper, _Term
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.keyed import DatabaseOutdated
 from tests.unit.conductor.records import record
@@ -120,3 +120,54 @@ async def test_what_is_commanded_states_the_incarnation_by_which_it_was_decided(
     message = replace(BUILD, requested_at=clock.time() + 1e6)
     await requests.requests([Received(message, Meta(id="m"), "c1", "conductor.requests")])
     assert {one.database_incarnation for one in relay.sent} == {2}  # type: ignore[attr-defined]
+
+
+class Waiting(Refusing):
+    """The same, a while after the request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def request_all(self, messages: Sequence[Message], *_: Any, **__: Any) -> list[RequestRefused]:
+        self.asked.set()
+        await self.go_on.wait()
+        return await super().request_all(messages)
+
+
+async def test_what_placement_refused_is_the_incarnation_by_which_it_was_asked() -> None:
+    """The next one may have begun while it was asked; and of an instance nothing is asked twice meanwhile."""
+    bus, stated = Waiting(), 1
+    requests = PlacementRequests(cast("Any", bus), SystemClock(), 1.0, lambda: stated)
+    waiting = record(State.CLAIMING, State.BUILDING)
+    question = PendingQuestion(waiting, cast("Any", question_of(waiting)))
+    asking = asyncio.create_task(requests.ask([question]))
+    await bus.asked.wait()
+    stated = 5
+    assert await asyncio.wait_for(asyncio.create_task(requests.ask([question])), 60) == []
+    bus.go_on.set()
+    await asking
+    assert (requests.heard_incarnation, len(bus.requested)) == (2, 1)
+    await requests.ask([question])
+    assert (requests.heard_incarnation, len(bus.requested)) == (6, 2)
+
+
+async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes() -> None:
+    """They are published when they change, and now and then, under the number of their last change."""
+    sent: list[tuple[int, int, tuple[str, ...]]] = []
+
+    async def publish(message: Any, **_: Any) -> None:
+        sent.append((message.term, message.number, message.members))
+
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    keeper: Any = LeaseKeeper.__new__(LeaseKeeper)
+    keeper._clock, keeper._bus, keeper._cell = clock, SimpleNamespace(publish=publish), "c1"
+    keeper._keeping = _Term(term=7, until=1000.0)
+    for at_s, members in ((0.0, ("a",)), (0.1, ("a",)), (0.2, ("a", "b")), (0.3, ("b",)), (0.3 + DIGEST_S, ("b",))):
+        now_s = at_s
+        keeper._table = SimpleNamespace(rings=lambda members=members: {"r": members})
+        await keeper._publish_rings()
+    assert sent == [(7, 1, ("a",)), (7, 2, ("a", "b")), (7, 3, ("b",)), (7, 3, ("b",))]
+    keeper._keeping.until = now_s = 0.0  # another conductor may be the keeper by now
+    await keeper._publish_rings()
+    assert len(sent) == 4

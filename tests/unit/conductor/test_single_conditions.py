@@ -579,3 +579,13 @@ async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_messag
     assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
     with pytest.raises(AssertionError):
         await conductor.engine.take([replace(reported[0], message_id="m")], source="results")
+
+
+def test_no_heartbeat_that_was_sent_before_the_last_one_brings_a_stopped_service_back() -> None:
+    """It may come after it, over another connection; the next epoch is another process's."""
+    table = Listened()
+    for each in (beat("a", 1, 1), beat("a", 1, 2, stopping=True), beat("a", 1, 3)):
+        table.renew(each, at=1.0)
+    assert table.up == ()
+    table.renew(beat("a", 2, 1), at=2.0)
+    assert table.up == ("a",)

@@ -425,10 +425,18 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
         {**FINDINGS_AWAITING, "running": (RunningFact(A, 2, FINDINGS_HOST), RunningFact(A, 1, FINDINGS_OTHER))},
         [(K.DOUBLED, A)],
     ),
-    ({**FINDINGS_AWAITING, "allocations": {**HELD, B: {FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
+    (
+        {**FINDINGS_AWAITING, "allocations": {**HELD, B: {FINDINGS_OTHER: {"VCPU": 1}}}},
+        [(K.MISSING, FINDINGS_MOVE), (K.ORPHANED, B)],
+    ),
+    ({**FINDINGS_AWAITING, "allocations": HELD}, [(K.MISSING, FINDINGS_MOVE)]),
+    ({**FINDINGS_AWAITING, "allocations": {**HELD, FINDINGS_MOVE: HELD[A]}}, [(K.MISSING, FINDINGS_MOVE)]),
+    ({**FINDINGS_AWAITING, "allocations": HELD, "busy": {A}}, []),
     ({"allocations": {}}, [(K.MISSING, A)]),
     ({"allocations": {A: {FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.MISSING, A)]),
     ({"allocations": {A: {FINDINGS_HOST: {"VCPU": 1}, FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.DOUBLED, A)]),
+    ({"allocations": {A: {FINDINGS_HOST: {"VCPU": 1}, "a pool": {"DISK_GB": 1}}}}, []),  # it shares: of no host
+    ({"allocations": {A: {"a pool": {"DISK_GB": 1}}}}, [(K.MISSING, A)]),
     ({"allocations": {}, "busy": {A}}, []),
     ({"running": ()}, [(K.INSTANCE_WITHOUT_MACHINE, A)]),
     ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
@@ -458,6 +466,17 @@ def test_what_is_found(more: dict[str, Any], wanted: list[tuple[FindingKind, str
     found = findings(look(**more))
     assert [(one.kind, one.subject) for one in found] == wanted
     assert all(one.reason and one.repair for one in found)
+
+
+@pytest.mark.parametrize("others", [(), (FINDINGS_HOST, FINDINGS_OTHER), (FINDINGS_OTHER,)])
+def test_of_what_awaits_its_confirm_no_repair_is_proposed_that_leaves_it_alone(others: tuple[str, ...]) -> None:
+    """`berth placement audit --repair` judges no instance with an unconfirmed move: it said that the book is sound."""
+    held = {A: {host: {"VCPU": 1} for host in others}} if others else {}
+    kept = {FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}}
+    (unconfirmed,) = findings(look(**{**FINDINGS_AWAITING, "allocations": {**held, **kept}}))
+    (settled,) = findings(look(allocations=held))
+    assert unconfirmed.key == settled.key
+    assert unconfirmed.repair == f"berth confirm, and then: {settled.repair.partition(': ')[2]}"
 
 
 def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:

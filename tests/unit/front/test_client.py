@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +20,9 @@ from berth.audit import gather
 from berth.audit.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.audit.invariants import InstanceFact
 from berth.client import BuildClient, host_pages
+from berth.client import moves as client_moves
 from berth.client.host_pages import json_of, read_hosts
+from berth.client.moves import MoveClient
 from berth.client.object_edits import project_usage
 from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
@@ -27,11 +32,12 @@ from berth.web.api import WebApi
 from berth.web.fleet import FleetReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.moves import MoveEvent, MoveKind, MoveRecord, MoveRequest, MoveState
 from bus.faults import RequestRefused
 from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
@@ -73,7 +79,30 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     tracks = await client_world.client.boot(requests(5))
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
+    for track in tracks:
+        assert track.published_at is not None and track.stages.keys() == {"active"}
+        assert track.published_at <= track.stages["active"] <= track.ended_at
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_a_build_counts_as_published_once_it_is_confirmed(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, confirmed_at = client_world.client, []
+    moments = itertools.count()
+    monkeypatch.setattr(client, "_clock", SimpleNamespace(monotonic=lambda: float(next(moments))))
+    publish = client.bus.publish_each
+
+    async def slow(messages: Any) -> Any:
+        errors = await publish(messages)
+        confirmed_at.append(client._clock.monotonic())
+        return errors
+
+    monkeypatch.setattr(client.bus, "publish_each", slow)
+    (request,) = requests(1)
+    assert await client.offer([request], intended_at=[client._clock.monotonic()], flavors=["f"]) == [None]
+    published_at = client.tracks[request.instance_uuid].published_at
+    assert published_at is not None and published_at >= confirmed_at[0]
 
 
 async def test_a_client_without_the_tracer_that_it_had_begins_no_trace(client_world: ClientWorld) -> None:
@@ -97,6 +126,51 @@ async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_w
     await client_world.scheduler.publish(forged)
     await until(lambda: client_world.client.foreign_events == 1)
     assert (track.state, client_world.client.unfinished) == ("requested", 1)
+
+
+async def test_a_record_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
+    """Ours was refused, as its uuid was taken, and the event of that was missed: it was `active`."""
+    client_world.answer_at_once = False
+    (request,) = requests(1)
+    (track,) = await client_world.client.boot([request])
+    client_world.records[request.instance_uuid] = replace(record(request, BuildState.ACTIVE), project_id="evil")
+    await client_world.client.resync()
+    assert client_world.queries == 1
+    assert (track.state, client_world.client.unfinished) == ("requested", 1)
+
+
+MOVE = MoveRequest(
+    request_id="b0000000-0000-4000-8000-000000000000",
+    instance_uuid="a0000000-0000-4000-8000-000000000000",
+    project_id="p",
+    kind=MoveKind.STOP,
+)
+
+
+@pytest.mark.parametrize("other", [{}, {"instance_uuid": f"c{MOVE.instance_uuid[1:]}"}, {"project_id": "evil"}])
+@pytest.mark.parametrize("by", ["record", "event"])
+async def test_a_request_is_its_id_its_instance_and_its_project(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch, other: dict[str, str], by: str
+) -> None:
+    """A client gives one id to requests about two instances: the end of the first ended the second as `done`."""
+    monkeypatch.setattr(client_moves, "SILENCE_S", 0.01)
+    moves, heard = MoveClient(client_world.client.bus, clock=client_world.clock, process="moves"), list[MoveEvent]()
+    await moves.open()
+    moves.on_event(heard.append)
+    await moves.offer([MOVE])
+    names = {"request_id": MOVE.request_id, "instance_uuid": MOVE.instance_uuid, "project_id": "p"}
+    of: dict[str, Any] = {"kind": MOVE.kind, "state": MoveState.DONE}
+    if by == "record":
+        client_world.moves.append(MoveRecord(**{**names, **other}, **of, terminal=True))
+        waiting = asyncio.create_task(moves.wait(20))
+        await until(lambda: client_world.queries > 1 or not moves.unfinished)
+        waiting.cancel()
+    else:
+        await client_world.scheduler.publish(MoveEvent(**{**names, **other}, **of, sequence=20, terminal=True))
+        await client_world.scheduler.publish(MoveEvent(**names, **of, sequence=21))
+        await until(lambda: (bool(heard) and heard[-1].sequence == 21) or not moves.unfinished)
+    assert moves.unfinished == bool(other)
+    await moves.close()
 
 
 async def test_a_delete_that_was_given_up_ends_though_its_event_has_no_number(client_world: ClientWorld) -> None:
@@ -545,3 +619,27 @@ async def test_the_usage_of_all_projects_is_whole_however_many_pages_it_has() ->
 
     found = await project_usage(cast(Bus, Paging()), (), timeout_s=1.0)
     assert sorted(found) == projects
+
+
+async def test_a_client_of_requests_takes_no_event_of_another_one(client_world: ClientWorld) -> None:
+    """Other clients' events have this client's key when their projects name its ids."""
+    bus = client_world.client.bus
+    moves = MoveClient(bus, clock=bus.clock, process="p")
+    heard: list[MoveEvent] = []
+    moves._listeners.append(heard.append)
+    (request,) = requests(1)
+    mine = MoveRequest(
+        request_id="a0000000-0000-4000-8000-000000000000",
+        instance_uuid=request.instance_uuid,
+        project_id="p",
+        kind=MoveKind.STOP,
+    )
+    moves._open[mine.request_id] = mine
+    end = MoveEvent(
+        request_id=mine.request_id, instance_uuid=mine.instance_uuid, project_id="p", kind=MoveKind.STOP,
+        state=MoveState.DONE, sequence=3, terminal=True,
+    )  # fmt: skip
+    events = [replace(end, request_id="b0000000-0000-4000-8000-000000000000"), replace(end, project_id="evil"), end]
+    batch = [Received(message=one, meta=Meta(id="m"), bus="api", queue="q") for one in events]
+    assert await moves._on_events(batch) == [Done()] * 3
+    assert heard == [end] and moves.ended == {mine.request_id: end}

@@ -148,7 +148,7 @@ def _settings() -> set[str]:
         ('log.error(f"planted.{state}")', "planted.*"),
         ('rejected = {host: f"{kind}.planted"}', "*.planted"),
         ('code = "planted.code" if one else other', "planted.code"),
-        ('from bus.key_trust import BROKERS\nEXPIRED = f"{BROKERS}planted"', "broker.planted"),
+        ('from bus.published_key import BROKERS\nEXPIRED = f"{BROKERS}planted"', "broker.planted"),
     ],
 )
 def test_a_planted_code_is_found(source: str, code: str, tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from berth.site import Site
 from bus.clock import SystemClock
 from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.build import BuildRecord, BuildState, HostRecord, HostScore, HostsPage, TimelineEntry
-from bus.contracts.drains import DrainFailure, DrainProgress, DrainsPage, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
+from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainsPage, DrainState, DrainTarget
+from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.objects import (
     CellState,
     ObjectKind,
@@ -394,6 +394,8 @@ def test_a_drain_that_was_stopped_is_resumed() -> None:
     )  # fmt: skip
     with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
         _ended(seen, as_json=False)
+    with pytest.raises(Stop, match=f"3 instances not moved; see berth drains resume {DRAIN}"):
+        _ended(replace(seen, under_way=(INSTANCE, DRAIN)), as_json=False)
 
 
 STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none of 3 hosts")
@@ -411,6 +413,7 @@ def running(**more: Any) -> DrainProgress:
         (running(failed=(STUCK,)), common.Exit.NO, "drain.left"),
         (running(failed=(STUCK,), not_begun=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
+        (running(under_way=(DRAIN,)), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), more=True), common.Exit.TIME, "drain.under_way"),
         (running(failed=(STUCK,), state=DrainState.PAUSED), common.Exit.TIME, "drain.under_way"),
         (running(), common.Exit.TIME, "drain.under_way"),
@@ -434,6 +437,23 @@ async def test_whoever_waits_for_a_drain_is_told_when_nothing_left_can_move(
     with pytest.raises(Stop) as stopped:
         _ended(seen, as_json=False)
     assert (stopped.value.status, stopped.value.code) == (status, code)
+
+
+@pytest.mark.parametrize(("moved", "left"), [(0, True), (1, False)])
+@on_virtual_time
+async def test_one_more_try_of_what_was_refused_does_not_begin_the_wait_anew(moved: int, *, left: bool) -> None:
+    """With a try each few seconds `--wait` went on for ever. But where each try moves one, the drain is not stuck."""
+    clock, looks = SystemClock(), list[float]()
+
+    class Answering:
+        async def request(self, *_: object, **__: object) -> DrainsPage:
+            looks.append(clock.monotonic())
+            tries, counts = len(looks) % 8 == 0, {DrainMoveState.MOVED: moved * len(looks) // 8}
+            seen = running(**{"under_way": (STUCK.instance_uuid,)} if tries else {"failed": (STUCK,)})
+            return DrainsPage(drains=(replace(seen, counts=counts),))
+
+    await follow(cast("Any", Answering()), DRAIN, clock=clock, timeout_s=100.0)
+    assert (looks[-1] - looks[0] < 2 * STUCK_S) is left
 
 
 @on_virtual_time
@@ -610,6 +630,29 @@ def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert f"  evacuate scheduled: to cell c1: node2 of 1 candidates, request {OTHER}\n" in shown
     assert "node1" not in shown
+
+
+def test_the_hosts_that_refused_a_move_are_shown_and_of_which_request_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record, move = (
+        kind(
+            instance_uuid=UUID,
+            project_id="p",
+            funnel=(FunnelStep(step=step, remaining=0, rejected={"full": 3}),),
+            **more,
+        )
+        for kind, step, more in (
+            (BuildRecord, "of_build", {"flavor": "f", "state": BuildState.ACTIVE}),
+            (MoveRecord, "of_move", {"request_id": OTHER, "kind": MoveKind.RESIZE, "state": MoveState.FAILED}),
+        )
+    )
+    newest = MovePage(moves=(move,)).unplaced
+    show_record(record, newest, history=False)
+    shown = capsys.readouterr().out
+    assert "of_move" in shown and f"request {OTHER}" in shown and "of_build" not in shown
+    show_record(record, MovePage(moves=(replace(move, funnel=()), move)).unplaced, history=False)  # since then, another
+    assert "of_build" in capsys.readouterr().out
 
 
 def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from berth.audit.quarantine import InCells
 from berth.commands import audits, moves, objects, safety
 from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
 from berth.settings import Settings
+from berth.trial.embedded.process import ServerMissing
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.port import BusUnavailable
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 
@@ -43,6 +45,19 @@ def test_what_the_database_refuses_is_a_sentence(error: Exception, status: int, 
     stop = explain(error)
     assert stop is not None and (stop.status, stop.code) == (status, code)
     assert explain(asyncpg.DivisionByZeroError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TimeoutError("late"), "timeout"),
+        (ServerMissing("rabbitmq"), "server.missing"),
+        (BusUnavailable("away"), "bus.unavailable"),
+    ],
+)
+def test_what_ends_a_command_has_its_code(error: Exception, code: str) -> None:
+    stop = explain(error)
+    assert stop is not None and stop.code == code
 
 
 class TwoCells:

@@ -152,6 +152,21 @@ async def test_a_name_that_two_hosts_have_is_left_to_a_person() -> None:
     assert (await fencer.look()).held == {"h1": AMBIGUOUS} and fleet.off == []
 
 
+async def test_what_was_left_to_a_person_is_suspected_anew() -> None:
+    """It was switched off in the look after that in which nothing held it any more."""
+    fleet = Fleet(1)
+    fleet.others = [replace(host(2), name="h1", cell="c2", up=True)]
+    fencer = fleet.fencer()
+    await fencer.look()
+    fleet.now_s = 60.0
+    assert (await fencer.look()).held == {"h1": AMBIGUOUS}
+    fleet.others = []
+    await look_until(fleet, fencer, 118.0)
+    assert fleet.off == []
+    await look_until(fleet, fencer, 122.0)
+    assert fleet.off == ["h1"]
+
+
 async def test_a_dry_run_logs_a_host_once() -> None:
     fleet = Fleet(1)
     with capture_logs() as logged:

@@ -30,14 +30,14 @@ from berth.permissions import (
     commands,
     definitions,
     exchanges,
-    of_project,
     of_role,
 )
+from berth.project_vhost import virtual_host
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.site import Site
 from berth.tracing import make_tracer
 from bus.contracts.base import OTHER, matching, reason_of
-from bus.contracts.catalogue import MESSAGES, projects_key
+from bus.contracts.catalogue import MESSAGES
 from bus.contracts.objects import CellBus
 from bus.contracts.queues import FRONT, QUEUES, Where
 from bus.rights import sample_keys
@@ -84,7 +84,8 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
         ("", {"BERTH_IRONIC_SYNC__TOKN": "x"}, "did you mean token"),
         ("[up]\nnodes = -1\n", {}, "up.nodes"),
         ("bus = 3\n", {}, "$.bus"),
-        ("[cells.'a b']\n", {}, "1 to 64 letters, digits, _ and -"),
+        ("[cells.'a b']\n", {}, "1 to 47 letters, digits, _ and -"),
+        (f"[cells.{'c' * 48}]\n", {}, "1 to 47 letters, digits, _ and -"),
         ("not toml", {}, "is not TOML"),
         ("", {"BERTH_CELLS": "{}"}, "at least one cell"),
         ("[cells.api]\n", {}, "'api' is the bus of clients"),
@@ -320,7 +321,7 @@ HOST = "10000000-0000-4000-8000-000000000001"
 
 
 def all_of(settings: Settings) -> list[Grant]:
-    return [grant for role in PermissionRole for grant in of_role(role, settings)] + [of_project("p-0", settings)]
+    return [grant for role in PermissionRole for grant in of_role(role, settings)]
 
 
 def allows(pattern: str, name: str) -> bool:
@@ -346,7 +347,7 @@ def test_the_commands_that_are_piped_into_a_shell_all_run(tmp_path: Path) -> Non
     assert lines == printed
 
 
-def test_one_file_of_definitions_grants_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_of_definitions_grants_what_the_commands_do() -> None:
     grants = all_of(Settings())
     made = definitions(grants)
     assert [tuple(one.values()) for one in made["permissions"]] == [
@@ -355,15 +356,12 @@ def test_one_file_of_definitions_grants_what_the_commands_do(tmp_path: Path, mon
     assert [tuple(one.values()) for one in made["topic_permissions"]] == [
         (g.user, g.vhost, exchange, topic.write, topic.read) for g in grants for exchange, topic in g.topics.items()
     ]
-    monkeypatch.chdir(tmp_path)
-    shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--definitions"])
-    assert json.loads(shown.stdout) == definitions([of_project("p-0", Settings())])
 
 
 @pytest.mark.parametrize(
     ("listed", "code"),
     [
-        ('[{"user": "guest", "tags": []}, {"user": "berth-project-p-0"}]', None),
+        ('[{"user": "guest", "tags": []}, {"user": "berth-gateway"}]', None),
         ('[{"user": "guest"}]', "permissions.user_missing"),
         ("[]", "permissions.user_missing"),
         ("{}", "permissions.users"),
@@ -378,11 +376,11 @@ def test_a_user_that_the_broker_has_not_is_named_before_anything_is_imported(
     if listed is not None:
         Path("users.json").write_text(listed)
     for more in (["--definitions"], []):
-        shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--users", "users.json", *more])
+        shown = RUNNER.invoke(app, ["permissions", "--role", "gateway", "--users", "users.json", *more])
         assert (shown.exit_code == 0) == (code is None)
         assert bool(shown.stdout) == (code is None) and (code is None or code in shown.stderr)
     if code is None:
-        shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--users", "-"], input=listed)
+        shown = RUNNER.invoke(app, ["permissions", "--role", "gateway", "--users", "-"], input=listed)
         assert shown.exit_code == 0
 
 
@@ -415,8 +413,8 @@ def test_the_exchanges_of_the_definitions_are_those_that_workers_declare(
         one["arguments"] == {"alternate-exchange": one["name"].replace("return", "dead")} for one in returned
     )
     monkeypatch.chdir(tmp_path)
-    shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--exchanges"])
-    assert {one["name"] for one in json.loads(shown.stdout)["exchanges"]} == {"berth", "berth.events", "berth.replies"}
+    shown = RUNNER.invoke(app, ["permissions", "--role", "gateway", "--exchanges"])
+    assert {one["name"] for one in json.loads(shown.stdout)["exchanges"]} >= {"berth", "berth.events", "berth.replies"}
 
 
 @pytest.mark.parametrize("settings", [Settings(), REAL], ids=["memory", "real"])
@@ -472,19 +470,18 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         "ironic_sync": PermissionRole.IRONIC_SYNC,
         "gateway": PermissionRole.GATEWAY,
         "operator": PermissionRole.OPERATOR,
+        "client": PermissionRole.PUBLISHER,
     }
     settings = Settings()
-    for queue in [one for row in QUEUES if row.where is not Where.PROJECT for one in row.queues]:
+    for queue in [row for row in QUEUES if row.where is not Where.PROJECT]:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)
         grants = of_role(role_of[queue.consumer], settings)
         assert any(allows(one.read, name) and allows(one.configure, name) and allows(one.write, name) for one in grants)
     for message in [one for one in MESSAGES if one.where is not Where.PROJECT]:
-        own = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
+        own = re.sub(r"\{[a-z_]+\}", "some-1", message.key)
         for publisher in message.publishers:
             key = "door.request.some-1" if (publisher, "client" in message.publishers) == ("gateway", True) else own
-            grants = (
-                [of_project("some-1", settings)] if publisher == "client" else of_role(role_of[publisher], settings)
-            )
+            grants = of_role(role_of[publisher], settings)
             assert any(
                 allows(one.topics[message.exchange].write, key) for one in grants if message.exchange in one.topics
             )
@@ -522,31 +519,40 @@ def test_what_a_worker_tries_at_its_start_is_all_that_its_user_may_publish(
 
 
 @pytest.mark.parametrize("name", ["", "a.b", ".*", "a b", "p\n", "ü", "#", "p" * 65, "{username}"])
-def test_item_7_a_project_id_that_is_no_word_has_no_permissions(name: str) -> None:
+def test_item_7_a_project_id_that_is_no_word_has_no_virtual_host(name: str) -> None:
     with pytest.raises(ValueError, match="no project id"):
-        of_project(name, Settings())
+        virtual_host(name, Settings())
 
 
-def test_a_projects_patterns_take_its_own_keys_only() -> None:
-    grant = of_project("p-0", Settings())
+def test_a_publishers_patterns_take_requests_and_no_operators_rights() -> None:
+    (grant,) = of_role(PermissionRole.PUBLISHER, Settings())
     commands_, events = grant.topics["berth"], grant.topics["berth.events"]
-    assert allows(commands_.write, "build.request.1.p-0") and allows(commands_.write, "build.delete.1.p-0")
-    others = ("26.p-01", "1.p-01", "p.p-0", "p-0", "2.p-0", "01.p-0", "17.p")
-    for key in ("build.query", "xbuild.request.1.p-0", *(f"build.request.{other}" for other in others)):
-        assert not allows(commands_.write, key)
-    assert allows(events.read, "build.event.*.p-0") and allows(events.read, "build.event.active.p-0")
-    for key in ("build.event.#.p-0", "build.event.*.*", "#", "build.event.*.p", "build.events", "build.event.a.b.p-0"):
-        assert not allows(events.read, key)
+    for key in ("build.request.p-0", "build.delete.p-0", "instance.move.p", "build.query", "instance.query"):
+        assert allows(commands_.write, key), key
+    for key in (
+        "operator.request.p-0",
+        "door.request.p-0",
+        "objects.change",
+        "xbuild.request.p-0",
+        "build.request.p.q",
+    ):
+        assert not allows(commands_.write, key), key
+    for key in ("build.event.#", "build.event.*.p-0", "instance.event.done.p"):
+        assert allows(events.read, key), key
+    for key in ("#", "build.#", "build.events", "host.metrics.#"):
+        assert not allows(events.read, key), key
     assert (events.write, commands_.read) == ("^$", "^$")
+    assert allows(grant.configure, "amq.gen-x") and not allows(grant.read, "scheduler.requests")
+    assert not allows(grant.topics["berth.replies"].read, "berth.reply.cli-h-1.0a")
 
 
 def test_the_command_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = RUNNER.invoke(app, ["permissions", "--project", "p0", "--user", "me", "--json"])
+    shown = RUNNER.invoke(app, ["permissions", "--role", "publisher", "--user", "me", "--json"])
     (one,) = json.loads(shown.stdout)
-    assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "project p0")
+    assert (one["user"], one["vhost"], one["role"]) == ("me", "berth", "publisher")
     shown = RUNNER.invoke(app, ["permissions"])
-    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 1 + 3
+    assert shown.stdout.count("set_permissions") == 3 + 3 + 2 + 2 + 1 + 1 + 1 + 3 + 1
 
 
 @pytest.mark.parametrize(
@@ -614,6 +620,7 @@ def test_a_project_of_the_gateways_has_a_virtual_host(tmp_path: Path, monkeypatc
         assert command in made
     shown = RUNNER.invoke(app, ["permissions", "--project", "p0", "--project", "p1", "--definitions"])
     defined = json.loads(shown.stdout)
+    assert shown.stderr.count("set_user_limits") == 2, "they are no definitions"
     assert [one["name"] for one in defined["vhosts"]] == ["client.p0", "client.p1"]
     own = next(one for one in defined["permissions"] if one["user"] == "berth-project-p0")
     for pattern, names in (("configure", ()), ("write", ("berth",)), ("read", ("berth.events", "berth.replies"))):
@@ -626,7 +633,7 @@ def test_a_project_of_the_gateways_has_a_virtual_host(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("--project", "p0", "--project", "other"), "permissions.vhosts"),
+        (("--remove",), "permissions.vhosts"),
         (("--project", "p0", "--role", "gateway"), "permissions.vhosts"),
         (("--project", "p0", "--exchanges"), "permissions.vhosts"),
         (("--project", "p0", "--remove", "--definitions"), "permissions.vhosts"),

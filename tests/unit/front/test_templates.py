@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -312,3 +313,11 @@ def test_each_page_is_passed_what_is_declared_here() -> None:
     assert passed == {name: set(variables) for name, variables in PAGES.items()}
     of_templates = {path.name for path in (WEB / "templates").glob("*.html")}
     assert of_templates - PAGES.keys() == {"base.html", "moves_table.html"}
+
+
+def test_what_a_page_destroys_it_asks_about() -> None:
+    """A change of an object is shown before it can be made."""
+    pages = {path.name: path.read_text() for path in (WEB / "templates").glob("*.html")}
+    buttons = [(name, one) for name, text in pages.items() for one in re.findall(r"<button[^>]*danger[^>]*>", text)]
+    assert len(buttons) > 5
+    assert [one for one in buttons if "data-confirm" not in one[1] and "disabled" not in one[1]] == []

@@ -9,17 +9,18 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
 from starlette.requests import Request
 
 from berth import site
+from berth.audit.quarantine import InCells
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import as_seen, body_of, stream_response
+from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
 from berth.web.fleet import (
@@ -28,21 +29,25 @@ from berth.web.fleet import (
     COUNTED_AGE_S,
     FAILED_AGE_S,
     PAGE_TIMEOUT_S,
+    WORKERS_AGE_S,
     FleetReader,
     ProviderView,
     QueueReader,
 )
-from berth.web.live import EventFollower, Live
+from berth.web.live import EventFollower, Live, Second
 from berth.web.openapi import _of_hosts
-from berth.web.operations import METAL_AGE_S, MetalReader
-from berth.web.pages import lost_claims, state_of, troubles_of_hosts
+from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
+from berth.web.pages import Pages, lost_claims, state_of, troubles_of_hosts
 from berth.web.problems import PROBLEM_JSON, Problem
-from berth.web.quarantine import SafetyReader
+from berth.web.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
+from berth.web.quarantine import SafetyCounts, SafetyReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import (
     BuildEvent,
+    BuildPage,
+    BuildQuery,
     BuildRecord,
     BuildState,
     HostRecord,
@@ -50,6 +55,7 @@ from bus.contracts.build import (
     HostsQuery,
     TimelineEntry,
 )
+from bus.contracts.drains import DrainTarget
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.objects import CellBus, CellDecision, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
@@ -180,6 +186,54 @@ async def test_pages_do_not_wait_one_after_the_other_for_schedulers_that_do_not_
     assert await fleet.hosts() and scheduler.requests["HostsQuery"] == 3
 
 
+async def test_after_an_answer_no_page_is_told_of_an_earlier_failure(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    scheduler.failing = HostsQuery
+    with pytest.raises(RequestTimeout):
+        await fleet.hosts()
+    scheduler.failing = None
+    await fleet.hosts(fresh=True)
+    assert await fleet.hosts() and await fleet.hosts_to_count()
+
+
+async def test_workers_that_no_scheduler_told_are_asked_for_again_a_while_after_the_failure(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a while after the question, which took longer than that."""
+    asked = 0
+
+    async def late(*_: Any, **__: Any) -> None:
+        nonlocal asked
+        asked += 1
+        clock.now += 2 * WORKERS_AGE_S
+        raise RequestTimeout("no answer")
+
+    monkeypatch.setattr(scheduler, "request", late)
+    with pytest.raises(RequestTimeout):
+        await fleet.known_workers()
+    assert await fleet.known_workers() == () and asked == 1
+    clock.now += WORKERS_AGE_S + 1.0
+    with pytest.raises(RequestTimeout):
+        await fleet.known_workers()
+
+
+@pytest.mark.parametrize("ident", [None, UUID])
+async def test_a_drain_has_the_id_that_its_operator_gives_it(ident: str | None) -> None:
+    begun: list[Any] = []
+
+    class Bus:
+        async def request(self, command: Message, *_: Any, **__: Any) -> Any:
+            begun.append(command)
+            raise RequestTimeout("no answer")
+
+    drains = Drains(Bus(), random.Random(1))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(RequestTimeout):
+            await drains.start("h", DrainTarget.HOST, DrainBody(id=ident, reason="fan"), "ann")
+    assert ({one.drain for one in begun} == {UUID}) is (ident is not None) and begun[0].drain
+
+
 class Feed:
     """A bus on which placement answers from a feed that reaches back to a number."""
 
@@ -229,6 +283,24 @@ async def test_a_page_waits_for_the_database_as_long_as_for_schedulers() -> None
         await safety.counts()
     assert (refused.value.status, refused.value.code) == (503, "database.unavailable")
     assert asyncio.get_running_loop().time() - began <= PAGE_TIMEOUT_S
+
+
+@on_virtual_time
+async def test_what_waits_is_read_once_in_a_while_for_all_pages() -> None:
+    reads: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    class Empty(SafetyReader):
+        async def read(self, cell: str | None = None) -> InCells:
+            reads.append(loop.time())
+            return InCells({}, {})
+
+    safety = Empty(Environment("web", transports=lambda _: MemoryTransport(MemoryBroker())))
+    for _ in range(3):
+        found = await asyncio.gather(safety.counts(), safety.counts())
+        assert found[0] is found[1] and found[0] == SafetyCounts({}, {})
+        await asyncio.sleep(SAFETY_AGE_S / 2 + 0.1)
+    assert len(reads) == 2
 
 
 # --- the part of the event stream that the pages keep is bounded, and a reader that falls behind is notified
@@ -409,6 +481,32 @@ async def test_an_end_that_is_published_twice_is_counted_once() -> None:
     assert sum(second.failed for second in stream._seconds) == len(stream.failures) == 1
     assert sum(second.lost_claims for second in stream._seconds) == 4
     assert sum(second.retries for second in stream._seconds) == 2
+
+
+@pytest.mark.parametrize("caller", [WebCaller("ann", WebRole.OPERATOR), WebCaller("bob", WebRole.PROJECT, "p")])
+@pytest.mark.parametrize("other", [{"project_id": "evil", "sequence": 99}, {"sequence": 0}])
+async def test_a_refusal_of_another_request_under_its_uuid_ends_no_stream_of_a_build(
+    caller: WebCaller, other: dict[str, Any]
+) -> None:
+    """Any project may name any uuid in a request of its own. The page called a build that was made refused."""
+    stream, made = Live(None, clock=SystemClock(), process="p"), event(7, BuildState.ACTIVE)  # type: ignore[arg-type]
+    record = BuildRecord(instance_uuid=made.instance_uuid, project_id="p", flavor="f", state=BuildState.BUILDING)
+
+    class OneBuild(WebApi):
+        async def builds(self, query: BuildQuery) -> BuildPage:
+            return BuildPage(builds=(record,))
+
+    path = {"uuid": record.instance_uuid}
+    scope = {"type": "http", "method": "GET", "path": "/", "path_params": path, "query_string": b"", "headers": []}
+    request = Request({**scope, "state": {"caller": caller}})
+    response = await OneBuild(None, stream, random.Random(1)).follow_build(request)  # type: ignore[arg-type]
+    pieces = aiter(response.body_iterator)
+    assert b"event: build" in await anext(pieces)
+    stream.note(structs.replace(made, state=BuildState.REFUSED, reason="a clash", **other))
+    stream.note(made)
+    seen = [one async for one in pieces]
+    assert b'"active"' in seen[-1]
+    assert len(seen) == (1 if "project_id" in other else 2), "what its own project is told is shown"
 
 
 async def test_the_history_has_each_second_once() -> None:
@@ -592,3 +690,27 @@ async def test_the_dead_letters_of_an_added_cell_are_counted(monkeypatch: pytest
 def test_a_decision_that_the_state_does_not_allow_is_a_documented_conflict(operation: str) -> None:
     """Schemathesis received a 409 of a DELETE that documented none."""
     assert 409 in _of_hosts()[operation].errors
+
+
+async def test_rates_are_those_of_a_second_over_the_last_ten() -> None:
+    seconds = [Second(at, active=1000) for at in range(50)]
+    seconds += [Second(50 + at, active=10, failed=20, lost_claims=30, retries=40 * (at % 2)) for at in range(10)]
+    of_live = SimpleNamespace(history=lambda: seconds, in_flight=7, percentiles=dict, lost=list)
+    nothing = SimpleNamespace(queues=(), dead_letters=0, silent=())
+
+    async def answer(what: Any) -> Any:
+        return what
+
+    pages = Pages(
+        never := cast("Any", None),
+        never,
+        cast("Any", of_live),
+        cast("Any", SimpleNamespace(hosts_to_count=lambda: answer(()), known_workers=lambda: answer(()))),
+        safety=cast("Any", SimpleNamespace(counts=lambda: answer(SafetyCounts({}, {})))),
+        queues=cast("Any", SimpleNamespace(depths=lambda _: answer(nothing))),
+        clock=SystemClock(),
+        has_session=False,
+    )
+    now = await pages._state()
+    assert (now.active_per_s, now.failed_per_s, now.lost_per_s, now.retries_per_s) == (10.0, 20.0, 30.0, 20.0)
+    assert (now.in_flight, now.answered) == (7, True)

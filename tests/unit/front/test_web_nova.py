@@ -214,7 +214,7 @@ def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
     count("front-2", same=1, skipped=2)
     count("scheduler-1", "scheduler", same=100)
     assert here.calls.view().counts == {"same": 4, "skipped": 2}
-    seen = here.calls.received
+    assert (seen := here.calls.received) == 3, "each shows the page something new"
     count("front-2", same=1, skipped=2)
     assert here.calls.received == seen, "nothing to show anew"
     for number in range(2 * MAX_FRONTS):

@@ -22,6 +22,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
+from bus.contracts.moves import MovePage, MoveQuery, MoveRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, PublishRefused
 from lab.feed_watch import RecordingClient
@@ -71,6 +72,7 @@ class ClientWorld:
         self.answer_at_once = True
         self.mute = False  # events get lost; the record still knows
         self.records: dict[str, BuildRecord] = {}
+        self.moves: list[MoveRecord] = []
         self.waiting: list[BuildRequest] = []
         self._requested: dict[str, BuildRequest] = {}
         self.queries = 0
@@ -156,15 +158,24 @@ class ClientWorld:
 
     async def _queries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.queries += len(batch)
-        pages: list[BuildPage | HostsPage] = []
+        pages: list[BuildPage | HostsPage | MovePage] = []
         for received in batch:
             if isinstance(received.message, HostsQuery):
                 pages.append(HostsPage(more=False))
                 continue
-            assert isinstance(received.message, BuildQuery)
-            record = self.records.get(received.message.instance_uuid or "")
-            pages.append(BuildPage(builds=(record,) if record else ()))
+            query = received.message
+            if isinstance(query, MoveQuery):
+                named = ("request_id", "instance_uuid", "project_id")
+                pages.append(MovePage(moves=tuple(one for one in self.moves if _is_named(query, one, *named))))
+                continue
+            assert isinstance(query, BuildQuery)
+            builds = (one for one in self.records.values() if _is_named(query, one, "instance_uuid", "project_id"))
+            pages.append(BuildPage(builds=tuple(builds)))
         return [Done(page) for page in pages]
 
     def _bus(self, broker: MemoryBroker, process: str) -> Bus:
         return Bus(API, MemoryTransport(broker, API), process=process, clock=self.clock, rng=random.Random(process))
+
+
+def _is_named(query: object, record: object, *fields: str) -> bool:
+    return all(getattr(query, name) in (None, getattr(record, name)) for name in fields)

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from bus.bus import API
 from bus.clock import SystemClock
+from bus.consuming.in_flight import LAST_DELIVERIES
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import (
@@ -27,9 +28,9 @@ from bus.contracts.build import (
 from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import BY_QUEUE, project_bus
-from bus.port import BusForbidden, Outgoing, PublishRefused
+from bus.port import UNREAD, BusForbidden, Outgoing, PublishRefused
 from bus.topology import plan
-from gateway import app, forwarder
+from gateway import app
 from gateway.config import GatewayConfig
 from tests.kit.door import ANSWER_TO, Door, accepted, request
 from tests.kit.waiting import until
@@ -53,7 +54,7 @@ async def test_the_project_is_that_of_the_virtual_host_whatever_the_body_says(na
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
-    "a second key": {"headers": {"CC": "build.delete.0.demo"}},
+    "a second key": {"headers": {"CC": "build.delete.demo"}},
     "many headers": {"headers": {f"h{number}": "x" for number in range(100)}},
     "headers of berth's": {"headers": {"berth-attempt": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}},
     "a cause": {"headers": {"berth-cause": "x" * 255}},
@@ -84,7 +85,7 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
 
 DROPPED: dict[str, dict[str, Any]] = {
     "a record of deaths": {"headers": {"x-death": "x"}},
-    "a first death": {"headers": {"x-first-death-queue": "scheduler.requests"}},
+    "more headers than are read": {"headers": {UNREAD: True}},
 }
 
 
@@ -232,23 +233,73 @@ def test_a_queue_of_events_never_refuses_a_publisher() -> None:
     assert (planned.drop_head, planned.dead_key) == (True, "gateway.missed.demo")
 
 
-async def test_an_answer_that_does_not_come_is_asked_for_again_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarder, "ANSWER_TIMEOUT_S", 0.2)
-    door, bodies, seen = Door(), [request() for _ in range(3)], []
-
-    def answer(one: Received) -> Outcome:
-        seen.append(one.message)
-        return accepted(one) if len(seen) > 3 or len(seen) == 1 else Done()
-
-    door.answer = answer
+async def test_an_answer_that_does_not_come_holds_up_none_that_follow() -> None:
+    """One contended build held its project up to 26 s."""
+    door, bodies = Door(), [request() for _ in range(5)]
+    door.answer = lambda one: accepted(one) if one.message.instance_uuid != bodies[0]["instance_uuid"] else Done()  # type: ignore[attr-defined]
     async with door.scheduler(), door.client() as client, door.gateway("demo"):
-        items = [{"meta": {"id": f"m{n}", "reply_to": ANSWER_TO, "correlation_id": f"c{n}"}, "body": body}
-                 for n, body in enumerate(bodies)]  # fmt: skip
-        await client.publish(json.dumps(items).encode(), content_type=BATCH)
-        await until(lambda: len(client.replies) == 3)
-        uuids = [one["instance_uuid"] for one in bodies]
-        assert [one.instance_uuid for one in received(door)] == uuids + uuids[1:]
-        assert [correlation for correlation, _ in client.replies] == ["c0", "c1", "c2"]
+        for number, body in enumerate(bodies):
+            await client.ask(body, "build.request.demo", correlation_id=f"c{number}")
+        await until(lambda: len(client.replies) == 4)
+        assert [one.instance_uuid for one in received(door)] == [one["instance_uuid"] for one in bodies]
+        assert [correlation for correlation, _ in client.replies] == ["c1", "c2", "c3", "c4"]
+        await until(lambda: not any(one.unacked for one in client.broker.queue("gateway.requests").consumers))
+
+
+async def test_what_was_confirmed_is_not_sent_again_by_the_next_gateway() -> None:
+    door, body = Door(), request()
+    door.answer = lambda _: Done()
+    async with door.scheduler(), door.client() as client:
+        async with door.gateway("demo"):
+            await client.publish(body)
+            await until(lambda: door.got)
+            await until(lambda: not any(one.unacked for one in client.broker.queue("gateway.requests").consumers))
+        async with door.gateway("demo", process="gateway-2"):
+            await client.publish(after := request())
+            await until(lambda: len(door.got) == 2)
+        assert [one.instance_uuid for one in received(door)] == [body["instance_uuid"], after["instance_uuid"]]
+
+
+async def test_a_request_does_not_expire_behind_the_gateway() -> None:
+    door, raw = Door(), []
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        route = door.brokers[API].route
+        door.brokers[API].route = lambda message, *deaths: (raw.append(message), route(message, *deaths))  # type: ignore[method-assign,func-returns-value,assignment]
+        await client.publish(request())
+        await until(lambda: door.got)
+    assert [one.expiration_s for one in raw if one.routing_key == "door.request.demo"] == [None]
+    assert [one.meta.patience_s for one in door.got] == [None]
+
+
+DELETE = {"instance_uuid": str(uuid.uuid4()), "project_id": "demo"}
+POISON: list[tuple[dict[str, Any], str, str]] = [
+    (request(), "build.request.demo", "build.event.refused.demo"),
+    (DELETE, "build.delete.demo", "build.event.refused.demo"),
+    ({"request_id": str(uuid.uuid4()), "instance_uuid": str(uuid.uuid4()), "project_id": "demo", "kind": "stop"},
+     "instance.move.demo", "instance.event.refused.demo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "key", "event_key"), POISON, ids=[key for _, key, _ in POISON])
+async def test_what_ends_its_gateway_each_time_is_refused(body: dict[str, Any], key: str, event_key: str) -> None:
+    door = Door()
+    async with door.scheduler(), door.client() as client:
+        async with door.gateway("demo"):
+            pass  # its queues are there
+        await client.publish(body, key)
+        looking = client.broker.queue("gateway.requests")
+        for _ in range(BY_QUEUE["gateway.requests"].delivery_limit - LAST_DELIVERIES + 1):
+            looking.requeue(looking.pop())
+        async with door.gateway("demo"):
+            await until(lambda: client.events)
+        assert [(key, event["code"]) for key, event in client.events] == [(event_key, "delivery.exhausted")]
+        assert door.got == []
+
+
+def test_the_broker_gives_up_a_projects_message_that_nobody_can_read() -> None:
+    for queue in ("gateway.requests", "gateway.queries"):
+        row = BY_QUEUE[queue]
+        assert plan(row, queue, ()).delivery_limit == row.delivery_limit < 100
 
 
 async def test_a_full_door_sends_the_gateway_back_to_its_turns() -> None:
@@ -377,6 +428,26 @@ async def test_projects_come_and_go_with_the_settings(monkeypatch: pytest.Monkey
         await until(lambda: late.replies)
         await until(lambda: not client.broker.queue("gateway.requests").consumers)
         await until(lambda: not any(one.prefetch for one in door.brokers[API].queue("gateway.events.demo").consumers))
+
+
+async def test_settings_without_any_project_remove_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is just being written may be empty: all projects were away for 30 s."""
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.01)
+    door, reads = Door(), []
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        made = door.brokers[API].queue("gateway.events.demo")
+        reading = app.Projects._read
+
+        def counted(projects: app.Projects, read: Any) -> None:
+            reads.append(1)
+            reading(projects, read)
+
+        monkeypatch.setattr(app.Projects, "_read", counted)
+        door.projects = ()
+        await until(lambda: len(reads) > 2)
+        await client.ask(request(), "build.request.demo")
+        await until(lambda: client.replies)
+        assert any(one.prefetch for one in made.consumers)
 
 
 class Link:

@@ -385,11 +385,14 @@ async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_no_ot
         assert here.book.seen(OTHER) == {"resource_class": None, "traits": []}
         assert here.book.seen(INSTANCE) is None
         assert reserved(here) == 0
+        here.loop.read_all()
+        await here.settle()
+        assert counted_problems() == {NO_CLASS: 1, UNREADABLE: 1}
         nodes.put(INSTANCE, traits=[])
         nodes.put(OTHER, resource_class="gold")
         here.loop.read_all()
         await here.settle()
-        assert here.loop.problems() == {}
+        assert here.loop.problems() == counted_problems() == {}
 
 
 def counted_problems() -> dict[str, float]:
@@ -404,7 +407,9 @@ async def test_the_next_writer_counts_the_problems_that_it_finds_on_record() -> 
         async with here.running():
             await here.settle()
             assert counted_problems() == {NO_CLASS: 1}
+            assert (metrics.LEADER._value.get(), metrics.BOUND._value.get()) == (1, 1)
         assert counted_problems() == {}
+        assert (metrics.LEADER._value.get(), metrics.BOUND._value.get()) == (0, 0)
         here = World(nodes, positions=here.positions)
     nodes.put(OTHER, resource_class="gold")
     async with here.running():

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from scheduler_worker.domain.hosts import DOWN_HOLD_S
+from scheduler_worker.nova import facts
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
 from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService, host_table, supported_instances
@@ -69,6 +72,25 @@ def test_a_service_that_is_gone_does_not_come_back_with_its_compute_nodes() -> N
     world.facts.put_cells({"host1": CELL1, "host2": CELL1})
     world.facts.announce(1.0)
     assert [world.table.live_service_of(uuid_of(of)) for of in (1, 2)] == [None, "host2"], "a new host has its own"
+
+
+def test_a_list_of_compute_nodes_that_began_earlier_brings_no_service_back_up() -> None:
+    """The poll of states may know a host that was added before any of its nodes is known."""
+    world = World(node(1))
+    world.facts.put_services([up("host1"), down("host2")], complete=True)
+    world.facts.put_services([up("host1"), up("host2")], complete=False)
+    world.facts.put_nodes([node(1), node(2)], complete=True)
+    world.facts.put_cells({"host1": CELL1, "host2": CELL1})
+    world.facts.announce(1.0)
+    assert world.states()[uuid_of(2)] == (None, True, True)
+
+
+def test_the_descriptions_of_processors_that_are_shared_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "MAX_CPUS", 2)
+    world = World()
+    for number in range(10):
+        world.facts.put_nodes([node(number, cpu_info={"model": str(number)})], complete=False)
+    assert len(world.facts._cpus) <= 3
 
 
 def test_a_service_that_was_down_for_long_has_its_hosts_again() -> None:
@@ -554,3 +576,65 @@ async def test_a_disabled_cell_is_known_with_its_hosts() -> None:
     kept.keeper._cells.disabled = frozenset({CELL1})
     await kept.after(1)
     assert kept.table.disabled_cells == {CELL1} and kept.facts.cell_of(uuid_of(1)) == CELL1
+
+
+# --- Polls of states, and lists of compute nodes that began earlier, in any order.
+
+
+HOSTS = [1, 2, 3]
+found_up = st.dictionaries(st.sampled_from(HOSTS), st.booleans())
+
+
+class InAnyOrder(RuleBasedStateMachine):
+    """The model: a poll says all of the services; what comes with nodes is news of a host that nothing is known of. A
+    list of nodes says all, but for the hosts that are down.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.world.facts.put_cells({f"host{of}": CELL1 for of in HOSTS})
+        self.services: dict[int, bool] = {}
+        self.nodes: set[int] = set()
+        self.now_s = 0.0
+
+    def services_of(self, found: dict[int, bool]) -> list[NovaService]:
+        return [up(f"host{of}") if is_up else down(f"host{of}") for of, is_up in found.items()]
+
+    @rule(found=found_up)
+    def poll(self, found: dict[int, bool]) -> None:
+        self.world.facts.put_services(self.services_of(found), complete=True)
+        self.services = found
+
+    @rule(found=found_up)
+    def services_of_nodes(self, found: dict[int, bool]) -> None:
+        self.world.facts.put_services(self.services_of(found), complete=False)
+        for of, is_up in found.items():
+            if of not in self.nodes:
+                self.services.setdefault(of, is_up)
+
+    @rule(found=st.sets(st.sampled_from(HOSTS)))
+    def list_of_nodes(self, found: set[int]) -> None:
+        self.world.facts.put_nodes([node(of) for of in sorted(found)], complete=True)
+        self.nodes = found | {of for of in self.nodes if self.services.get(of) is False}
+
+    @rule(of=st.sampled_from(HOSTS))
+    def one_node(self, of: int) -> None:
+        self.world.facts.put_nodes([node(of)], complete=False)
+        self.nodes = self.nodes | {of}
+
+    @invariant()
+    def announced(self) -> None:
+        self.now_s += 1.0
+        self.world.facts.announce(self.now_s)
+        known = self.world.table.live_service_of, self.world.table.is_down
+        assert {of: tuple(each(uuid_of(of)) for each in known) for of in self.nodes} == {
+            of: (f"host{of}" if self.services.get(of) else None, self.services.get(of) is False) for of in self.nodes
+        }
+        assert self.world.facts.known_nodes() == {uuid_of(of) for of in self.nodes}
+        assert self.world.facts.without_nodes() == {
+            f"host{of}" for of, is_up in self.services.items() if is_up and of not in self.nodes
+        }
+
+
+TestInAnyOrder = InAnyOrder.TestCase

@@ -45,6 +45,7 @@ from scheduler_worker.nova.resource_request import (
     ResourceRequest,
     querystring,
     resource_request,
+    specs_of_query,
     undecided,
 )
 
@@ -238,6 +239,10 @@ QUERIES: dict[str, tuple[NovaRequest, str]] = {
     "from a volume": (request(is_bfv=True), PLAIN.replace("DISK_GB:10,", "")),
     "an amount of the extra specs": (request({"resources:VCPU": "3"}), PLAIN.replace("VCPU:2", "VCPU:3")),
     "a class taken away": (request({"resources:VCPU": "0"}), PLAIN.replace(",VCPU:2", "")),
+    "the largest amount": (
+        request({"resources:VCPU": "2147483647"}),
+        PLAIN.replace("VCPU:2", "VCPU:2147483647"),
+    ),
     "what is no amount": (request({"resources:VCPU": "many", "resources:NONE": "1"}), PLAIN),
     "traits": (request({"trait:A": "required", "trait:B": "forbidden", "trait:C": "preferred"}), requiring("A", "!B")),
     "a trait of the image": (request(image=NovaImage(traits_required=("A",))), requiring("A")),
@@ -397,7 +402,7 @@ UNSATISFIABLE: dict[str, tuple[NovaRequest, dict[str, Any], str]] = {
     "no policy": (request({"resources1:CUSTOM_A": "1", "resources2:CUSTOM_A": "1"}), {}, REFUSED),
     "traits without resources": (request({"trait1:A": "required"}), {}, REFUSED),
     "nothing": (request({f"resources:{name}": "0" for name in ("VCPU", "MEMORY_MB", "DISK_GB")}), {}, REFUSED),
-    "a huge amount": (request({"resources:VCPU": "4294967296"}), {}, REFUSED),
+    "a huge amount": (request({"resources:VCPU": "2147483648"}), {}, REFUSED),
     "a trait both ways": (
         request(requested_resources=(replace(GROUP, forbidden_traits=GROUP.required_traits),)),
         {},
@@ -521,3 +526,24 @@ def test_what_names_too_much_is_left_to_the_fallback(case: str) -> None:
     assert undecided(made(0), PrefilterSettings(), ()) is None
     why = undecided(made(1), PrefilterSettings(), ())
     assert why is not None and why.reason == "size"
+
+
+@pytest.mark.parametrize(
+    ("extra_specs", "said"),
+    [
+        ({}, {}),
+        ({"hw:cpu_policy": "dedicated"}, {"resources:PCPU": "2", "resources:VCPU": "0"}),
+        (
+            {"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "require"},
+            {"resources:PCPU": "2", "resources:VCPU": "0", "trait:HW_CPU_HYPERTHREADING": "required"},
+        ),
+        (
+            {"hw:cpu_policy": "dedicated", "hw:cpu_thread_policy": "isolate"},
+            {"resources:PCPU": "2", "resources:VCPU": "0", "trait:HW_CPU_HYPERTHREADING": "forbidden"},
+        ),
+    ],
+)
+def test_what_a_flavors_words_say_to_any_scheduler(extra_specs: dict[str, str], said: dict[str, str]) -> None:
+    flavor_ = request(extra_specs).flavor
+    assert flavor_ is not None
+    assert specs_of_query(flavor_) == said

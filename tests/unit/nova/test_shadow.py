@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.cell import Selection
+from bus.faults import DatabaseUnavailable
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.nova.envelope import (
     Call,
@@ -232,7 +233,18 @@ async def test_a_decision_that_fails_harms_no_answer(monkeypatch: pytest.MonkeyP
         raise ZeroDivisionError
 
     monkeypatch.setattr(here.destinations, "call", broken)
-    assert await here.told(here.answered(0), VMS[0]) == {"failed": 1}
+    with capture_logs() as logged:
+        assert await here.told(here.answered(0), VMS[0]) == {"failed": 1}
+    assert [one["code"] for one in logged if one["event"] == "nova.shadow_failed"] == ["ZeroDivisionError"]
+    here = await world()
+
+    async def away(_: Call) -> object:
+        raise DatabaseUnavailable("away")
+
+    monkeypatch.setattr(here.destinations, "call", away)
+    with capture_logs() as logged:
+        assert await here.told(here.answered(0), VMS[0]) == {"failed": 1}
+    assert [one["code"] for one in logged if one["event"] == "nova.shadow_failed"] == [DatabaseUnavailable.code]
     here = await world()
     assert await here.told(msgspec.json.encode({"oslo.version": "2.0", "oslo.message": "no"}), VMS[0]) == {"failed": 1}
 

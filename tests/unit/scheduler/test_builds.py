@@ -14,15 +14,17 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.operations import FenceState, HostFence
 from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.wire import Malformed
-from scheduler_worker.announcements import AnnouncementWriter
+from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.domain.builds import (
     STRANDED,
     Author,
@@ -74,7 +76,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
     """A project that names another's machine must not end that machine's build for those who wait for it."""
     body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
     for code in ("message.invalid", "message.wrong_key"):
-        forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.18.evil")
+        forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.evil")
         (published,) = refused_unreadable(forged)
         assert (published.project_id, published.code) == ("evil", code)
 
@@ -205,6 +207,24 @@ async def test_a_writer_that_is_cancelled_leaves_the_others_to_themselves(store:
     store.go_on.set()
     assert [(one.verdict, one.event.cell) for one in await second] == [(ANNOUNCED, "c2")]
     assert (await written_states(store))["c1"] is BuildState.SCHEDULED
+
+
+async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
+    """The commit is not on disk yet, and fences are recorded beside it."""
+    session = MemoryBuildTable(SystemClock()).session()
+    store = MemoryBuilds(session)
+    await store.open()
+
+    async def crashes(_: Sequence[HostFence]) -> None:
+        session.cut()
+
+    handler = AnnouncementHandler(store, AnnouncementWriter(store, clock=SystemClock()), "c1", on_fences=crashes)
+    fence = HostFence(cell="c1", host_uuid=UUID, version=1, state=FenceState.FENCED, losses=0)
+    (done,) = await handler([Received(message=fence, meta=Meta(id="m1"), bus="c1", queue="q")])
+    assert isinstance(done, Done) and done.after is not None
+    with pytest.raises(DatabaseUnavailable):
+        await done.after
+    await store.close()
 
 
 # --- A cell's announcements of a request about an instance, applied in any order of their arrival at the scheduler.

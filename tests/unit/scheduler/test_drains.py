@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import SystemClock
+from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.contracts.base import MAX_REASON, Message, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeHolder
 from bus.contracts.build import BuildState
@@ -33,6 +33,7 @@ from scheduler_worker.domain.drains import (
     end_of,
     evacuating,
     held_on,
+    is_down,
     is_migration,
     level_of,
     next_moves,
@@ -182,6 +183,11 @@ NOT_LIVE = ended(0.1, "instance.not_running")
         pytest.param(ACTIVE, tries(8.0, 98, 99), MoveKind.LIVE_MIGRATE, id="it is tried again all the same"),
         pytest.param(ACTIVE, tries(59.9, *range(90, 99)), REFUSED | STUCK, id="the longest pause"),
         pytest.param(ACTIVE, tries(60.0, *range(90, 99)), MoveKind.LIVE_MIGRATE, id="and for ever"),
+        pytest.param(ACTIVE, tries(899.9, *range(901, 930)), REFUSED | STUCK, id="but rarely after many"),
+        pytest.param(ACTIVE, tries(900.0, *range(901, 930)), MoveKind.LIVE_MIGRATE, id="four times an hour"),
+        pytest.param(ACTIVE, tries(60.0, *range(90, 99), *range(901, 920)), MoveKind.LIVE_MIGRATE, id="not yet rarely"),
+        pytest.param(ACTIVE, tries(-CLOCKS_APART_S), REFUSED | STILL, id="by another scheduler's clock"),
+        pytest.param(ACTIVE, tries(-9999.0), MoveKind.LIVE_MIGRATE, id="before the clock was set back"),
         pytest.param(ACTIVE, [UNTIL_DONE, *tries(97, 98, 99)], MoveKind.LIVE_MIGRATE, id="it has come back"),
         pytest.param(ACTIVE, tries(0.1, drain=None), MoveKind.LIVE_MIGRATE, id="a client was refused"),
         pytest.param(ACTIVE, tries(0.1, drain=H9), MoveKind.LIVE_MIGRATE, id="another drain was"),
@@ -242,7 +248,7 @@ def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals
 @pytest.mark.parametrize("record", [{"kind": MoveKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
 @pytest.mark.parametrize(
     ("state", "count", "is_last"),
-    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 40, False)],
+    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 29, False)],
 )
 def test_a_cold_move_that_began_and_failed_is_tried_three_times(
     record: dict[str, Any], state: MoveState, count: int, is_last: bool
@@ -554,3 +560,22 @@ async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_her
     assert not isinstance(found, Refusal) and {one.uuid for one in found[1]} == set(hosts.uuids)
     of_service = await holders.hosts_of("s2", DrainTarget.SERVICE, "c1")
     assert not isinstance(of_service, Refusal) and [one.uuid for one in of_service[1]] == hosts.uuids[1:]
+
+
+@pytest.mark.parametrize(
+    ("state", "condition", "down"),
+    [
+        (BuildState.ACTIVE, Condition.OFFLOADED, True),
+        (BuildState.ACTIVE, Condition.STOPPED, False),
+        (BuildState.DELETED, Condition.OFFLOADED, False),
+        (None, Condition.OFFLOADED, False),
+    ],
+)
+def test_an_instance_is_down_that_no_host_has_and_nobody_deleted(
+    state: BuildState | None, condition: Condition, down: bool
+) -> None:
+    build = RecordedBuild(
+        instance_uuid=A, project_id="p", state=state or BuildState.ACTIVE, sequence=1,
+        instance=SinceBuild(condition=condition),
+    )  # fmt: skip
+    assert is_down(MoveContext(build=None if state is None else build)) is down

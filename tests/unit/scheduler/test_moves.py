@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -30,7 +29,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.contracts.queues import COMMANDS
+from bus.contracts.queues import COMMANDS, REQUEST_QUEUES
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing
@@ -42,6 +41,7 @@ from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild,
 from scheduler_worker.domain.moves import CELL_DRAIN_USER, CHANGED, DRAIN_USER, accepted, check_move, overtaken
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
 from scheduler_worker.domain.requests import LAST, OVERTAKES, RETRIES, RequestDelivery
+from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
@@ -49,7 +49,6 @@ from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.store.port import OperationUnit
-from tests.contract.rig import REQUESTS
 from tests.kit.claims import BookClaims
 from tests.kit.sent import Sent
 from tests.kit.virtual_time import on_virtual_time
@@ -275,6 +274,15 @@ def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind:
     assert moves.may_leave_cell(requested(kind, user_id=CELL_DRAIN_USER)) is leaves
 
 
+@pytest.mark.parametrize(("flavor", "code"), [("bm.gold", "move.across_cells"), ("gpu.small", None), ("m1.tiny", None)])
+def test_bare_metal_stays_in_its_cell(flavor: str, code: str | None) -> None:
+    """Its cell alone refused that, when the other one had been chosen."""
+    spec = SELECTOR.request_spec(replace(BUILT, flavor=flavor, host=None))
+    assert isinstance(spec, RequestSpec)
+    found = moves.stays_in_cell(KNOWN, spec)
+    assert (found.code if found else None) == code
+
+
 @pytest.mark.parametrize(
     ("policy", "same_host", "leaves"),
     [
@@ -414,9 +422,9 @@ def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> t
             warmup=Warmup(selector, clock=clock),
             keep_up=keep_up,
         )
-        consumer = Consumer(scheduler, REQUESTS, handler, concurrency=2)
-        await consumer.start()
-        running = asyncio.create_task(consumer.run())
+        consumers = [Consumer(scheduler, queue, handler, concurrency=2) for queue in REQUEST_QUEUES]
+        for consumer in consumers:
+            await consumer.start()
         answer = None
         if waits:
             with suppress(RequestTimeout):
@@ -428,8 +436,8 @@ def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> t
         if answer is None:
             await clock.sleep(away_s + 60.0)
         ended.append((moves, answer))
-        await consumer.drain(1.0)
-        await running
+        for consumer in consumers:
+            await consumer.drain(1.0)
         for one in (client, scheduler):
             await one.close()
 

@@ -116,6 +116,10 @@ def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
         check(ObjectChange(kind=ObjectKind.FLAVOR, name="x", body=deep))
     with pytest.raises(SettingsError, match="there is no cell 'c2'"):
         check(ObjectChange(kind=ObjectKind.CELL, name="c2", body={"state": "disabled", "reason": "x"}))
+    # Its databases were refused when it was prepared, and its role's name was cut off.
+    check(ObjectChange(kind=ObjectKind.CELL, name="c" * 47, body={"state": "enabled", "bus": {"prefix": "x"}}))
+    with pytest.raises(SettingsError, match="1 to 47 letters"):
+        check(ObjectChange(kind=ObjectKind.CELL, name="c" * 48, body={"state": "enabled", "bus": {"prefix": "x"}}))
 
 
 async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None:

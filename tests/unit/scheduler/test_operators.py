@@ -35,6 +35,7 @@ from bus.contracts.operations import (
     AdminState,
     CellFence,
     FenceState,
+    ForgetHost,
     ForgetService,
     HostFence,
     ServiceForgotten,
@@ -288,6 +289,26 @@ async def test_who_forgot_it_is_on_record_though_the_first_answer_was_late() -> 
         done = await forgetter(known, bus, entries).forget_service(COMMAND, message)
         assert isinstance(done, ServiceForgotten) and not done.removed
         assert entries.entries == [NAME] * expected, message
+
+
+class Occupied(Log):
+    """A record with an instance on each host."""
+
+    def cells_in_use(self) -> set[str]:
+        """One."""
+        return {"c1"}
+
+    async def active_on(self, hosts_: Collection[str], limit: int) -> list[str]:
+        """Of each."""
+        return [f"vm on {one}" for one in hosts_][:limit]
+
+
+async def test_what_reports_a_host_keeps_it_before_its_instances_do() -> None:
+    """These may be gone, and it is not."""
+    known = Hosts([PLENTY])
+    command = ForgetHost(host="h0", by="ann", reason="gone")
+    refused = await forgetter(known, Answering(), Occupied()).forget_host(command, known.uuids[0], "h0", "m")
+    assert isinstance(refused, Refusal) and refused.code == "host.service_up"
 
 
 # --- The handler of operators' commands while its database is unavailable: a change is refused, a decision waits.

@@ -10,20 +10,20 @@ from typing import Any, cast
 import pytest
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received, Refuse
+from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
-from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.operations import AdminState, HostAdminState, ServicesPage, ServicesQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.objects import ObjectRegistry
-from scheduler_worker.queries import QueryHandler, hosts_page
+from scheduler_worker.queries import QueryHandler, StatusHandler, hosts_page
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
@@ -46,6 +46,29 @@ async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
     assert [host.name for host in (await hosts_page(query, hosts.selector, {})).hosts] == names
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        (ServicesQuery(), ["compute-c1", "compute-c2", "compute-c3"]),
+        (ServicesQuery(limit=2), ["compute-c1", "compute-c2"]),
+        (ServicesQuery(cell="c2"), ["compute-c2"]),
+        (ServicesQuery(cell="c4"), []),
+        (ServicesQuery(up=True), ["compute-c2", "compute-c3"]),
+        (ServicesQuery(up=False), ["compute-c1"]),
+        (ServicesQuery(cell="c1", up=True), []),
+    ],
+)
+async def test_services_are_those_requested_by_cell_and_name(query: ServicesQuery, names: list[str]) -> None:
+    hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c3"])
+    down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
+    handler = StatusHandler(hosts.selector, cast("Any", None), cast("Any", None), clock=SystemClock())
+    received = Received(message=query, meta=Meta(id="m1"), bus="api", queue="scheduler.status")
+    (outcome,) = await handler([received])
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, ServicesPage)
+    assert [one.name for one in outcome.reply.services] == names
 
 
 async def test_hosts_follow_the_last_one_of_the_page_before() -> None:

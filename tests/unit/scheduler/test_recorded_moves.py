@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.build import AttemptRecord, BuildRequest, BuildState
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild, SinceBuild
@@ -18,6 +18,7 @@ from scheduler_worker.domain.recorded_moves import (
     Transfer,
     announced_move,
     event_of,
+    given_up,
     recorded,
 )
 from tests.unit.scheduler.test_gangs import SELECTION
@@ -209,3 +210,15 @@ def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int,
     assert event_of(move, known, 4.0) == replace(event, condition=moving)
     known = replace(known, build_request=REQUEST)
     assert event_of(move, known, 4.0) == replace(event, condition=moving, flavor="small")
+
+
+@pytest.mark.parametrize("kind", [None, MoveKind.EVACUATE, MoveKind.RESIZE])
+def test_what_is_given_up_names_the_kind_that_its_cell_tells_of(kind: MoveKind | None) -> None:
+    build = replace(BUILD, instance=SinceBuild(first_attempt=3))
+    known = {"instance_uuid": VM, "project_id": "p", "sequence": 1, "terminal": True}
+    event: Any = BuildEvent(state=BuildState.ACTIVE, **known)  # type: ignore[arg-type]
+    if kind is not None:
+        event = MoveEvent(request_id=MOVE, kind=kind, state=MoveState.DONE, **known)  # type: ignore[arg-type]
+    sent = given_up(event, "c2", build)
+    assert sent is not None and sent.bus == "c2"
+    assert (sent.message.kind, sent.message.attempt) == (kind or MoveKind.MIGRATE, 2)  # type: ignore[attr-defined]

@@ -182,14 +182,14 @@ NAMED = {"instance_uuid": VM, "request_id": MOVE}
 @pytest.mark.parametrize(
     ("key", "body", "kind"),
     [
-        ("build.request.0.demo", {"instance_uuid": VM}, BuildEvent),
-        ("instance.move.0.demo", NAMED, None),
-        ("instance.move.0.demo", NAMED | {"kind": "stop"}, MoveKind.STOP),
-        ("instance.move.0.demo", NAMED | {"kind": "no such"}, None),
-        ("instance.move.0.demo", {"instance_uuid": VM}, ()),
-        ("instance.move.0.demo", {"request_id": MOVE}, ()),
-        ("build.request.0.demo", {"instance_uuid": "x"}, ()),
-        ("build.request.0.de.mo", {"instance_uuid": VM}, ()),
+        ("build.request.demo", {"instance_uuid": VM}, BuildEvent),
+        ("instance.move.demo", NAMED, None),
+        ("instance.move.demo", NAMED | {"kind": "stop"}, MoveKind.STOP),
+        ("instance.move.demo", NAMED | {"kind": "no such"}, None),
+        ("instance.move.demo", {"instance_uuid": VM}, ()),
+        ("instance.move.demo", {"request_id": MOVE}, ()),
+        ("build.request.demo", {"instance_uuid": "x"}, ()),
+        ("build.request.de.mo", {"instance_uuid": VM}, ()),
         ("", NAMED, ()),
     ],
 )

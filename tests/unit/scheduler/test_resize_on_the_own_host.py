@@ -14,8 +14,9 @@ from bus.contracts.moves import MoveKind, MoveRequest, ResizePolicy
 from bus.contracts.placement import LocatePage, ProviderState
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.moves import Located
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
-from scheduler_worker.moves import Chosen, Located, MoveEngine
+from scheduler_worker.moves import Chosen, MoveEngine
 from tests.kit.claims import BookClaims
 from tests.unit.scheduler.hosts import Hosts
 from tests.unit.scheduler.test_moves import Contended, Follower

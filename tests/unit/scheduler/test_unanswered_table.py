@@ -96,7 +96,15 @@ def test_a_build_by_its_records_as_they_are_now(
     assert (now is not None) is is_open
 
 
-@pytest.mark.parametrize(("move", "now"), [(None, None), (RECORDED, AWAITED), (replace(RECORDED, terminal=True), None)])
+@pytest.mark.parametrize(
+    ("move", "now"),
+    [
+        (None, None),
+        (RECORDED, AWAITED),
+        (replace(RECORDED, terminal=True), None),
+        (replace(RECORDED, instance_uuid=HOST), None),
+    ],
+)
 def test_a_move_by_its_records_as_they_are_now(move: RecordedMove | None, now: AwaitedRequest | None) -> None:
     assert open_now(replace(AWAITED, sequence=1), replace(KNOWN, move=move, build=None)) == now
 

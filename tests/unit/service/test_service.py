@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -25,7 +26,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusRightsMissing
 from bus.retrying import RIGHTS
 from bus.service.environment import Environment
-from bus.service.health import MAX_HEAD_BYTES, Health
+from bus.service.health import MAX_CONNECTIONS, MAX_HEAD_BYTES, Health
 from bus.service.main import GC_THRESHOLD, live
 from bus.service.presence import announce_presence
 from bus.service.service import Service, SideTaskEnded
@@ -120,6 +121,15 @@ def test_all_buses_of_a_process_have_its_stalls() -> None:
     broker = MemoryBroker(SystemClock())
     env = Environment("p", transports=lambda name: MemoryTransport(broker, name))
     assert env.bus(API).stall_watch is env.bus("cell0").stall_watch is env.cell_bus("cell1", None).stall_watch
+
+
+def test_heartbeats_carry_the_counts_of_all_parts() -> None:
+    service, kept = Service("test", clock=SystemClock()), {"a": 1}
+    service.add_counts(lambda: kept)
+    service.add_counts(lambda: {"b": 2})
+    assert service.counts() == {"a": 1, "b": 2}
+    kept["a"] = 5
+    assert service.counts() == {"a": 5, "b": 2}
 
 
 async def test_a_check_names_what_is_not_ready() -> None:
@@ -329,6 +339,18 @@ async def test_healthz_metrics_and_the_rest(health: Health) -> None:
 async def test_noise_is_answered_and_the_server_goes_on(health: Health, noise: bytes) -> None:
     assert (await ask(health, noise))[0] == 400
     assert (await ask(health, b"GET /healthz HTTP/1.1\r\n\r\n"))[0] == 200
+
+
+async def test_half_sent_requests_keep_no_probe_out(health: Health) -> None:
+    halves = [await asyncio.open_connection(health.host, health.port) for _ in range(MAX_CONNECTIONS + 8)]
+    for _, writer in halves:
+        writer.write(b"GET /readyz HTTP/1.1\r\n")
+    assert (await ask(health, b"GET /readyz HTTP/1.1\r\n\r\n"))[0] == 200
+    for reader, _ in halves[:8]:
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    for _, writer in halves:
+        writer.close()
 
 
 # --- a worker announces itself, again and again, and nothing gathers while its bus is unavailable

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from berth.commands.common import _watched
 from bus.service.settings import HIDDEN, Secret, SettingsError, hide_password, load, redact
-from bus.service.telemetry import configure_logging
+from bus.service.telemetry import MAX_TEXT, configure_logging
 from bus.service.watchdog import MAX_LIMIT_S, Watchdog, watchdog_of, watched_loop
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
@@ -170,6 +170,16 @@ def test_a_value_forges_no_line_of_a_persons_log() -> None:
     line = stream.getvalue()
     assert line.count("\n") == 1 and r"\n2026" in line
     assert line.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("style", ["pretty", "json"])
+def test_a_long_value_is_cut(style: Literal["pretty", "json"]) -> None:
+    stream = io.StringIO()
+    configure_logging(process="p", role="r", style=style, stream=stream)
+    for length in (MAX_TEXT, MAX_TEXT + 1, 100 * MAX_TEXT):
+        structlog.get_logger().info("host.new", name="x" * length)
+    assert [line.count("x" * MAX_TEXT) for line in stream.getvalue().splitlines()] == [1, 1, 1]
+    assert [line.count("…") for line in stream.getvalue().splitlines()] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("style", ["pretty", "json"])

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +21,15 @@ from tests.executed import STEPS, Untold, executed
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.doors import DOORS
 from tests.kit.distribution import FOLDERS, LONGEST
-from tests.mutation.__main__ import EQUIVALENT, Reasons
+from tests.mutation.__main__ import (
+    EQUIVALENT,
+    OF_NO_PRODUCT,
+    ONLY_WITH_SERVERS,
+    TESTS_OF,
+    WITH_SERVERS,
+    Reasons,
+    product,
+)
 from tests.mutation.planting import PLANT, Functions, OnlyByImport, changed_functions
 from tests.mutation.warm import KILLED, MOST_MEMORY_BYTES, SURVIVED, bounded, by_import, forked
 
@@ -389,13 +399,15 @@ def test_what_an_import_runs_is_shown_to_tests_that_run_no_line_of_its_module(
     (tmp_path / "rules.py").write_text(SOURCE)
     (tmp_path / "test_rules.py").write_text(
         "import rules\n\ndef test_few():\n    rules.is_few(1)\n\ndef test_limit():\n    assert rules.LIMIT == 3\n"
+        "\ndef test_that_fails_without_a_mutant():\n    raise AssertionError\n"
     )
+    known = "--deselect=test_rules.py::test_that_fails_without_a_mutant"
     mutant = {"path": "rules.py", "source": SOURCE.replace("LIMIT = 3", f"LIMIT = {limit}")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def check(_: int) -> int:
-        return by_import(mutant, ["test_rules.py::test_few"], ["test_rules.py"], tmp_path)
+        return by_import(mutant, ["test_rules.py::test_few"], [known, "test_rules.py"], tmp_path)
 
     assert list(forked([0], check, 1)) == [(0, outcome)]
 
@@ -421,3 +433,15 @@ def test_a_mutant_is_equivalent_by_its_text_wherever_it_stands(tmp_path: Path) -
     assert reasons.of(mutant) == "x is never 0"
     assert reasons.of(mutant | {"after": "    x < 0"}) == ""
     assert Reasons(EQUIVALENT).of(mutant) == ""
+
+
+def test_mutants_are_drawn_from_all_of_the_product_and_shown_to_tests_that_there_are() -> None:
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert sorted(TESTS_OF) == sorted(name.removesuffix("*") for name in named)
+    assert [
+        path for of in (TESTS_OF, WITH_SERVERS) for path in sum(of.values(), ()) if not (ROOT / path).is_dir()
+    ] == []
+    everything = [str(path.relative_to(ROOT)) for name in TESTS_OF for path in (ROOT / name).rglob("*.py")]
+    left_out = set(everything).difference(*map(product, TESTS_OF))
+    assert all(any(fnmatch(path, f"{one}/*") for path in left_out) for one in OF_NO_PRODUCT)
+    assert all(any(fnmatch(path, one) for path in everything) for one in ONLY_WITH_SERVERS)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.kit.waiting import until, wait_until
 
 HERE = {"free": {1, 2}}
@@ -49,3 +52,24 @@ async def test_a_condition_that_never_answers_and_one_that_gives_up() -> None:
 
     with pytest.raises(TimeoutError, match="its own"):
         await until(gives_up)
+
+
+def test_a_block_without_time_left_says_in_its_report_where_it_waited_and_what_was_there() -> None:
+    async def waits(came: list[int]) -> None:
+        await asyncio.Event().wait()
+
+    async def times_out() -> None:
+        async with asyncio.timeout(BRIEFLY_S):
+            await waits([7])
+
+    def reported(test: Callable[[], Coroutine[Any, Any, object]]) -> list[tuple[str, str]]:
+        making = conftest.pytest_runtest_makereport(pytest.CallInfo.from_call(lambda: asyncio.run(test()), "call"))
+        next(making)
+        with pytest.raises(StopIteration) as made:
+            making.send(pytest.TestReport("a", ("a", 1, "a"), {}, "failed", None, "call"))
+        return made.value.value.sections
+
+    assert reported(asked) == []
+    ((_, text),) = reported(times_out)
+    for line in ("await waits([7])", "await asyncio.Event().wait()", "came is [7]"):
+        assert line in text, text
