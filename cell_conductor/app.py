@@ -18,6 +18,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant, Transient
+from bus.persistence.database import Database
 from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.port import BusError
 from bus.retrying import REPORT_REQUEST, Retrying
@@ -76,11 +77,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     database = env.database(f"cell_{cell}") if store is None else None
     store = store if database is None else PostgresInstances(database)
     assert store is not None
-    bus = env.bus(cell)
-    shared = database if not config.own_database else None
-    bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
-    bus.publishes_as("cell_conductor")
-    bus.states_mark(lambda: store.mark)
+    bus = _bus(env, cell, store, None if config.own_database else database)
     # The scheduler records each event of a build, so none is dropped: they travel, and are recorded, together.
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
@@ -97,17 +94,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     )
     search = MachineSearch(store, bus, clock=env.clock, config=config, listings=listings)
     known = KnownReader(bus)
-    recovery = CellRecovery(
-        store,
-        bus,
-        relay,
-        clock=env.clock,
-        config=config,
-        known=known,
-        leases=keeper,
-        fences=fences,
-        context=context_of(config, cell),
-    )
+    recovery = _recovery(env.clock, config, cell, store, bus, relay, known, keeper, fences)
     engine = Engine(
         store=store,
         bus=bus,
@@ -133,11 +120,40 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("leases", lambda: keeper.run(engine))
     _add_consumers(service, bus, config, requests, hosts, keeper)
     service.add_consumer(Consumer(bus, KNOWN, known.handle, max_batch=1, concurrency=1))
+    _add_checks(service, bus, store, cell)
+    service.add_drain(relay.drain)
+    return service
+
+
+def _bus(env: Environment, cell: str, store: InstanceStore, shared: Database | None) -> Bus:
+    bus = env.bus(cell)
+    bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
+    bus.publishes_as("cell_conductor")
+    bus.states_mark(lambda: store.mark)
+    return bus
+
+
+def _recovery(  # noqa: PLR0917  (one caller)
+    clock: Clock,
+    config: ConductorConfig,
+    cell: str,
+    store: InstanceStore,
+    bus: Bus,
+    relay: Relay,
+    known: KnownReader,
+    leases: LeaseKeeper,
+    fences: FenceKeeper,
+) -> CellRecovery:
+    context = context_of(config, cell)
+    return CellRecovery(
+        store, bus, relay, clock=clock, config=config, known=known, leases=leases, fences=fences, context=context
+    )
+
+
+def _add_checks(service: Service, bus: Bus, store: InstanceStore, cell: str) -> None:
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
-    service.add_drain(relay.drain)
-    return service
 
 
 def _add_rounds(  # noqa: PLR0917  (one caller)

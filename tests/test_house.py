@@ -16,6 +16,7 @@ from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
 from bus.contracts.queues import COMMANDS, QUEUES, QueueKind, Where
+from cell_conductor.domain.instance import State
 from tests.kit.sources import (
     OURS,
     ROOT,
@@ -205,7 +206,7 @@ def test_only_one_module_defines_how_something_is_retried() -> None:
 # The states of an instance: one row each, and the table of what each event does in them.
 DESIRES = "cell_conductor/domain/desires.py"
 STATES_LISTED = {DESIRES, "cell_conductor/domain/table.py"}
-STATES_IN_SQL = re.compile(r"\bstate (?:NOT )?(?:IN \(|=) ?'")
+STATES_IN_SQL = re.compile(rf"\bstate (?:NOT )?(?:IN \(|=) ?'(?:{'|'.join(State)})\b")  # no other row's
 
 
 def test_the_states_of_an_instance_are_listed_in_one_place() -> None:

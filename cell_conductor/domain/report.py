@@ -196,7 +196,6 @@ def differences(
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
     by_uuid = {record.uuid: record for record in recorded}
-    blocked = {uuid for uuid, record in by_uuid.items() if record.blocked_reason}
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
@@ -213,17 +212,13 @@ def differences(
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
-            if one.instance_uuid in blocked:
+            if record is not None and record.blocked_reason:
                 continue  # a reconciliation judges it
             if one.deployment != deployment:
                 if not _is_known_at(record, host_uuid):
-                    unexplained.append(
-                        Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.FOREIGN, NO_MARK)
-                    )
+                    unexplained.append(_left(one, host_uuid, UnexplainedKind.FOREIGN, NO_MARK))
             elif not one.destroying and (why := _unexplained(record, one, host_uuid)):
-                unexplained.append(
-                    Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
-                )
+                unexplained.append(_left(one, host_uuid, UnexplainedKind.QUARANTINED, why))
             elif (
                 record is not None
                 and not one.destroying
@@ -234,13 +229,17 @@ def differences(
                     events.append(event)
                 elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
                     (events if host_uuid in fenced else harmful).append(event)
-    judged = [record for record in by_uuid.values() if record.uuid not in blocked]
+    judged = [record for record in by_uuid.values() if not record.blocked_reason]
     for place, record in _not_listed(report.service, judged, running_on, may_have):
         is_harmful = desire_of(record).here is Wish.RUN
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events
             into.append((record.uuid, _missing(report, place, now)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), rescans, harmful_rescans)
+
+
+def _left(machine: Running, host_uuid: str, kind: UnexplainedKind, why: str) -> Unexplained:
+    return Unexplained(machine.instance_uuid, machine.attempt, host_uuid, kind, why)
 
 
 def _not_listed(

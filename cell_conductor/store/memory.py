@@ -347,8 +347,9 @@ def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
 def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
     table.ended_incarnations = {**table.ended_incarnations, table.incarnation: table.sent}
     table.incarnation, table.origin, table.recovers = now.incarnation, table.place, True
-    for rows in (table.outbox, table.unexplained, table.breakers):
-        rows.clear()
+    table.outbox.clear()
+    table.breakers.clear()
+    _drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
 
 
 def _see(seen: KnownDatabase, set_back: SetBack, recovers: bool) -> None:

@@ -105,8 +105,8 @@ class LockingTransaction(Transaction, Protocol):
 
     async def begin_recovery(self, heard: int) -> int:
         """The cell recovers from now on, under an incarnation above all that are known, which is returned; what the
-        outbox, the quarantine and the breakers have is of before, and goes. One that has begun on this database goes
-        on as it is. heard: as for `recognise`.
+        outbox, the quarantine and the breakers have is of before, and goes; but what an operator keeps is kept. One
+        that has begun on this database goes on as it is. heard: as for `recognise`.
         """
 
     async def expect_recovering(self) -> None:

@@ -77,6 +77,12 @@ BEGIN_RECOVERY = f"""
         || jsonb_build_object(database_incarnation::text, {tables.SENT}))::json
 WHERE origin <> origin_of('instances') OR state = 'open'
 """
+# What is kept stays so: nobody else has that on record, and a machine without it may be destroyed.
+FORGET_BEFORE = f"""
+DELETE FROM outbox;
+DELETE FROM breakers;
+DELETE FROM {UNEXPLAINED.name} WHERE verdict IS DISTINCT FROM '{KEEP}'
+"""
 RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state = 'recovering' FOR UPDATE"
 UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
@@ -254,7 +260,7 @@ class PostgresTransaction:
         check_identity(await connection.fetchval("SELECT deployment::text FROM identity FOR UPDATE"), seen.deployment)
         begun: str = await connection.execute(BEGIN_RECOVERY, seen.highest(heard))
         if begun != "UPDATE 0":
-            await connection.execute(f"DELETE FROM outbox; DELETE FROM {UNEXPLAINED.name}; DELETE FROM breakers")
+            await connection.execute(FORGET_BEFORE)
         incarnation = (await connection.fetchrow(RECOGNISE))[2]
         self.recognised, self.recovers = SetBack(incarnation), True
         return int(incarnation)

@@ -41,8 +41,6 @@ CREATE TABLE sent (
     PRIMARY KEY (slot)
 )
  WITH (fillfactor = 10);
-    PRIMARY KEY (one)
-);
 
 CREATE TABLE unexplained (
     host_uuid UUID NOT NULL,

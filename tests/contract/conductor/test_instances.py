@@ -20,9 +20,9 @@ from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.desires import PURGED, PURGED_FAILED, Work, in_text, states_where
+from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
-from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, Phase, State
+from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, State
 from cell_conductor.domain.marks import is_behind
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.keyed import DatabaseOutdated, Recovering, Unrecognised
@@ -85,6 +85,15 @@ async def restored(store: InstanceStore) -> None:
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
 
 
+async def recovered(store: InstanceStore) -> None:
+    """Its set-back is recognised, and nothing was found out by that."""
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    async with store.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.end_recovery()
+
+
 async def insert(store: InstanceStore, *instances: Instance) -> None:
     async with store.transaction() as transaction:
         await transaction.insert(instances)
@@ -104,47 +113,9 @@ async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Ma
     assert {one.uuid for one in await store.briefs([], [A, B])} == {A, B}
     await restored(store)
     async with store.transaction() as transaction:
-        change = await transaction.recognise()
-    assert change is not None
-    assert change.doubted == 1
+        assert await transaction.recognise() is not None
     (record,) = (await recorded(store))[A].history
     assert record.reason.replace("\x00", "") == "disk \\u0000"
-
-
-async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_are_doubted(make: Make) -> None:
-    one, other = make(), make()
-    await one.open()
-    await other.open()
-    await insert(one, instance(A), instance(B, State.ACTIVE), instance(C, State.CLAIMING, then=State.BUILDING))
-    for store in (one, other):
-        async with store.transaction() as transaction:
-            assert await transaction.recognise() is None
-        assert store.set_back.at == 0
-        assert store.set_back.made_at > 0
-    await restored(one)
-    async with one.transaction() as transaction:
-        change = await transaction.recognise()
-    assert change is not None and (change.doubted, change.deployment) == (2, one.deployment)
-    assert await other.has_due(0.0), "it does not know yet since when"
-    for store in (one, other):
-        async with store.transaction() as transaction:
-            assert await transaction.recognise() is None
-    third = make()
-    await third.open()
-    assert one.set_back.at == other.set_back.at == third.set_back.at > 0
-    briefs = await other.briefs([], [A, B, C])
-    assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
-    doubted = await recorded(other)
-    assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
-    known, at = instance(A), one.set_back.at
-    assert replace(doubted[A], doubted=False, sequence=known.sequence, deadline=known.deadline) == known
-    assert {uuid: found.deadline for uuid, found in doubted.items()} == {A: at, B: known.deadline, C: at}
-    async with other.transaction() as transaction:
-        due = await transaction.lock_due(at, 10)
-    assert {found.uuid for found in due} >= {A, C}, "it is searched for at once"
-    numbers = {uuid: found.sequence for uuid, found in doubted.items()}
-    above, same = one.set_back.first_number, instance(B).sequence
-    assert numbers == {A: above, B: same, C: above}, "schedulers have had the next ones already"
 
 
 @pytest.mark.parametrize(("heard", "begun"), [(0, 2), (1, 2), (2, 3), (7, 8)])
@@ -162,11 +133,13 @@ async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make
         assert one.set_back.incarnation == 1, "it is none before it is on record"
     assert change is not None and change.incarnation == one.set_back.incarnation == begun
     assert await other.has_due(0.0)
-    async with other.transaction() as transaction:
-        assert await transaction.recognise(heard) is None
+    with pytest.raises(Recovering):
+        async with other.transaction() as transaction:
+            await transaction.recognise(heard)
     third = make()
     await third.open()
     assert (other.set_back.incarnation, third.set_back.incarnation) == (begun, begun)
+    assert other.is_recovering
     await restored(one)
     async with third.transaction() as transaction:
         again = await transaction.recognise()
@@ -349,16 +322,6 @@ async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_is_left(
     assert store.set_back.incarnation == 2
 
 
-@pytest.mark.parametrize("phase", sorted(states_where(lambda row: row.work is Work.MOVE), key=in_text), ids=in_text)
-async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: InstanceStore, phase: Phase) -> None:
-    await insert(store, instance(A, phase[0], then=phase[1]), instance(B, State.ACTIVE))
-    await restored(store)
-    async with store.transaction() as transaction:
-        change = await transaction.recognise()
-    assert change is not None and change.doubted == 1
-    assert {uuid: found.doubted for uuid, found in (await recorded(store)).items()} == {A: True, B: False}
-
-
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:
     one = instance(A, deadline=7.0)
     await insert(store, one)
@@ -417,7 +380,7 @@ async def test_a_schema_that_was_made_anew_is_reported_and_not_taken_for_its_own
         async with store.transaction() as transaction:
             await transaction.recognise()
     assert store.deployment == known
-    assert not (await recorded(store))[A].doubted
+    assert not store.is_recovering
 
 
 async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_set_back(store: InstanceStore) -> None:
@@ -426,8 +389,7 @@ async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_
     assert [await store.has_due(now) for now in (4.9, 5.0)] == [False, True]
     await restored(store)
     assert await store.has_due(4.9)
-    async with store.transaction() as transaction:
-        assert await transaction.recognise() is not None
+    await recovered(store)
     assert not await store.has_due(4.9)
 
 
@@ -518,31 +480,11 @@ async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> 
         assert (found.attempt, found.last_attempt) == (2, 4)
 
 
-async def test_a_brief_has_the_attempt_whose_host_was_passed_over_at_first(store: InstanceStore) -> None:
-    first, second = (AttemptRecord(attempt=n, host="h", outcome="not_tried") for n in (1, 2))
-    failed = replace(first, outcome="failed")
-    await insert(
-        store,
-        replace(instance(A, State.ACTIVE), history=(first, second)),
-        replace(instance(B, State.ACTIVE), history=(failed, second)),
-        replace(instance(C, State.ACTIVE), history=(second,)),
-        instance(D, State.ACTIVE),
-    )
-    found = {brief.uuid: brief.untried for brief in await store.briefs([HOST], [])}
-    assert found == {A: 1, B: 0, C: 2, D: 0}
-
-
 async def test_a_brief_has_why_what_no_client_wants_any_more_has_failed(store: InstanceStore) -> None:
     refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
     await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
     found = {brief.uuid: brief.code for brief in await store.briefs([], [A, B, C])}
     assert found == {A: MACHINE_EXISTS, B: "", C: ""}
-
-
-async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: InstanceStore) -> None:
-    await insert(store, replace(instance(A, State.ACTIVE), reused_from=3), instance(B, State.ACTIVE))
-    found = {brief.uuid: brief.reused_from for brief in await store.briefs([HOST], [])}
-    assert found == {A: 3, B: 0}
 
 
 async def begin(store: InstanceStore, uuid: str) -> None:
@@ -570,8 +512,7 @@ async def test_no_step_is_recorded_in_a_set_back_database_by_a_process_that_has_
             await begin(store, A)
         with pytest.raises(Conflict):
             await end(store, C)
-    async with one.transaction() as transaction:
-        assert await transaction.recognise() is not None
+    await recovered(one)
     await begin(one, A)
     for writes in (begin(other, B), end(other, C)):
         with pytest.raises(Conflict):
@@ -848,9 +789,9 @@ OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
 @pytest.mark.parametrize(
     "record",
     [
-        '{"doubted": "perhaps"}',
-        '{"reused_from": "many"}',
-        '{"reused_from": 1e99}',
+        '{"blocked_reason": 7}',
+        '{"proves_from": "many"}',
+        '{"proves_from": 1e99}',
         '{"history": [{"outcome": "not_tried", "attempt": {}}]}',
         '{"history": [{"outcome": "not_tried"}]}',
         '{"sequence": 1e300}',
@@ -858,9 +799,7 @@ OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
         "[]",
     ],
 )
-async def test_a_record_of_another_type_costs_no_other_its_comparison_or_its_doubt(
-    postgres_url: str, record: str
-) -> None:
+async def test_a_record_of_another_type_costs_no_other_its_comparison(postgres_url: str, record: str) -> None:
     """One failed each report of its host, and the sweep that recognises a set-back: the cell stood still."""
     store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
     await store.open()
@@ -874,8 +813,6 @@ async def test_a_record_of_another_type_costs_no_other_its_comparison_or_its_dou
     await restored(store)
     async with store.transaction() as transaction:
         assert await transaction.recognise() is not None
-    async with store.transaction() as transaction:
-        assert (await transaction.lock([B]))[B].doubted
     await store.close()
 
 

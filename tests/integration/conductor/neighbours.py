@@ -38,9 +38,10 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
+from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
-from tests.unit.conductor.world import engine_of, hosts_of, listing, requests_of, search_of
+from tests.unit.conductor.world import engine_of, hosts_of, listing, requests_of
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -213,11 +214,9 @@ class Cell:
         stack.push_async_callback(_cancel, self.searches)
         listings = Listings()
         listings.note(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
-        self.search = search_of(
-            self.store, self.bus, clock=self.clock, config=self.config, up=lambda: ("s1",), listings=listings
-        )
+        self.search = MachineSearch(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
         self.engine = self.new_engine()
-        requests = requests_of(self.engine, self.clock, search=self.search)
+        requests = requests_of(self.engine, self.clock)
         self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
