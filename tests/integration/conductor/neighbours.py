@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any, cast
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
@@ -27,8 +28,10 @@ from bus.contracts.cell import (
     Selection,
     Spawn,
 )
+from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Restate, RestateResult
+from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.persistence.relay import Relay
@@ -37,16 +40,35 @@ from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import Engine
+from cell_conductor.engine import Engine, context_of
+from cell_conductor.known_reader import KnownReader
+from cell_conductor.recovery import CellRecovery
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
-from tests.unit.conductor.world import engine_of, hosts_of, listing, requests_of
+from tests.unit.conductor.world import ALONE, Alone, engine_of, hosts_of, listing, requests_of
 
 CELL = "c1"
 WAIT_S = 60.0
 # Only a test sweeps here, by hand: an answer that is later than this is not requested by anything else.
 ASK_S = 3.0
+
+
+HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
+
+
+class Leases(Alone):
+    """Of one service that is up, kept by this conductor."""
+
+    is_keeper = True
+
+    def up(self) -> Collection[str]:
+        """It alone."""
+        return ("s1",)
+
+    def forgotten(self) -> Collection[str]:
+        """None."""
+        return ()
 
 
 class MovingClock(SystemClock):
@@ -71,7 +93,7 @@ class Neighbours:
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
         self.silent = False  # the compute service takes no command
-        self.names_amounts = False  # a machine that is found comes with what it takes
+        self.specs: dict[str, InstanceSpec] = {}  # of what was commanded: services keep it, and the schedulers have it
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
@@ -87,10 +109,22 @@ class Neighbours:
             if held and message.attempt is not None and held[0] > message.attempt:
                 return ReleaseResult(outcome="consumer_changed")
             return ReleaseResult(outcome="released" if self.held.pop(message.consumer, None) else "absent")
+        if isinstance(message, Restate):
+            return self._restate(message)
         if not isinstance(message, Claim):
             return Refusal(code="unexpected")
         self.claims.append(message)
         return self._claim(message)
+
+    def _restate(self, message: Restate) -> RestateResult:
+        _, place, generation = self.held.get(message.consumer, (0, "", 0))
+        if message.allocations is not None:
+            place = next(iter(message.allocations), "")
+        if not place:
+            self.held.pop(message.consumer, None)
+            return RestateResult(outcome="restated")
+        self.held[message.consumer] = (message.attempt, place, generation + 1)
+        return RestateResult(outcome="restated", consumer_generation=generation + 1)
 
     def _claim(self, claim: Claim) -> ClaimResult:
         places = [next(iter(option.allocations)) for option in claim.options]
@@ -119,6 +153,9 @@ class Neighbours:
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
+            if isinstance(message, ListMachines):
+                outcomes.append(Done(None if self.silent else self._list()))
+                continue
             if isinstance(message, FindMachines):
                 outcomes.append(Done(None if self.silent else self._find(message)))
                 continue
@@ -127,6 +164,22 @@ class Neighbours:
             if result is not None:
                 await self.bus.publish(result, cause=received.meta.cause)
         return outcomes
+
+    def _list(self) -> MachinesPage:
+        machines = tuple(
+            ListedMachine(
+                instance_uuid=uuid,
+                host_uuid=host,
+                host=host,
+                service="s1",
+                attempt=attempt,
+                project_id="p",
+                spec=self.specs[uuid],
+                allocations={host: {"VCPU": 1}},
+            )
+            for (host, uuid), attempt in sorted(self.running.items())
+        )
+        return MachinesPage(machines=machines, hosts=HOSTS)
 
     def _find(self, question: FindMachines) -> MachinesFound:
         machines = tuple(
@@ -137,16 +190,15 @@ class Neighbours:
                 service="s1",
                 attempt=attempt,
                 project_id="p",
-                allocations={host: {"VCPU": 1}} if self.names_amounts else None,
             )
             for (host, uuid), attempt in self.running.items()
             if uuid in question.instance_uuids
         )
-        hosts = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
-        return MachinesFound(machines=machines, hosts=hosts if question.thorough else ())
+        return MachinesFound(machines=machines, hosts=HOSTS if question.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn):
+            self.specs[message.spec.instance_uuid] = message.spec
             self.spawns.append(message)
             key = (message.host_uuid, message.spec.instance_uuid)
             if message.attempt <= self.fences.get(key, 0) or message.host_uuid in self.hangs:
@@ -180,6 +232,38 @@ class Neighbours:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
         self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
         return [Done()] * len(batch)
+
+    async def recoveries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """The schedulers tell what they and placement have of the cell."""
+        for received in batch:
+            question = received.message
+            assert isinstance(question, CellRecovering)
+            page = CellKnown(
+                cell=CELL,
+                process=question.process,
+                database_incarnation=question.database_incarnation,
+                question=question.question,
+                instances=tuple(map(self._known, question.asked or sorted(self.held))),
+            )
+            await self.bus.publish(page, cause=question.question)
+        return [Done()] * len(batch)
+
+    def _known(self, uuid: str) -> KnownRecord:
+        events = [one for one in self.events if one.instance_uuid == uuid]
+        if not events:
+            return KnownRecord(instance_uuid=uuid)
+        attempt, place, _ = self.held.get(uuid, (events[-1].attempt, "", 0))
+        places = (KnownPlace(host_uuid=place, host=place, service="s1", allocations={place: {"VCPU": 1}}),)
+        return KnownRecord(
+            instance_uuid=uuid,
+            project_id="p",
+            state=events[-1].state,
+            cell=CELL,
+            attempt=attempt,
+            sequence=events[-1].sequence,
+            spec=self.specs.get(uuid),
+            places=places if place else (),
+        )
 
     def ends(self, uuid: str) -> list[BuildState]:
         return [event.state for event in self.events if event.instance_uuid == uuid and event.terminal]
@@ -220,12 +304,26 @@ class Cell:
         self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
+        known, leases = KnownReader(self.bus), cast("Any", Leases())
+        self.recovery = CellRecovery(
+            self.store,
+            self.bus,
+            self.relay,
+            clock=self.clock,
+            config=self.config,
+            known=known,
+            leases=leases,
+            fences=ALONE,
+            context=context_of(self.config, CELL),
+        )
         relay = asyncio.create_task(self.relay.run())
         stack.push_async_callback(_cancel, [relay])
         for consumer in (
             Consumer(self.around.bus, "placement.requests", self.around.placement),
             Consumer(self.around.bus, "compute.{service}", self.around.compute, service="s1"),
             Consumer(self.around.bus, "scheduler.builds", self.around.scheduler),
+            Consumer(self.around.bus, "scheduler.recoveries", self.around.recoveries),
+            Consumer(self.bus, "conductor.known.{process}", known.handle, process="conductor"),
             Consumer(self.bus, "conductor.requests", requests.requests),
             Consumer(self.bus, "conductor.given_up", requests.given_up),
             Consumer(self.bus, "conductor.results", requests.results),
@@ -280,8 +378,15 @@ class Cell:
         await until(lambda: self.around.ends(uuid) == [BuildState.ACTIVE])
         return uuid
 
-    async def delete(self, uuid: str, *, begun: bool = False) -> None:
-        await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=begun))
+    async def delete(self, uuid: str) -> None:
+        await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+
+    async def recover(self) -> None:
+        """The set-back of its database is recognised, and the cell recovers."""
+        await self.engine.sweep()
+        assert self.store.is_recovering
+        await self.recovery.look()
+        assert not self.store.is_recovering
 
     async def sql(self, *statements: str) -> None:
         async with self.database.raw() as connection:
