@@ -30,17 +30,19 @@ from .config import ConductorConfig
 from .domain.fences import fence_of
 from .domain.instance import Instance
 from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
-from .domain.recovered import recovered, restatement
+from .domain.recovered import is_lost, recovered, restatement
 from .domain.steps import StepContext
 from .engine import FenceView, Sender
-from .known_reader import MAX_OWN, KnownReader
+from .known_reader import MAX_OWN, KnownReader, OwnInstances
 from .lease_keeper import LeaseKeeper
+from .store.keyed import MAX_LOSSES_NAMED, Losses
 from .store.port import InstanceStore, LockingTransaction, UnreadableRecords
 from .store.safety import ADOPT, DESTROY, KEEP
 
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.5  # between two looks whether there is something to do
+WORD_S = 10.0  # until it is looked whether an operator has accepted the losses
 AGAIN_S = 2.0  # a server or a service has not answered
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
 MAX_BATCH = 200  # instances of one transaction
@@ -138,6 +140,9 @@ class CellRecovery:
         async for part in self._known.parts(incarnation, own):  # hosts and instances have one order: fences first
             await self._put_fences(part.fences)
         await self._fences.ensure_known()
+        if await self._waits_for_word(incarnation, listing, own):
+            await self._clock.sleep(WORD_S)
+            return
         made = Counter[str]()
         async for part in self._known.parts(incarnation, own):
             here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
@@ -146,6 +151,23 @@ class CellRecovery:
             await transaction.expect_recovering()
             await transaction.end_recovery()
         log.warning("recovery.ended", incarnation=incarnation, **made)
+
+    async def _waits_for_word(self, incarnation: int, listing: MachineListing, own: OwnInstances) -> bool:
+        """Whether this would end more instances than an operator has accepted: it may be the wrong database."""
+        lost = list[str]()
+        async for part in self._known.parts(incarnation, own):
+            here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
+            for start in range(0, len(here), MAX_BATCH):
+                found = await self._reconciled(here[start : start + MAX_BATCH], part.instances, listing)
+                lost += [uuid for uuid, (before, result) in found.items() if is_lost(before, result)]
+        losses = Losses(len(lost), tuple(lost[:MAX_LOSSES_NAMED]))
+        async with self._store.transaction() as transaction:
+            await transaction.expect_recovering()
+            if losses.count <= max(self._config.breaker_limit, await transaction.accepted_losses()):
+                return False
+            await transaction.stop_recovery(losses)
+        log.error("recovery.stopped", incarnation=incarnation, losses=losses.count, first=losses.instances[:LOGGED])
+        return True
 
     async def _put_fences(self, decisions: Collection[CellFence]) -> None:
         for decision in decisions:

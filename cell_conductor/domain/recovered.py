@@ -60,6 +60,14 @@ def _amounts(allocations: Allocations) -> Counter[str]:
     return total
 
 
+def is_lost(before: Instance | None, result: Reconciled) -> bool:
+    """Whether this ends what its client has not deleted."""
+    record, failed = result.record, Condition.FAILED
+    if record is None or result.blocked_reason is not None or desire_of(record).condition is not failed:
+        return False
+    return before is None or desire_of(before).condition is not failed
+
+
 def recovered(
     before: Instance | None,
     result: Reconciled,

@@ -24,6 +24,7 @@ from cell_conductor.domain.set_back import SetBack
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 10  # of one transaction
+MAX_LOSSES_NAMED = 1_000
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -95,6 +96,13 @@ class KeyedRows(Protocol):
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
+
+
+class Losses(Struct, frozen=True, omit_defaults=True):
+    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED."""
+
+    count: int = 0
+    instances: tuple[str, ...] = ()
 
 
 class KnownDatabase(Struct):

@@ -32,7 +32,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 from cell_conductor.domain.set_back import SetBack
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Recovering, Unrecognised, Value, check_incarnation
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Losses, Recovering, Unrecognised, Value, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
@@ -48,6 +48,8 @@ class MemoryInstanceTable(MemoryDatabase):
         "origin",
         "incarnation",
         "recovers",
+        "accepts",
+        "losses",
         "ended_incarnations",
         "sent",
         "lease_keeper",
@@ -59,7 +61,8 @@ class MemoryInstanceTable(MemoryDatabase):
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
         self.incarnation = 1
-        self.recovers = False
+        self.recovers = self.accepts = False
+        self.losses = Losses()
         self.ended_incarnations: dict[int, SentSequences] = {}
         self.sent: SentSequences = (0,) * SENT_SLOTS
         self.instances: dict[str, Instance] = {}
@@ -225,8 +228,27 @@ class MemoryTransaction:
         if not _is_known(self._table, self._seen) or not self._table.recovers:
             raise Unrecognised
 
+    async def accepted_losses(self) -> int:
+        """One statement."""
+        await self._transaction.statement()
+        return self._table.losses.count if self._table.accepts else 0
+
+    async def stop_recovery(self, losses: Losses) -> None:
+        """One statement."""
+        self._transaction.will(partial(_await_word, self._table, losses))
+
+    async def accept_losses(self, losses: Losses) -> bool:
+        """One statement."""
+        await self._transaction.lock(["identity"])
+        table = self._table
+        if not table.recovers or table.accepts or not losses.count or table.losses != losses:
+            return False
+        self._transaction.will(partial(setattr, table, "accepts", True))
+        return True
+
     async def end_recovery(self) -> None:
         """One statement."""
+        self._transaction.will(partial(_await_word, self._table, Losses()))
         self._transaction.will(partial(setattr, self._table, "recovers", False))
         self._transaction.will(partial(setattr, self._seen, "is_recovering", False))
 
@@ -347,9 +369,14 @@ def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
 def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
     table.ended_incarnations = {**table.ended_incarnations, table.incarnation: table.sent}
     table.incarnation, table.origin, table.recovers = now.incarnation, table.place, True
+    _await_word(table, Losses())
     table.outbox.clear()
     table.breakers.clear()
     _drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
+
+
+def _await_word(table: MemoryInstanceTable, losses: Losses) -> None:
+    table.accepts, table.losses = False, losses
 
 
 def _see(seen: KnownDatabase, set_back: SetBack, recovers: bool) -> None:

@@ -18,7 +18,7 @@ from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import SetBack
 
-from .keyed import KnownDatabase
+from .keyed import KnownDatabase, Losses
 from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
 
 
@@ -111,6 +111,15 @@ class LockingTransaction(Transaction, Protocol):
 
     async def expect_recovering(self) -> None:
         """Hold the recovery until the end. Raises Unrecognised when it is over, or another one has begun."""
+
+    async def accepted_losses(self) -> int:
+        """How many losses of this recovery an operator has accepted."""
+
+    async def stop_recovery(self, losses: Losses) -> None:
+        """It goes no further until an operator accepts these. After `expect_recovering`."""
+
+    async def accept_losses(self, losses: Losses) -> bool:
+        """An operator accepts what this recovery waits for. False: it does not wait, or for the word on others."""
 
     async def end_recovery(self) -> None:
         """The cell is open. After `expect_recovering`."""

@@ -41,7 +41,7 @@ from cell_conductor.domain.marks import RecordedMarks
 from cell_conductor.domain.set_back import SetBack
 
 from . import tables
-from .keyed import KnownDatabase, Recovering, Unrecognised, check_incarnation
+from .keyed import KnownDatabase, Losses, Recovering, Unrecognised, check_incarnation
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -62,7 +62,7 @@ IDENTITY = """
 SELECT deployment::text, database_incarnation FROM identity
 """
 RECOGNISE = """
-SELECT deployment::text, origin <> origin_of('instances'), database_incarnation, state = 'recovering' FROM identity
+SELECT deployment::text, origin <> origin_of('instances'), database_incarnation, state <> 'open' FROM identity
 """
 NOTHING_DUE = """
 SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
@@ -72,7 +72,7 @@ FROM identity
 RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 BEGIN_RECOVERY = f"""
-{NOTE_ORIGIN}, state = 'recovering',
+{NOTE_ORIGIN}, state = 'recovering', losses = '{{}}',
     database_incarnation = greatest(database_incarnation, $1) + 1, ended_incarnations = (ended_incarnations::jsonb
         || jsonb_build_object(database_incarnation::text, {tables.SENT}))::json
 WHERE origin <> origin_of('instances') OR state = 'open'
@@ -83,7 +83,10 @@ DELETE FROM outbox;
 DELETE FROM breakers;
 DELETE FROM {UNEXPLAINED.name} WHERE verdict IS DISTINCT FROM '{KEEP}'
 """
-RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state = 'recovering' FOR UPDATE"
+RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state <> 'open' FOR UPDATE"
+ACCEPTED_LOSSES = "SELECT losses ->> 'count' FROM identity WHERE state = 'accepted'"
+STOP_RECOVERY = "UPDATE identity SET state = 'recovering', losses = $1::text::json"
+ACCEPT_LOSSES = "UPDATE identity SET state = 'accepted' WHERE state = 'recovering' AND losses::text = $1"
 UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
 ORDER BY uuid LIMIT $3
@@ -270,9 +273,24 @@ class PostgresTransaction:
         if not await self._connection.fetchval(RECOVERING, *self._seen.state):
             raise Unrecognised
 
+    async def accepted_losses(self) -> int:
+        """One statement."""
+        return int(await self._connection.fetchval(ACCEPTED_LOSSES) or 0)
+
+    async def stop_recovery(self, losses: Losses) -> None:
+        """One statement."""
+        await self._connection.execute(STOP_RECOVERY, tables.encode(losses))
+
+    async def accept_losses(self, losses: Losses) -> bool:
+        """One statement."""
+        if not losses.count:
+            return False
+        done: str = await self._connection.execute(ACCEPT_LOSSES, tables.encode(losses))
+        return done == "UPDATE 1"
+
     async def end_recovery(self) -> None:
         """One statement."""
-        await self._connection.execute("UPDATE identity SET state = 'open'")
+        await self._connection.execute("UPDATE identity SET state = 'open', losses = '{}'")
         self.recovers = False
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

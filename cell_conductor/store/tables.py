@@ -60,13 +60,15 @@ instances = Table(
 # The identity of this cell's database marks every machine that the cell orders: an empty or another database never
 # takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
 # never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
-# every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded.
+# every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded; `accepted`: and an
+# operator has accepted `losses`, which are more than a recovery makes by itself.
 # ended_incarnations: {number: what `sent` had when this database left it}.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
     needed("database_incarnation", Integer, default=text("1")),
     needed("state", Text, default="open"),
+    needed("losses", JSON, default=text("'{}'")),
     needed("ended_incarnations", JSON, default=text("'{}'")),
 )
 

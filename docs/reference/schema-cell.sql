@@ -31,6 +31,7 @@ CREATE TABLE identity (
     origin TEXT DEFAULT '' NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
     state TEXT DEFAULT 'open' NOT NULL,
+    losses JSON DEFAULT '{}' NOT NULL,
     ended_incarnations JSON DEFAULT '{}' NOT NULL,
     PRIMARY KEY (one)
 );

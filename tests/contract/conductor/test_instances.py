@@ -25,7 +25,7 @@ from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, State
 from cell_conductor.domain.marks import is_behind
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
-from cell_conductor.store.keyed import DatabaseOutdated, Recovering, Unrecognised
+from cell_conductor.store.keyed import DatabaseOutdated, Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -181,6 +181,45 @@ async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make
             assert await transaction.recognise() is None
         assert not store.is_recovering and store.set_back.incarnation == 7
     assert (await recorded(other))[A].state is State.ACTIVE
+
+
+async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -> None:
+    one, operator = make(), make()
+    await one.open()
+    await operator.open()
+    seen, later = Losses(2, (A, B)), Losses(3, (A, B, C))
+
+    async def accepts(losses: Losses) -> bool:
+        async with operator.transaction() as transaction:
+            return await transaction.accept_losses(losses)
+
+    async def accepted() -> int:
+        async with one.transaction() as transaction:
+            await transaction.expect_recovering()
+            return await transaction.accepted_losses()
+
+    async def stops(losses: Losses) -> None:
+        async with one.transaction() as transaction:
+            await transaction.expect_recovering()
+            await transaction.stop_recovery(losses)
+
+    assert not await accepts(Losses())
+    async with one.transaction() as transaction:
+        await transaction.begin_recovery(0)
+    assert not await accepts(Losses()) and not await accepts(seen)
+    await stops(seen)
+    assert await accepted() == 0 and not await accepts(later)
+    assert await accepts(seen) and not await accepts(seen)
+    assert await accepted() == 2 and await operator.has_due(0.0)
+    await stops(later)
+    assert await accepted() == 0, "it was the word on others"
+    assert await accepts(later)
+    async with one.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.end_recovery()
+    async with one.transaction() as transaction:
+        await transaction.begin_recovery(0)
+    assert await accepted() == 0 and not await accepts(later), "of the recovery before"
 
 
 async def test_a_recovery_that_is_set_back_itself_begins_anew(store: InstanceStore) -> None:

@@ -28,7 +28,7 @@ from cell_conductor.engine import context_of
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import MAX_TRIES, CellRecovery
-from cell_conductor.store.keyed import Recovering
+from cell_conductor.store.keyed import Losses, Recovering
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import moving, record
@@ -397,6 +397,28 @@ async def test_a_conductor_that_dies_amid_a_recovery_is_followed_under_the_same_
     assert found is not None and found.host_uuid == host(3) and other.store.set_back.incarnation == 2
     assert await cell.engine.sweep() == 0
     assert not cell.store.is_recovering
+
+
+async def test_losses_above_the_limit_wait_for_an_operators_word() -> None:
+    world = World(told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    cell.recovery._config = replace(ConductorConfig(), breaker_limit=0)
+    await cell.set_back()
+    await cell.recovery.look()
+    assert cell.store.is_recovering and await cell.recorded() == ACTIVE
+    assert not world.restated and not cell.relay.sent
+    async with cell.store.transaction() as transaction:
+        assert await transaction.accept_losses(Losses(1, (UUID,)))
+    found = await cell.recover()
+    assert found is not None and found.phase == (State.RELEASING, State.FAILED)
+
+
+async def test_what_the_limit_allows_to_be_lost_waits_for_nobody() -> None:
+    world = World(told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    cell.recovery._config = replace(ConductorConfig(), breaker_limit=1)
+    found = await cell.recover()
+    assert found is not None and found.phase == (State.RELEASING, State.FAILED)
 
 
 async def test_another_conductor_than_the_keeper_of_the_leases_waits() -> None:
