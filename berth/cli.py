@@ -74,6 +74,7 @@ COMMANDS = {
     "explain": ("explain", "explain"),
     "quarantine": ("safety", "quarantine"),
     "breaker": ("safety", "breaker"),
+    "recovery": ("recovery", "recovery"),
     "baremetal": ("baremetal", "baremetal"),
 }
 PLAIN: dict[str, Any] = {

@@ -37,7 +37,7 @@ from .known_reader import MAX_OWN, KnownReader, OwnInstances
 from .lease_keeper import LeaseKeeper
 from .store.keyed import MAX_LOSSES_NAMED, Losses
 from .store.port import InstanceStore, LockingTransaction, UnreadableRecords
-from .store.safety import ADOPT, DESTROY, KEEP
+from .store.safety import ADOPT, DESTROY, KEEP, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -274,11 +274,7 @@ class CellRecovery:
         except UnreadableRecords as error:  # nothing is decided about them
             unreadable = error.uuids
             records = await transaction.lock(sorted(set(instances) - unreadable))
-        decisions = {
-            one.machine.uuid: OperatorDecision(VERBS[one.verdict], one.machine.host_uuid)
-            for one in await transaction.unexplained(instances)
-            if one.verdict in VERBS
-        }
+        decisions = _decisions(await transaction.unexplained(instances))
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
@@ -339,3 +335,11 @@ class CellRecovery:
             await transaction.send_later(outgoing)
         self._relay.send(transaction.rows, outgoing)
         return made
+
+
+def _decisions(machines: Iterable[UnexplainedRecord]) -> dict[str, OperatorDecision]:
+    return {
+        one.machine.uuid: OperatorDecision(VERBS[one.verdict], one.machine.host_uuid)
+        for one in machines
+        if one.verdict in VERBS
+    }

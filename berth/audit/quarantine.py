@@ -73,7 +73,7 @@ async def read(env: Environment, cell: str | None = None) -> InCells:
     found: dict[str, list[UnexplainedRecord]] = {}
     breakers: dict[str, list[Breaker]] = {}
     never: list[str] = []
-    for name in await _named(env, cell):
+    for name in await named_cells(env, cell):
         try:
             found[name] = await _in_cell(env, name, lambda safety: safety.records())
             breakers[name] = await _in_cell(env, name, lambda safety: safety.breakers())
@@ -213,11 +213,11 @@ async def _instances(env: Environment, cell: str, uuids: Sequence[str]) -> dict[
         async with database.raw() as connection:
             return {uuid: decode(record) for uuid, record in await connection.fetch(_INSTANCES, uuids)}
 
-    return await _on_database(env, cell, of)
+    return await on_database(env, cell, of)
 
 
-async def _named(env: Environment, cell: str | None) -> tuple[str, ...]:
-    """All cells, or the one that is named."""
+async def named_cells(env: Environment, cell: str | None) -> tuple[str, ...]:
+    """All cells, or the one that is named. Raises SettingsError."""
     names = tuple(await cells_in_use(env))
     if cell is None:
         return names
@@ -227,10 +227,11 @@ async def _named(env: Environment, cell: str | None) -> tuple[str, ...]:
 
 
 async def _in_cell(env: Environment, cell: str, work: Callable[[Safety], Awaitable[T]]) -> T:
-    return await _on_database(env, cell, lambda database: work(Safety(PostgresKeyed(database))))
+    return await on_database(env, cell, lambda database: work(Safety(PostgresKeyed(database))))
 
 
-async def _on_database(env: Environment, cell: str, work: Callable[[Database], Awaitable[T]]) -> T:
+async def on_database(env: Environment, cell: str, work: Callable[[Database], Awaitable[T]]) -> T:
+    """The work on a cell's schema. Raises CellNeverStarted and DatabaseUnavailable."""
     database = env.database(f"cell_{cell}", pool_size=1)
     try:
         async with _in_time():

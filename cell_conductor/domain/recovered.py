@@ -93,23 +93,29 @@ def recovered(
         )
         return _with_orders(blocked, result.orders, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
-    record = replace(record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False, deadline=None)
+    record = replace(record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False)
     is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
     if is_new:
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)
-    row = desire_of(record)
-    if row.work is Work.BUILD:
-        record = replace(record, deadline=at + (record.build_timeout_s or context.destroy_retry_s))
-    elif row.condition is Condition.RESIZED and record.move is not None and record.move.auto_confirm_s is not None:
-        record = replace(record, deadline=at + record.move.auto_confirm_s)
-    elif not row.ends and row.condition is not Condition.RESIZED and record.phase != (State.TOMBSTONE, None):
-        record = replace(record, deadline=at)  # what it waits for is commanded, or asked of placement, once more
+    record = replace(record, deadline=_deadline(record, at, context))
     step = _with_orders(record, result.orders, at, context)
     if (state := _told(record, known)) is not None:
         step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
     for ended in result.ended:
         step = after(step, tell_end(step.instance, ended, at, context))
     return step
+
+
+def _deadline(record: Instance, at: float, context: StepContext) -> float | None:
+    row = desire_of(record)
+    if row.work is Work.BUILD:
+        return at + (record.build_timeout_s or context.destroy_retry_s)
+    if row.condition is Condition.RESIZED:
+        confirm_s = None if record.move is None else record.move.auto_confirm_s
+        return None if confirm_s is None else at + confirm_s
+    if row.ends or record.phase == (State.TOMBSTONE, None):
+        return None
+    return at  # what it waits for is commanded, or asked of placement, once more
 
 
 def _told(record: Instance, known: KnownInstance | None) -> BuildState | None:

@@ -237,11 +237,12 @@ class MemoryTransaction:
         """One statement."""
         self._transaction.will(partial(_await_word, self._table, losses))
 
-    async def accept_losses(self, losses: Losses) -> bool:
+    async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
         """One statement."""
         await self._transaction.lock(["identity"])
         table = self._table
-        if not table.recovers or table.accepts or not losses.count or table.losses != losses:
+        waits_for = table.incarnation, table.losses
+        if not table.recovers or table.accepts or not losses.count or waits_for != (incarnation, losses):
             return False
         self._transaction.will(partial(setattr, table, "accepts", True))
         return True

@@ -118,7 +118,7 @@ class LockingTransaction(Transaction, Protocol):
     async def stop_recovery(self, losses: Losses) -> None:
         """It goes no further until an operator accepts these. After `expect_recovering`."""
 
-    async def accept_losses(self, losses: Losses) -> bool:
+    async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
         """An operator accepts what this recovery waits for. False: it does not wait, or for the word on others."""
 
     async def end_recovery(self) -> None:

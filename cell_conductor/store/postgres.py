@@ -86,7 +86,11 @@ DELETE FROM {UNEXPLAINED.name} WHERE verdict IS DISTINCT FROM '{KEEP}'
 RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state <> 'open' FOR UPDATE"
 ACCEPTED_LOSSES = "SELECT losses ->> 'count' FROM identity WHERE state = 'accepted'"
 STOP_RECOVERY = "UPDATE identity SET state = 'recovering', losses = $1::text::json"
-ACCEPT_LOSSES = "UPDATE identity SET state = 'accepted' WHERE state = 'recovering' AND losses::text = $1"
+ACCEPT_LOSSES = """
+UPDATE identity SET state = 'accepted'
+WHERE state = 'recovering' AND losses::text = $1 AND database_incarnation = $2
+"""
+RECOVERY = "SELECT state, database_incarnation, losses::text FROM identity"
 UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
 ORDER BY uuid LIMIT $3
@@ -281,11 +285,11 @@ class PostgresTransaction:
         """One statement."""
         await self._connection.execute(STOP_RECOVERY, tables.encode(losses))
 
-    async def accept_losses(self, losses: Losses) -> bool:
+    async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
         """One statement."""
         if not losses.count:
             return False
-        done: str = await self._connection.execute(ACCEPT_LOSSES, tables.encode(losses))
+        done: str = await self._connection.execute(ACCEPT_LOSSES, tables.encode(losses), incarnation)
         return done == "UPDATE 1"
 
     async def end_recovery(self) -> None:

@@ -191,7 +191,7 @@ async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -
 
     async def accepts(losses: Losses) -> bool:
         async with operator.transaction() as transaction:
-            return await transaction.accept_losses(losses)
+            return await transaction.accept_losses(losses, one.set_back.incarnation)
 
     async def accepted() -> int:
         async with one.transaction() as transaction:

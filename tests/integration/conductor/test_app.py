@@ -39,6 +39,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
@@ -397,6 +398,21 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert (await safety.breakers())[0].reset_by == "op"
     status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL_NAME)
     assert (status == 1 and "not_open" in output) or "is open" in output
+
+    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
+    assert (status, shown[0]["state"]) == (0, "open")
+    async with stores[0].transaction() as transaction:
+        await transaction.begin_recovery(0)
+    async with stores[0].transaction() as transaction:
+        await transaction.stop_recovery(Losses(6, (A, B)))
+    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
+    assert (status, shown[0]["losses"]["count"]) == (1, 6)
+    for losses, says in (("5", "recovery.not_waiting"), ("6", "command.unconfirmed")):
+        status, output = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", losses)
+        assert status and says in output
+    status, _ = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", "6", "--yes")
+    async with stores[0].transaction() as transaction:
+        assert (status, await transaction.accepted_losses()) == (0, 6)
     for store in stores:
         await store.close()
 

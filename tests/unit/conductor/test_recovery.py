@@ -408,7 +408,7 @@ async def test_losses_above_the_limit_wait_for_an_operators_word() -> None:
     assert cell.store.is_recovering and await cell.recorded() == ACTIVE
     assert not world.restated and not cell.relay.sent
     async with cell.store.transaction() as transaction:
-        assert await transaction.accept_losses(Losses(1, (UUID,)))
+        assert await transaction.accept_losses(Losses(1, (UUID,)), 2)
     found = await cell.recover()
     assert found is not None and found.phase == (State.RELEASING, State.FAILED)
 

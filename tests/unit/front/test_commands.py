@@ -582,6 +582,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
     "arguments",
     [
         ["breaker", "list"],
+        ["recovery", "show"],
         ["quarantine", "list"],
         ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--keep"],
     ],
