@@ -83,6 +83,18 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
     assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.attempt == 0
 
 
+@pytest.mark.parametrize(("answer_to", "patience_s"), [(ANSWER_TO, 60.0), (None, math.inf)])
+async def test_a_request_is_of_use_as_long_as_its_client_awaits_it(answer_to: str | None, patience_s: float) -> None:
+    """Else it is begun when its client has given it up. One that nobody awaits would be dropped without an event."""
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish(request(), reply_to=answer_to, expiration_s=60.0)
+        await until(lambda: door.got)
+    (got,) = door.got
+    assert 0 < (got.meta.patience_s or math.inf) <= patience_s
+    assert (got.meta.patience_s is None) is (answer_to is None)
+
+
 DROPPED: dict[str, dict[str, Any]] = {
     "a record of deaths": {"headers": {"x-death": "x"}},
     "more headers than are read": {"headers": {UNREAD: True}},
