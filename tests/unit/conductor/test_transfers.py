@@ -379,10 +379,12 @@ async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
     services.silent = {"s3"}
     conductor = await opened(services, ("s1",))
     conductor.down = {"s3"}
-    moved = [replace(arrived().instance, uuid=f"{n:08x}-0000-4000-8000-000000000000") for n in range(LOGGED_MOVES + 3)]
+    uuids = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(LOGGED_MOVES + 3)]
+    moved = [replace(arrived().instance, uuid=one, cause="asked" if one == uuids[0] else "") for one in uuids]
     with capture_logs() as logged:
         assert not await resolved(conductor, *moved)
-    assert [one["event"] for one in logged].count("move.held") == LOGGED_MOVES
+    causes = [one["cause"] for one in logged if one["event"] == "move.held"]
+    assert causes == ["asked", *uuids[1:LOGGED_MOVES]]
 
 
 # --- the former cell was set back

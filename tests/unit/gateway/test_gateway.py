@@ -239,6 +239,26 @@ async def test_a_virtual_host_that_was_lost_is_told_later_and_nothing_spins(monk
             await until(lambda: any(key == "events.missed.demo" for key, _ in client.events))
 
 
+async def test_what_a_project_missed_is_given_back_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=1)
+    monkeypatch.setitem(BY_QUEUE, few.name, few)
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.01)
+    monkeypatch.setattr(app, "DRAIN_S", 0.01)
+    door = Door()
+    async with door.scheduler(), door.gateway("demo"):
+        door.brokers[project_bus("demo")].stop()
+        missed = door.brokers[API].queue("gateway.missed.demo")
+        (link,) = missed.consumers
+        for number in range(300):  # more than are taken ahead
+            event = BuildEvent(
+                instance_uuid=str(uuid.uuid4()), project_id="demo", state=BuildState.ACTIVE, sequence=number
+            )
+            await door.api.publish(event)
+        await until(lambda: link.unacked)
+        door.projects = ()
+        await until(lambda: missed.returned and not link.unacked)  # for another gateway to tell
+
+
 def test_a_queue_of_events_never_refuses_a_publisher() -> None:
     row = BY_QUEUE["gateway.events.{project}"]
     planned = plan(row, "gateway.events.demo", ())
