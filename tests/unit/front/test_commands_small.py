@@ -12,13 +12,16 @@ from typing import Any, cast
 import asyncpg
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from berth.audit.quarantine import InCells
-from berth.commands import audits, moves, objects, safety
+from berth.cli import app
+from berth.client.object_edits import ObjectEdit
+from berth.commands import audits, edits, moves, objects, run, safety
 from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
-from berth.settings import Settings
+from berth.settings import Settings, TelemetrySettings
 from berth.trial.embedded.process import ServerMissing
-from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
 from bus.port import BusUnavailable
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
@@ -174,3 +177,49 @@ async def test_what_another_operator_made_after_the_question_is_not_pruned(
     asked, done = sent
     assert asked.dry_run and asked.prune and not (done.dry_run or done.prune)
     assert [(one.name, one.body is None) for one in done.changes] == [("kept", False), ("old", True)]
+
+
+@pytest.mark.parametrize(
+    ("words", "known", "field", "then"),
+    [
+        ("flavors set x --remove-project p", {"projects": ["p"]}, "projects", "flavor.last_project"),
+        ("flavors set x --remove-project p --every-project", {"projects": ["p"]}, "projects", "usage"),
+        ("flavors set x --every-project", {"projects": ["p"]}, "projects", []),
+        ("flavors set x --remove-project p", {"projects": ["p", "q"]}, "projects", ["q"]),
+        ("flavors set x --vcpus 2", {"projects": []}, "projects", []),
+        ("aggregates set x --no-zone", {"hosts": ["h"]}, "hosts", ["h"]),
+        ("aggregates set x --host i", {"hosts": ["h"]}, "hosts", ["h", "i"]),
+        ("aggregates set x --hosts-in-placement", {"hosts": ["h"]}, "hosts", None),
+    ],
+)
+def test_an_edit_leaves_what_it_does_not_name(
+    monkeypatch: pytest.MonkeyPatch, words: str, known: dict[str, Any], field: str, then: object
+) -> None:
+    after: list[object] = []
+
+    async def changed(_: Settings, wanted: ObjectEdit, __: object) -> None:
+        on_record = StoredObject(kind=wanted.kind, name=wanted.name, body=known, version=1)
+        after.append(cast("dict[str, Any]", wanted.edit(on_record)).get(field))
+
+    monkeypatch.setattr(edits, "change_objects", changed)
+    done = CliRunner().invoke(app, words.split())
+    if isinstance(then, str):
+        assert done.exit_code == Exit.USAGE and (then == "usage" or then in done.output), done.output
+    else:
+        assert done.exit_code == 0 and after == [then], done.output
+
+
+@pytest.mark.parametrize(
+    ("requested", "port", "listens"),
+    [
+        (None, None, None),
+        (None, 0, ("127.0.0.1", 0)),
+        (("::1", 0), None, ("::1", 0)),
+        (("::1", 0), 0, ("::1", 0)),
+    ],
+)
+def test_a_worker_answers_where_it_is_told_to(
+    requested: tuple[str, int] | None, port: int | None, listens: tuple[str, int] | None
+) -> None:
+    telemetry = TelemetrySettings(http_host="127.0.0.1", http_port=port)
+    assert run._listen(requested, Settings(telemetry=telemetry)) == listens
