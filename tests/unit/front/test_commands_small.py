@@ -22,6 +22,7 @@ from berth.client.object_edits import ObjectEdit
 from berth.commands import audits, databases, edits, host_metrics, moves, nova, objects, run, safety
 from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
 from berth.settings import Settings, TelemetrySettings
+from berth.site import Site
 from berth.trial.embedded.process import ServerMissing
 from bus.contracts.host_metrics import (
     HostMetric,
@@ -289,3 +290,35 @@ async def test_a_service_within_another_ends_when_it_is_drained() -> None:
     async with asyncio.timeout(60.0):
         await part.drain()
     await running
+
+
+def test_a_front_of_nova_without_tokens_has_a_page_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[nova.ShownAt | None] = []
+
+    def ran(_: Settings, __: str, ___: object, at: nova.ShownAt | None) -> int:
+        shown.append(at)
+        return 0
+
+    monkeypatch.setattr(nova, "_run", ran)
+    done = CliRunner().invoke(app, ["nova", "serve", "--memory", "--page", "127.0.0.1:8080"])
+    assert done.exit_code == 0, done.output
+    assert shown == [nova.ShownAt("127.0.0.1", 8080, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"), [("conductor --cell cell1", "conductor-cell1-"), ("scheduler", "scheduler-")]
+)
+def test_a_worker_is_named_by_its_role_and_cell(monkeypatch: pytest.MonkeyPatch, words: str, begins: str) -> None:
+    names: list[str] = []
+
+    def ran(*_: object, process: str, **__: object) -> int:
+        names.append(process)
+        return 0
+
+    for name in ("_build", "_join"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
+    monkeypatch.setattr(run, "database_of", Site)
+    monkeypatch.setattr(run, "run_process", ran)
+    done = CliRunner().invoke(app, ["run", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert [name.startswith(begins) for name in names] == [True]
