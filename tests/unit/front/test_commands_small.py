@@ -211,7 +211,7 @@ def test_an_edit_leaves_what_it_does_not_name(
 
     async def changed(_: Settings, wanted: ObjectEdit, __: object) -> None:
         on_record = StoredObject(kind=wanted.kind, name=wanted.name, body=known, version=1)
-        after.append(cast("dict[str, Any]", wanted.edit(on_record)).get(field))
+        after.append(wanted.edit(on_record).get(field))
 
     monkeypatch.setattr(edits, "change_objects", changed)
     done = CliRunner().invoke(app, words.split())
