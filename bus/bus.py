@@ -6,6 +6,7 @@ Requests have a deadline. Each bus has one private reply queue, and replies are 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -204,15 +205,16 @@ class Bus:
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
         on_confirmed: Callable[[], None] | None = None,
+        left_s: Sequence[float] = (),
     ) -> list[R | Fault]:
         """Send many requests in one round trip. Returns the reply or the fault of each, in order.
 
         to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does. on_confirmed: called when it has all of them; they are then handled
-        however late it is.
+        cannot take raises as `publish` does. on_confirmed: called when it has all of them. left_s: for how long
+        each is of use; by default until the time-out.
         """
         return await self._requester.ask(
-            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed
+            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed, left_s=left_s
         )
 
     def post_reply(self, meta: Meta, reply: Message, waiter: Waiter) -> None:
@@ -349,19 +351,22 @@ class Requester:
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
         on_confirmed: Callable[[], None] | None = None,
+        left_s: Sequence[float] = (),
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
             return []
         pending = _PendingRequests(len(messages), _spans(messages, causes), self.mark())
         ids = [new_uuid(self._rng) for _ in messages]
+        now = asyncio.get_running_loop().time()
+        untils = [now + one for one in left_s or [timeout_s] * len(messages)]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open(limit)
                 if not limit.expired():
-                    await self._exchange(messages, causes, ids, pending, limit.when(), to=to, on_confirmed=on_confirmed)
+                    await self._exchange(messages, causes, ids, pending, untils, to=to, on_confirmed=on_confirmed)
         except TimeoutError:
             pass  # what is missing is counted below
         finally:
@@ -399,13 +404,13 @@ class Requester:
         causes: Sequence[str],
         ids: Sequence[str],
         pending: _PendingRequests,
-        until: float | None,
+        untils: Sequence[float],
         *,
         to: Callable[[Message], tuple[str, str]] | None,
         on_confirmed: Callable[[], None] | None,
     ) -> None:
         """Publish the requests until the broker accepts them: the other side may be starting, and requests may be
-        repeated. until: the time of the event loop at which the requester stops waiting.
+        repeated. untils: the time of the event loop until which each is of use.
         """
 
         async def publish_unanswered() -> None:
@@ -414,8 +419,7 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     where = (to or destination)(message)
-                    left = None if on_confirmed is not None else until
-                    self._post(message, where, causes[index], ids[index], left, waiter, pending, index)
+                    self._post(message, where, causes[index], ids[index], untils[index], waiter, pending, index)
             await waiter.wait()
             if on_confirmed is not None:
                 on_confirmed()
@@ -436,7 +440,7 @@ class Requester:
         where: tuple[str, str],
         cause: str,
         correlation_id: str,
-        until: float | None,
+        until: float,
         waiter: Waiter,
         pending: _PendingRequests,
         index: int,
@@ -453,7 +457,7 @@ class Requester:
             sent_sequences=pending.mark.sent_sequences,
         )
         mode = Mode(True, row.persistent, row.mandatory)
-        self._publisher.post(*where, mode, pack(message, meta), waiter, until)
+        self._publisher.post(*where, mode, pack(message, meta), waiter, None if until == math.inf else until)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):

@@ -24,9 +24,10 @@ def published_key(delivery: Delivery) -> str | None:
     It checks none where a queue dead-letters to, nor where an exchange that is bound to berth's passes on.
     """
     exchange, headers = delivery.exchange, delivery.headers
+    if UNREAD in headers:  # the record of its deaths may be among what was left out
+        return None
     if exchange in (COMMANDS, EVENTS, REPLY):
-        is_direct = {DEATHS, UNREAD}.isdisjoint(headers)
-        return None if not is_direct else "" if exchange == REPLY else delivery.routing_key
+        return None if DEATHS in headers else "" if exchange == REPLY else delivery.routing_key
     found, written = headers.get(DEATHS), headers.get(ORIGINAL_KEY)
     deaths = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     if exchange == REPLAY or (exchange == DEAD and DEATHS not in headers):

@@ -8,6 +8,7 @@ lives. Nothing of a message is passed on but what was parsed.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
@@ -139,6 +140,7 @@ class RequestForwarder:
                     causes=[_subject_of(one) for one in part.messages],
                     to=self._to,
                     on_confirmed=on_confirmed,
+                    left_s=[_left_s(one) for one in part.received],
                 )
         except BusError as error:
             return error
@@ -191,6 +193,13 @@ def as_seen(answer: Message, project: str) -> Message:
     if isinstance(answer, MovePage):
         return structs.replace(answer, moves=tuple(one for one in answer.moves if one.project_id == project))
     return answer
+
+
+def _left_s(received: Received) -> float:
+    """For how long a request is of use. One that nobody awaits is handled however late it is: a scheduler would drop it
+    without an event, as it answers the gateway.
+    """
+    return math.inf if received.meta.reply_to is None else received.left_s()
 
 
 def _subject_of(message: Message) -> str:

@@ -259,8 +259,10 @@ class MoveEngine:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
         may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
         anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
-        if may_leave and stays is None and pending.request.user_id == CELL_DRAIN_USER:
-            may_leave, spec = False, replace(anywhere, leaves=spec.cell)
+        if pending.request.user_id == CELL_DRAIN_USER:  # whatever keeps it there: no host of its own cell will do
+            if stays is not None:
+                return Chosen(failure=stays)
+            may_leave, spec = False, replace(anywhere if may_leave else spec, leaves=spec.cell)
         chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen):
             return chosen

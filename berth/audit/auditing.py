@@ -33,14 +33,15 @@ SELECT instance_uuid::text FROM build_requests WHERE state = '{BuildState.ACTIVE
 # The requests on record of consumers. In doubt is a claim of another run than that of the record which has ended, and
 # one of a build that ended because its claim was on a host of no known cell: it may be that of a running instance whose
 # record is lost, and no age shows that it is not. Of one that is deleted, its cell or the schedulers' record has proved
-# that nothing of it is left.
+# that nothing of it is left. Has a machine: an active instance that is not offloaded by this record.
 REQUESTS = f"""
 SELECT b.instance_uuid::text, b.state, b.cell IS NULL
     AND b.state IN ({in_list(sorted({*ENDED_WITHOUT_MACHINE} - {BuildState.DELETED}))})
-    AND (b.run <> held.run OR b.code = '{STRANDED}') AS in_doubt, {IS_OPEN} AS is_open
+    AND (b.run <> held.run OR b.code = '{STRANDED}') AS in_doubt, {IS_OPEN} AS is_open,
+    b.state = '{BuildState.ACTIVE}' AND (b.instance::json ->> 'under_way' IS NOT NULL
+    OR b.instance::json ->> 'condition' IS DISTINCT FROM '{Condition.OFFLOADED}') AS has_machine
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
 """
-_IN_DOUBT = f"SELECT instance_uuid FROM ({REQUESTS}) requests WHERE in_doubt"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
 # Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
@@ -84,7 +85,7 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
             moving = {row[0] for row in await connection.fetch(_MOVING)}
-            in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT, list(held), list(held.values()))}
+            requests = await connection.fetch(REQUESTS, list(held), list(held.values()))
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(
@@ -93,7 +94,8 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
             busy=busy,
             migrations=migrations,
             zones=zones,
-            in_doubt=in_doubt,
+            in_doubt={row["instance_uuid"] for row in requests if row["in_doubt"]},
+            with_machine={row["instance_uuid"] for row in requests if row["has_machine"]},
             moving=moving,
         )
     finally:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
+    OFFLOADED,
     TOMBSTONE,
     Facts,
     InstanceFact,
@@ -94,8 +95,8 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
     instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
-    in_doubt: instances whose request ended and that hold what another run claimed. moving: active ones that are moving,
-    and have no request under way; these are busy, too.
+    in_doubt: instances whose request ended and that hold what another run claimed. with_machine: those that have one by
+    the schedulers' record. moving: active ones that are moving, and have no request under way; these are busy, too.
     """
 
     facts: Facts
@@ -104,6 +105,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     migrations: Mapping[str, str]
     zones: Mapping[str, tuple[str, str]] = {}
     in_doubt: AbstractSet[str] = frozenset()
+    with_machine: AbstractSet[str] = frozenset()
     moving: AbstractSet[str] = frozenset()
 
 
@@ -186,7 +188,9 @@ def _holdings(
         elif others:
             yield _finding(Kind.DOUBLED, consumer, f"{what} on {host}, and holds something of {others}", repair)
     allowed = holders(facts)
-    recorded = {one.instance_uuid for one in facts.instances}
+    recorded = {
+        one.instance_uuid for one in facts.instances if is_proof(one.state, one.instance_uuid in audited.with_machine)
+    }
     quarantined = {one.instance_uuid for one in facts.quarantine or ()}
     for consumer in facts.allocations:
         owner = audited.migrations.get(consumer, consumer)
@@ -207,6 +211,13 @@ def _holdings(
         yield replace(orphaned, proof=_proof_of_end(facts, consumer))
 
 
+def is_proof(state: str, has_machine: bool) -> bool:
+    """Whether a cell's record in this state proves what is left of an instance. has_machine: by the schedulers' record:
+    what is offloaded has been unshelved since, and its cell was set back.
+    """
+    return state != OFFLOADED or not has_machine
+
+
 def may_run(consumer: str, request: str | None, recorded: AbstractSet[str], quarantined: AbstractSet[str]) -> str:
     """Why a machine of a consumer may run that no cell has as alive; "": no record shows one.
 
@@ -216,7 +227,7 @@ def may_run(consumer: str, request: str | None, recorded: AbstractSet[str], quar
     if consumer in quarantined:
         return "a machine of it is in quarantine"
     if request in WITH_INSTANCE and consumer not in recorded:
-        return f"its request is {request}, and no cell has a record of it"
+        return f"its request is {request}, and no cell has a record of its machine"
     return ""
 
 

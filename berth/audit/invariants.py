@@ -24,7 +24,7 @@ from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 
-TOMBSTONE, RESIZED = "tombstone", "resized"
+TOMBSTONE, RESIZED, OFFLOADED = "tombstone", "resized", "offloaded"
 # Another cell has it: this record is no instance.
 ELSEWHERE = frozenset(map(in_text, desires.ELSEWHERE))
 # Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.

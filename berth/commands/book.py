@@ -15,7 +15,7 @@ import asyncpg
 import typer
 
 from berth.audit.auditing import REQUESTS, UNDER_WAY
-from berth.audit.findings import may_run
+from berth.audit.findings import is_proof, may_run
 from berth.audit.invariants import ELSEWHERE, OVER
 from berth.audit.unclaimed import IS_SETTLED, Unclaimed, catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
@@ -358,7 +358,8 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
     rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
     requests = {uuid: state for uuid, state, *_ in rows}
     recorded, quarantined = set[str](), set[str]()
-    alive = {uuid for uuid, _, in_doubt, is_open in rows if in_doubt or is_open}
+    alive = {uuid for uuid, _, in_doubt, is_open, _ in rows if in_doubt or is_open}
+    with_machine = {row["instance_uuid"] for row in rows if row["has_machine"]}
     alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
     doubled: dict[str, list[str | Doubled]] = {}
     for cell in here.cells:
@@ -367,7 +368,8 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
         for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
             if state in ELSEWHERE:
                 continue
-            recorded.add(uuid)
+            if is_proof(state, uuid in with_machine):
+                recorded.add(uuid)
             if state not in OVER:
                 alive.add(uuid)
             if settled and host is not None:

@@ -346,7 +346,9 @@ async def show(
 
     async with client(settings) as berth:
         record = await _record(berth, uuid)
-        newest = await berth.bus.request(MoveQuery(instance_uuid=uuid, limit=1), MovePage, timeout_s=QUERY_TIMEOUT_S)
+        # Any project may name the uuid in a request of its own.
+        query = MoveQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
+        newest = await berth.bus.request(query, MovePage, timeout_s=QUERY_TIMEOUT_S)
     if as_json:
         print_json(record)
     else:

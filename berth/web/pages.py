@@ -332,7 +332,7 @@ class Pages:
         """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
-        page = await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid))
+        page = await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid, project_id=found.project_id))
         return self._page(
             request,
             "build.html",

@@ -257,8 +257,8 @@ def _cut_from(delivery: Delivery) -> int:
 
 
 def _origin(delivery: Delivery) -> str:
-    """Return the queue that gave the message up."""
-    if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
+    """Return the queue that gave the message up. What another queue has passed on is no letter of the one it names."""
+    if delivery.exchange in (DEAD, RETURN) and delivery.routing_key and published_key(delivery) is not None:
         return shown(delivery.routing_key)
     return UNKNOWN
 

@@ -138,6 +138,7 @@ class Warm:
             coverage = Coverage(
                 data_file=None, include=[str(self._root / path) for path in ran.lines], config_file=False
             )
+            coverage.set_option("run:disable_warnings", ["no-data-collected"])  # what is only imported
             coverage.start()
             spent: dict[int, float] = {}
             failed = self._run(parts[part], before=lambda test: coverage.switch_context(str(test)), spent=spent)

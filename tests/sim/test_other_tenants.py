@@ -130,7 +130,7 @@ def client() -> Plan:
 
 def operator() -> Plan:
     """Every act of the operator."""
-    plan = plan_of(5).without_faults()
+    plan = plan_of(3).without_faults()
     orders = (*builds_of(plan, before_s=20.0), *acts(OPERATORS_ACTS, 4.0, "9000"))
     return in_order(plan, *orders, load_s=25.0, page=PAGE)
 

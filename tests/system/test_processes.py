@@ -142,8 +142,8 @@ class Client:
         assert (await self.terminal(good))["state"] == "active"
 
     async def _event(self, message: AbstractIncomingMessage) -> None:
-        assert message.content_type == "application/json", "events on the API bus are for every listener"
-        self.events.append(json.loads(message.body))
+        body = json.loads(message.body)
+        self.events += [item["body"] for item in body] if message.content_type == BATCH else [body]
 
     async def _reply(self, message: AbstractIncomingMessage) -> None:
         assert message.correlation_id is not None

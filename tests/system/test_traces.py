@@ -68,7 +68,7 @@ BY_HTTP = HOPS - {("client", "build"), ("scheduler", "scheduler.requests")} | {(
 MOVE_HOPS = {
     ("cli", "move"),
     ("cli", "request instance.move.v1"),
-    ("scheduler", "scheduler.requests"),
+    ("scheduler", "scheduler.operators"),
     ("placement", "placement.requests"),
     ("conductor", "conductor.requests"),
     ("compute", "compute.{service}"),

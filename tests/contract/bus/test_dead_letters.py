@@ -16,7 +16,7 @@ from bus.consuming.outcome import Done, Refuse
 from bus.contracts.base import DatabaseMark, encode
 from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
-from bus.port import Delivery, Outgoing, PublishRefused, Transport
+from bus.port import UNREAD, Delivery, Outgoing, PublishRefused, Transport
 from bus.topology import delay_exchange
 from bus.wire import MAX_LETTER_BYTES, SENT_AT
 from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled
@@ -317,6 +317,15 @@ async def test_what_may_not_go_stays_parked(transport: Transport) -> None:
     assert (await taken(transport)).message_id == "new"
     left = await dead_letters.list_dead(transport, QUEUE)
     assert sorted(letter.id for letter in left) == ["old", "older"]
+
+
+@pytest.mark.parametrize("header", ["x-death", UNREAD])
+async def test_what_another_queue_has_parked_is_a_letter_of_none(transport: Transport, header: str) -> None:
+    """Sent back it was read as if a worker had read it before: a compute service could command its conductor."""
+    await park(transport, "passed on", {header: "x"})
+    await park(transport, "ours", {SENT_AT: 1_000})
+    assert await dead_letters.replay(transport, QUEUE) == ["ours"]
+    assert [letter.id for letter in await dead_letters.list_dead(transport, dead_letters.UNKNOWN)] == ["passed on"]
 
 
 # --- Letters of what other programs publish.

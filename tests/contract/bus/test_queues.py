@@ -21,7 +21,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import door_destination
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, REQUEST_QUEUES, QueueKind
+from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, REQUEST_QUEUES, QueueKind, Where
 from bus.port import Outgoing, PublishRefused, Transport
 from bus.published_key import CODE
 from bus.rabbitmq.transport import RabbitTransport
@@ -240,7 +240,7 @@ def test_every_consumed_queue_states_how_often_a_message_may_be_given_back() -> 
     for one in planned:
         if one.durable and one.name not in delayed:
             assert one.delivery_limit is not None and one.delivery_limit > 0, one.name
-    rows = {row.name: row for row in QUEUES if row.kind is QueueKind.DURABLE}
+    rows = {row.name: row for row in QUEUES if row.kind is QueueKind.DURABLE or row.where is Where.PROJECT}
     limits = {one.name: one.delivery_limit for one in planned if one.durable and one.name not in delayed}
     assert {name: limit for name, limit in limits.items() if limit != NEVER_GIVEN_UP} == {
         name: row.delivery_limit for name, row in rows.items()

@@ -74,7 +74,7 @@ CLOSE_CONNECTION = """
     [{client_properties, Given}] <- [rabbit_reader:info(Pid, [client_properties])],
     {<<"connection_name">>, _, <<"%s">>} <- Given].
 """
-# The same as `rabbitmqctl delete_queue scheduler.requests.17`.
+# The same as `rabbitmqctl delete_queue scheduler.requests`.
 DELETE_REQUESTS = """
 case rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests">>)) of
     {ok, Queue} -> rabbit_amqqueue:delete(Queue, false, false, <<"tests">>);

@@ -56,8 +56,10 @@ async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(s
     assert await requested(store, (claim(3), 2)) == [ORDER_OUTDATED]
 
 
-async def test_what_states_none_is_lower_than_the_first(store: ResourceBook) -> None:
-    assert await requested(store, (claim(0), 0)) == ["claimed"]
+@pytest.mark.parametrize("before", [[], [claim(0)]])
+async def test_what_states_none_is_lower_than_the_first(store: ResourceBook, before: list[Claim]) -> None:
+    for one in before:
+        assert await requested(store, (one, 0)) == ["claimed"]
     assert await requested(store, (claim(1), 1)) == ["claimed"]
     assert await requested(store, (claim(2), 0)) == [ORDER_OUTDATED]
 

@@ -462,10 +462,11 @@ async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Rest
     assert released == ({uuid} if fact == "deleted" else set())
 
 
-@pytest.mark.parametrize("request_state", ["active", "deleted"])
+@pytest.mark.parametrize("request_state", ["active", "offloaded", "deleted"])
 async def test_a_repair_releases_what_by_its_cells_record_is_over(restored: Restored, request_state: str) -> None:
     """The book was set back to before an offload: `berth audit` proposed a repair, which repaired nothing. Of what has
-    left its cell that record is none: the next cell may have lost its own.
+    left its cell that record is none: the next cell may have lost its own. Nor is that of an offload, where the
+    instance has a machine by the schedulers' record: the cell was set back to before it was unshelved.
     """
     restored.hosts = await restored.book.hosts(len(DESIRES), restored.rng, VCPU=2)
     phases = {
@@ -474,6 +475,7 @@ async def test_a_repair_releases_what_by_its_cells_record_is_over(restored: Rest
     }
     released = await released_of(restored, dict(zip(phases, restored.hosts, strict=True)), request_state)
     over = {(one, None) for one in (State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED)}
+    over -= {(State.OFFLOADED, None)} if request_state == "active" else set()
     left = {one for one in DESIRES if one[0] is State.DEPARTED}
     assert {phases[uuid] for uuid in released} == (over | left if request_state == "deleted" else over)
 
@@ -492,8 +494,12 @@ async def released_of(restored: Restored, holders: Mapping[str, str], request: s
                 await unit.insert_moves([replace(OPEN_MOVE, request_id=uuid)], 1.0)
             elif request is not None:
                 new = accepted(uuid)
-                ended = replace(new.build, state=BuildState(request), terminal=True, cell="cell1", run="run")
+                state = BuildState.ACTIVE if request == "offloaded" else BuildState(request)
+                ended = replace(new.build, state=state, terminal=True, cell="cell1", run="run")
                 await unit.insert([replace(new, build=ended, gang=None)], 1.0)
+    if request == "offloaded":
+        async with scheduler.raw() as connection:
+            await connection.execute("UPDATE build_requests SET instance = $1", json.dumps({"condition": request}))
     found = await audited(restored.site, repair=True, grace_s=0.0)
     await scheduler.close()
     await cell2.close()

@@ -14,6 +14,7 @@ from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.deploy import NetworkRequest
 from bus.contracts.drains import (
     DrainAction,
     DrainCommand,
@@ -314,6 +315,24 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     assert second.hosts == 2
     assert {one.state for one in world.tables["s1"].hosts_of_drain(second.id).values()} == {AdminState.DISABLED}
     assert not world.tables["s1"].hosts_of_drain(first.id)
+
+
+async def test_what_cannot_leave_a_cell_that_is_drained_is_not_moved_within_it(world: World) -> None:
+    """It was moved to a host that joined the cell, and the drain was done with that instance in the cell."""
+    await world.scheduler_and_hosts(1, replace(WARM, moves_across_cells=True))
+    await world.add_hosts("c2", 1)
+    await active(world, 1, "c1-0", networks=(NetworkRequest(network="e0000000-0000-4000-8000-000000000001"),))
+    await digests(world)
+    await begin(world, "c1", target=DrainTarget.CELL, force=True)
+    await world.add_hosts("c1", 1)
+
+    def refused() -> int:
+        return len({one.request_id for one in world.move_events if one.code == "move.across_cells"})
+
+    await until(refused)
+    before = refused()
+    await until(lambda: refused() > before or commanded(world))
+    assert commanded(world) == world.departs == []
 
 
 async def test_the_instances_of_a_cell_leave_it_also_where_a_host_joins_it(world: World) -> None:

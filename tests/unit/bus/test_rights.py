@@ -182,6 +182,11 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     "the same after a delay": (arrived("berth.dead", QUEUE, x_death=[death(), DELAYED]), ""),
     "the same with no record": (arrived("berth.dead", QUEUE, x_death=[True]), None),
     "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), None),
+    "the same, with a record that more headers hide": (arrived("berth.dead", QUEUE, **{UNREAD: True}), None),
+    "the same, with a key of its publisher's": (
+        arrived("berth.dead", QUEUE, berth_key=ANOTHERS, **{UNREAD: True}),
+        None,
+    ),
     "passed on by another's queue to the letters": (
         arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=ANOTHERS),
         None,

@@ -279,8 +279,8 @@ async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
     assert bool(await on_record(store)) is holds
 
 
-async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts) -> list[Destroy]:
-    """The orders that a report of fenced hosts leads to."""
+async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts, lifted: bool = False) -> list[Destroy]:
+    """The orders that a report of fenced hosts leads to. lifted: by another conductor, while it is compared."""
     clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
     for n in fenced:
         await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
@@ -289,13 +289,25 @@ async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts) 
         store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=keeper
     )
     hosts = hosts_of(engine, store, clock, config, cast(Bus, bus), fences=keeper)
+    compare = keeper.compare
+
+    async def compared(*given: Any) -> Any:
+        found = await compare(*given)
+        if lifted:
+            keeper.invalidate()
+        return found
+
+    keeper.compare = compared  # type: ignore[method-assign]
     await hosts.hosts([Received(report, Meta(id="m"), "c1", "conductor.hosts.c")])
     sent = [*bus.published, *(one.message for one in cast(list[OutboxMessage], relay.sent))]
     return [one for one in sent if isinstance(one, Destroy)]
 
 
+@pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_none(*, is_open: bool) -> None:
+async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_none(
+    *, is_open: bool, lifted: bool
+) -> None:
     """They were evacuated from there, or failed with it."""
     store = await opened_store()
     if is_open:
@@ -307,7 +319,7 @@ async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_no
     await insert(store, *moved, *failed)
     runs = tuple(Running(instance_uuid=one, attempt=1, deployment=store.deployment) for one in uuids)
     report = listing("s1", 1, runs=runs, rescans=tuple(rescan_id(one) for one in (*moved, *failed)))
-    orders = await report_to(store, 1, report=report)
+    orders = await report_to(store, 1, report=report, lifted=lifted)
     assert sorted(one.instance_uuid for one in orders) == uuids and await store.safety.breakers() == breakers
 
 

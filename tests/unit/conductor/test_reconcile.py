@@ -219,6 +219,29 @@ def test_a_machine_without_record_and_top_is_taken_up_by_its_spec_and_the_projec
         assert [o.action for o in result.orders] == ([] if taken else [Action.QUARANTINE])
 
 
+def shelved_again(image: str) -> Instance:
+    """An offloaded instance that is unshelved, whose image was kept when that began."""
+    made = record_of((State.REVERTING, None))
+    assert made.move is not None
+    return replace(made, image=image, move=replace(made.move, kind=MoveKind.UNSHELVE, image="kept"))
+
+
+@pytest.mark.parametrize(
+    ("record", "phase", "image"),
+    [
+        (record_of((State.DESTROYING, State.DELETED)), (State.RELEASING, State.DELETED), ""),
+        (record_of((State.RELEASING, State.DELETED)), (State.RELEASING, State.DELETED), ""),
+        (record_of((State.DELETED, None)), (State.DELETED, None), ""),
+        (shelved_again(""), (State.OFFLOADED, None), "kept"),
+        (shelved_again("newer"), (State.OFFLOADED, None), "newer"),
+    ],
+)
+def test_without_a_machine_a_delete_goes_on_and_an_image_is_kept(record: Instance, phase: Phase, image: str) -> None:
+    result = reconcile(record, (), known_at(attempt=2), frozenset(), None, incarnation=INCARNATION)
+    assert result.record is not None
+    assert (result.record.phase, result.record.image) == (phase, image)
+
+
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
     wrong, counted, outcomes = Counter[str](), 0, Counter[str]()
     first: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -303,6 +304,18 @@ async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
     assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_keeper
 
 
+async def test_a_keeper_whose_office_has_passed_on_records_no_more() -> None:
+    store = await opened_store()
+    keeper = keeper_of(store)
+    await receive(keeper, digest(lately()))
+    await kept(keeper)
+    assert keeper.is_keeper
+    store._table.lease_keeper = replace(store._table.lease_keeper, term=store._table.lease_keeper.term + 1)
+    await receive(keeper, Heartbeat(service="s4", cell="c1", epoch=1, sequence=1))
+    await keeper._keep()  # before its next turn to keep the office
+    assert not keeper.is_keeper and [one.service for one in await store.leases.leases()] == ["s3"]
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 async def test_a_lease_that_is_recorded_while_it_is_forgotten_is_deleted_again(*, is_back: bool) -> None:
     """It stayed for good: the conductors that started later waited for the service. One that was back was on record no
@@ -499,8 +512,17 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    building_at = store.building_at
+
+    async def read(services: Sequence[str]) -> list[tuple[str, str]]:
+        nonlocal now
+        now += 0.05  # it takes a while
+        return await building_at(services)
+
+    store.building_at = read  # type: ignore[method-assign]
     session.losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s
         await keeper._fail_over(engine)
         assert table.instances[UUID].state is state
+    assert table.instances[UUID].history[-1].at == now, "when it was read that it is there"

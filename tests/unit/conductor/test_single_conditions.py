@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from bus.contracts.base import MAX_EPOCH
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceOutdated, Spawn
-from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import CellMoveQuery, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
@@ -25,7 +25,9 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import FenceSteps, question_of, step
+from cell_conductor.handlers import move_queried
 from tests.unit.conductor.move_scenario import (
+    OTHER,
     SERVICE_DOWN,
     Scenario,
     active,
@@ -589,3 +591,9 @@ def test_no_heartbeat_that_was_sent_before_the_last_one_brings_a_stopped_service
     assert table.up == ()
     table.renew(beat("a", 2, 1), at=2.0)
     assert table.up == ("a",)
+
+
+@pytest.mark.parametrize(("cause", "told"), [("asked", "asked"), ("", OTHER)])
+def test_what_a_query_of_a_move_tells_has_the_cause_of_its_request(cause: str, told: str) -> None:
+    query = CellMoveQuery(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP)
+    assert move_queried(query, 1.0, cause).cause == told

@@ -359,11 +359,14 @@ HELD = {A: {FINDINGS_HOST: {"VCPU": 1}}}
 RUNS = RunningFact(A, 1, FINDINGS_HOST)
 
 
+SETS = ("in_doubt", "with_machine", "moving")
+
+
 def look(**more: Any) -> AuditFacts:
     """One instance that is as it should be, and what differs."""
     held_by_bus = more.pop("held_by_bus", {A, B, FINDINGS_MOVE})
     busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
-    zones, sets = more.pop("zones", {}), {name: more.pop(name, frozenset()) for name in ("in_doubt", "moving")}
+    zones, sets = more.pop("zones", {}), {name: more.pop(name, frozenset()) for name in SETS}
     facts: dict[str, Any] = {
         "inventories": (),
         "allocations": HELD,
@@ -393,6 +396,11 @@ ENDED: dict[str, Any] = {
     "requests": {A: "active", B: "deleted"},
     "instances": (ACTIVE, InstanceFact(B, "cell1", "deleted", FINDINGS_HOST, 1, "s")),
 }
+OFFLOADED: dict[str, Any] = {
+    **ENDED,
+    "requests": {A: "active", B: "active"},
+    "instances": (ACTIVE, InstanceFact(B, "cell1", "offloaded", None, 1, "s")),
+}
 KEPT = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, why="unknown")
 CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({}, []),
@@ -406,6 +414,8 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({**ENDED, "requests": {A: "active", B: "active"}, "instances": (ACTIVE,)}, [(K.IN_DOUBT, B)]),
     ({**ENDED, "requests": {A: "active", B: "deleting"}, "instances": (ACTIVE,)}, [(K.IN_DOUBT, B)]),
     ({**ENDED, "requests": {A: "active", B: "active"}}, [(K.ORPHANED, B)]),
+    ({**OFFLOADED, "with_machine": {B}}, [(K.IN_DOUBT, B)]),
+    (OFFLOADED, [(K.ORPHANED, B)]),
     ({**ENDED, "quarantine": (KEPT,)}, [(K.IN_DOUBT, B)]),
     # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
     (

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from berth.client import moves as client_moves
 from berth.client.host_pages import json_of, read_hosts
 from berth.client.moves import MoveClient
 from berth.client.object_edits import project_usage
+from berth.commands import instances
 from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
 from berth.settings import CellSettings, Settings
@@ -35,7 +36,16 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
-from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState, HostRecord, HostsPage, HostsQuery
+from bus.contracts.build import (
+    BuildEvent,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    FunnelStep,
+    HostRecord,
+    HostsPage,
+    HostsQuery,
+)
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveRecord, MoveRequest, MoveState
 from bus.faults import RequestRefused
@@ -643,3 +653,25 @@ async def test_a_client_of_requests_takes_no_event_of_another_one(client_world: 
     batch = [Received(message=one, meta=Meta(id="m"), bus="api", queue="q") for one in events]
     assert await moves._on_events(batch) == [Done()] * 3
     assert heard == [end] and moves.ended == {mine.request_id: end}
+
+
+async def test_another_projects_request_under_its_uuid_hides_no_reason_of_an_instance(
+    client_world: ClientWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, it is on record; its id was listed on the page of the instance, to the instance's project."""
+
+    @contextlib.asynccontextmanager
+    async def client(_: object) -> AsyncIterator[BuildClient]:
+        yield client_world.client
+
+    one, theirs_id, own_id = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+    monkeypatch.setattr(instances, "client", client)
+    build = BuildRecord(instance_uuid=one, project_id="p", flavor="f", state=BuildState.ACTIVE)
+    client_world.records[one] = build
+    funnel = (FunnelStep(step="of_move", remaining=0, rejected={"full": 3}),)
+    of = {"instance_uuid": one, "kind": MoveKind.RESIZE, "terminal": True}
+    theirs = MoveRecord(request_id=theirs_id, project_id="q", state=MoveState.REFUSED, **of)  # type: ignore[arg-type]
+    own = MoveRecord(request_id=own_id, project_id="p", state=MoveState.FAILED, funnel=funnel, **of)  # type: ignore[arg-type]
+    client_world.moves += [theirs, own]
+    await instances.show(cast("Any", None), one)
+    assert f"request {own_id}" in capsys.readouterr().out

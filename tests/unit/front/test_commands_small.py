@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -12,18 +14,31 @@ from typing import Any, cast
 import asyncpg
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from berth.audit.quarantine import InCells
-from berth.commands import audits, moves, objects, safety
+from berth.cli import app
+from berth.client.object_edits import ObjectEdit
+from berth.commands import audits, databases, edits, host_metrics, moves, nova, objects, run, safety
 from berth.commands.common import Exit, Stop, by_cell, explain, host_and_port
-from berth.settings import Settings
+from berth.settings import Settings, TelemetrySettings
+from berth.site import Site
 from berth.trial.embedded.process import ServerMissing
-from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.host_metrics import (
+    HostMetric,
+    HostMetrics,
+    HostMetricsPage,
+    HostMetricsRecord,
+    HostReading,
+)
+from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
 from bus.port import BusUnavailable
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
+
+UUID = INSTANCES[0]
 
 
 def test_an_odd_digit_is_no_port() -> None:
@@ -174,3 +189,136 @@ async def test_what_another_operator_made_after_the_question_is_not_pruned(
     asked, done = sent
     assert asked.dry_run and asked.prune and not (done.dry_run or done.prune)
     assert [(one.name, one.body is None) for one in done.changes] == [("kept", False), ("old", True)]
+
+
+@pytest.mark.parametrize(
+    ("words", "known", "field", "then"),
+    [
+        ("flavors set x --remove-project p", {"projects": ["p"]}, "projects", "flavor.last_project"),
+        ("flavors set x --remove-project p --every-project", {"projects": ["p"]}, "projects", "usage"),
+        ("flavors set x --every-project", {"projects": ["p"]}, "projects", []),
+        ("flavors set x --remove-project p", {"projects": ["p", "q"]}, "projects", ["q"]),
+        ("flavors set x --vcpus 2", {"projects": []}, "projects", []),
+        ("aggregates set x --no-zone", {"hosts": ["h"]}, "hosts", ["h"]),
+        ("aggregates set x --host i", {"hosts": ["h"]}, "hosts", ["h", "i"]),
+        ("aggregates set x --hosts-in-placement", {"hosts": ["h"]}, "hosts", None),
+    ],
+)
+def test_an_edit_leaves_what_it_does_not_name(
+    monkeypatch: pytest.MonkeyPatch, words: str, known: dict[str, Any], field: str, then: object
+) -> None:
+    after: list[object] = []
+
+    async def changed(_: Settings, wanted: ObjectEdit, __: object) -> None:
+        on_record = StoredObject(kind=wanted.kind, name=wanted.name, body=known, version=1)
+        after.append(wanted.edit(on_record).get(field))
+
+    monkeypatch.setattr(edits, "change_objects", changed)
+    done = CliRunner().invoke(app, words.split())
+    if isinstance(then, str):
+        assert done.exit_code == Exit.USAGE and (then == "usage" or then in done.output), done.output
+    else:
+        assert done.exit_code == 0 and after == [then], done.output
+
+
+@pytest.mark.parametrize(
+    ("requested", "port", "listens"),
+    [
+        (None, None, None),
+        (None, 0, ("127.0.0.1", 0)),
+        (("::1", 0), None, ("::1", 0)),
+        (("::1", 0), 0, ("::1", 0)),
+    ],
+)
+def test_a_worker_answers_where_it_is_told_to(
+    requested: tuple[str, int] | None, port: int | None, listens: tuple[str, int] | None
+) -> None:
+    telemetry = TelemetrySettings(http_host="127.0.0.1", http_port=port)
+    assert run._listen(requested, Settings(telemetry=telemetry)) == listens
+
+
+@pytest.mark.parametrize(
+    ("words", "hints"), [("", True), ("--json", False), ("--dry-run", False), ("--dry-run --json", False)]
+)
+def test_what_comes_after_a_restore_is_said_to_persons(
+    monkeypatch: pytest.MonkeyPatch, words: str, hints: bool
+) -> None:
+    async def restored(url: str, _: Path, *, dry_run: bool) -> str:
+        return f"{url} {dry_run}"
+
+    printed: list[str] = []
+    monkeypatch.setattr(databases, "put_back", restored)
+    monkeypatch.setattr(databases, "_print_manifest", lambda manifest, _: printed.append(manifest))
+    monkeypatch.setenv("BERTH_DATABASE__URL", "postgresql://h/berth")
+    done = CliRunner().invoke(app, ["restore", "somewhere", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert printed == [f"postgresql://h/berth {'--dry-run' in words}"]
+    assert ("Start the workers" in done.output) is hints
+
+
+@pytest.mark.parametrize(("seen", "code"), [((2.0,), None), ((1.0, 2.0), None), ((1.0,), "metrics.not_taken")])
+async def test_a_number_that_an_operator_gives_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, seen: tuple[float, ...], code: str | None
+) -> None:
+    def page(at: float) -> HostMetricsPage:
+        metric = HostMetric(name="load", value=1.0, at=at, source="me", fresh=True)
+        return HostMetricsPage(hosts=(HostMetricsRecord(host_uuid=UUID, host="h", cell="c", metrics=(metric,)),))
+
+    ats = itertools.chain(seen, itertools.repeat(seen[-1]))
+
+    async def request(*_: Any, **__: Any) -> HostMetricsPage:
+        return page(next(ats))
+
+    async def publish(_: HostMetrics) -> None: ...
+
+    monkeypatch.setattr(host_metrics, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(host_metrics, "SEEN_WITHIN_S", 0.005)
+    berth = cast("Any", SimpleNamespace(bus=SimpleNamespace(request=request, publish=publish)))
+    message = HostMetrics(source="me", readings=(HostReading(host_uuid=UUID, at=2.0, values={"load": 1.0}),))
+    if code is None:
+        (found,) = await host_metrics._publish(berth, page(0.0).hosts, message)
+        assert found.metrics[0].at == 2.0
+    else:
+        with pytest.raises(Stop) as refused:
+            await host_metrics._publish(berth, page(0.0).hosts, message)
+        assert refused.value.code == code
+
+
+async def test_a_service_within_another_ends_when_it_is_drained() -> None:
+    part = nova._Part(cast("Any", SimpleNamespace(run=asyncio.Event.wait)))
+    running = asyncio.create_task(part.run())
+    async with asyncio.timeout(60.0):
+        await part.drain()
+    await running
+
+
+def test_a_front_of_nova_without_tokens_has_a_page_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[nova.ShownAt | None] = []
+
+    def ran(_: Settings, __: str, ___: object, at: nova.ShownAt | None) -> int:
+        shown.append(at)
+        return 0
+
+    monkeypatch.setattr(nova, "_run", ran)
+    done = CliRunner().invoke(app, ["nova", "serve", "--memory", "--page", "127.0.0.1:8080"])
+    assert done.exit_code == 0, done.output
+    assert shown == [nova.ShownAt("127.0.0.1", 8080, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"), [("conductor --cell cell1", "conductor-cell1-"), ("scheduler", "scheduler-")]
+)
+def test_a_worker_is_named_by_its_role_and_cell(monkeypatch: pytest.MonkeyPatch, words: str, begins: str) -> None:
+    names: list[str] = []
+
+    def ran(*_: object, process: str, **__: object) -> int:
+        names.append(process)
+        return 0
+
+    for name in ("_build", "_join"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
+    monkeypatch.setattr(run, "database_of", Site)
+    monkeypatch.setattr(run, "run_process", ran)
+    done = CliRunner().invoke(app, ["run", *words.split()])
+    assert done.exit_code == 0, done.output
+    assert [name.startswith(begins) for name in names] == [True]

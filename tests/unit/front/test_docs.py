@@ -33,8 +33,9 @@ from berth.commands.objects import SECTIONS, read_file
 from berth.settings import check_urls, read_settings
 from berth.web.access import read_tokens
 from berth.web.api import API_ROOT, WebApi
-from berth.web.openapi import document
+from berth.web.openapi import _operations, document
 from berth.web.operations import WebDrains, WebMoves, WebOperations
+from berth.web.problems import _TITLES as STATUSES
 from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.catalogue import MESSAGES, MessageRow
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
@@ -492,6 +493,12 @@ def test_a_request_by_curl_is_an_operation_of_the_http_api(line: str, routes: li
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         validator = Draft202012Validator({**schema, "components": whole["components"]})
         assert [error.message for error in validator.iter_errors(json.loads(body))] == []
+
+
+@pytest.mark.parametrize("name", _operations())
+def test_an_operation_ends_with_statuses_that_berth_has(name: str) -> None:
+    operation = _operations()[name]
+    assert set(operation.errors) <= STATUSES.keys(), operation
 
 
 # --- how the page of messages prints the bounds of a field

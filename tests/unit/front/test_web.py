@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from berth import site
 from berth.audit.quarantine import InCells
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
-from berth.web.access import WebCaller, WebRole
+from berth.web.access import LOCAL, WebCaller, WebRole
 from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
@@ -35,6 +36,7 @@ from berth.web.fleet import (
     QueueReader,
 )
 from berth.web.live import EventFollower, Live, Second
+from berth.web.objects import WebObjects
 from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
 from berth.web.pages import Pages, lost_claims, state_of, troubles_of_hosts
@@ -57,7 +59,7 @@ from bus.contracts.build import (
 )
 from bus.contracts.drains import DrainTarget
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
-from bus.contracts.objects import CellBus, CellDecision, CellState
+from bus.contracts.objects import MAX_CHANGES, CellBus, CellDecision, CellState, ObjectsChange
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import ClaimHolder
 from bus.contracts.queues import DEAD_LETTERS
@@ -345,6 +347,31 @@ async def test_a_body_whose_sender_leaves_is_no_defect() -> None:
     with pytest.raises(Problem) as caught:
         await body_of(request)
     assert (caught.value.status, caught.value.code) == (400, "request.cut_short")
+
+
+@pytest.mark.parametrize(("many", "code"), [(MAX_CHANGES, None), (MAX_CHANGES + 1, "request.invalid")])
+async def test_many_objects_are_changed_at_once_up_to_a_bound(many: int, code: str | None) -> None:
+    sent: list[ObjectsChange] = []
+
+    async def change(message: ObjectsChange) -> dict[str, int]:
+        sent.append(message)
+        return {"revision": 1}
+
+    async def receive() -> dict[str, Any]:
+        changes = [{"kind": "flavor", "name": f"f{number}"} for number in range(many)]
+        return {"type": "http.request", "body": json.dumps({"changes": changes}).encode()}
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/objects", "query_string": b"", "headers": headers}
+    request = Request(scope | {"state": {"caller": LOCAL}}, receive)
+    objects = WebObjects(cast("Any", SimpleNamespace(change=change)))
+    if code is None:
+        assert (await objects.change_objects(request)).status_code == 200
+    else:
+        with pytest.raises(Problem) as caught:
+            await objects.change_objects(request)
+        assert (caught.value.status, caught.value.code) == (400, code)
+    assert [(len(one.changes), one.who) for one in sent] == [(many, LOCAL.name)] * (code is None)
 
 
 async def test_one_projects_followers_leave_room_for_others() -> None:

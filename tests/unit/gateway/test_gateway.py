@@ -83,6 +83,18 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
     assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.attempt == 0
 
 
+@pytest.mark.parametrize(("answer_to", "patience_s"), [(ANSWER_TO, 60.0), (None, math.inf)])
+async def test_a_request_is_of_use_as_long_as_its_client_awaits_it(answer_to: str | None, patience_s: float) -> None:
+    """Else it is begun when its client has given it up. One that nobody awaits would be dropped without an event."""
+    door = Door()
+    async with door.scheduler(), door.client() as client, door.gateway("demo"):
+        await client.publish(request(), reply_to=answer_to, expiration_s=60.0)
+        await until(lambda: door.got)
+    (got,) = door.got
+    assert 0 < (got.meta.patience_s or math.inf) <= patience_s
+    assert (got.meta.patience_s is None) is (answer_to is None)
+
+
 DROPPED: dict[str, dict[str, Any]] = {
     "a record of deaths": {"headers": {"x-death": "x"}},
     "more headers than are read": {"headers": {UNREAD: True}},
@@ -225,6 +237,26 @@ async def test_a_virtual_host_that_was_lost_is_told_later_and_nothing_spins(monk
         door.brokers[project_bus("demo")].start()
         async with door.client() as client:
             await until(lambda: any(key == "events.missed.demo" for key, _ in client.events))
+
+
+async def test_what_a_project_missed_is_given_back_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = structs.replace(BY_QUEUE["gateway.events.{project}"], max_length=1)
+    monkeypatch.setitem(BY_QUEUE, few.name, few)
+    monkeypatch.setattr(app, "READ_PROJECTS_S", 0.01)
+    monkeypatch.setattr(app, "DRAIN_S", 0.01)
+    door = Door()
+    async with door.scheduler(), door.gateway("demo", "kept"):
+        door.brokers[project_bus("demo")].stop()
+        missed = door.brokers[API].queue("gateway.missed.demo")
+        (link,) = missed.consumers
+        for number in range(300):  # more than are taken ahead
+            event = BuildEvent(
+                instance_uuid=str(uuid.uuid4()), project_id="demo", state=BuildState.ACTIVE, sequence=number
+            )
+            await door.api.publish(event)
+        await until(lambda: link.unacked)
+        door.projects = ("kept",)
+        await until(lambda: missed.returned and not link.unacked)  # for another gateway to tell
 
 
 def test_a_queue_of_events_never_refuses_a_publisher() -> None:

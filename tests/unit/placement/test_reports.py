@@ -19,7 +19,7 @@ from placement_worker.handlers import PlacementHandlers
 
 # --- inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded
 
-ROOT, CHILD, GRANDCHILD, SECOND = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
+ROOT, CHILD, GRANDCHILD, SECOND, THIRD = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcde")
 TRAITS = {"HW_CPU_X86_AVX2"}
 
 
@@ -78,6 +78,12 @@ def test_the_former_parent_of_what_is_reported_elsewhere_goes() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
     result, planned = after(book, update(node(ROOT), node(GRANDCHILD, ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert (result.stranded, set(planned.after)) == ((), {ROOT, GRANDCHILD})
+
+
+def test_each_tree_that_an_update_takes_providers_from_is_told() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND), node(GRANDCHILD, SECOND)))
+    result, _ = after(book, update(node(THIRD), node(CHILD, THIRD), node(GRANDCHILD, THIRD)))
+    assert set(result.left) == {ROOT, SECOND}
 
 
 def test_a_provider_in_use_is_stranded_with_its_parents_and_goes_when_unused() -> None:

@@ -142,6 +142,12 @@ def test_no_query_is_more_than_a_bad_request(text: str) -> None:
             assert fault.status == 400
 
 
+@pytest.mark.parametrize("version", [10, 24, 25, 33, 35, 36, 39])
+def test_groups_that_all_have_resources_are_taken(version: int) -> None:
+    query = b"resources=VCPU:1" + b"&resources1=VCPU:2&group_policy=none" * (version >= 25)
+    assert len(parse_candidates(QueryString(query), version).request.groups) == 1 + (version >= 25)
+
+
 @pytest.mark.parametrize("query", ["limit=x&limit=1", "limit=0&limit=1", "limit=-1&limit=1", "limit=&limit=1"])
 def test_a_limit_that_is_none_is_a_bad_request_though_a_later_one_is_good(query: str) -> None:
     with pytest.raises(HttpFault) as caught:

@@ -459,6 +459,20 @@ def test_a_copy_has_its_own_log_of_changes() -> None:
     assert copy.shape_moves is not made.shape_moves
 
 
+def test_a_copy_gets_none_of_the_books_later_values() -> None:
+    """Another thread reads it: a list that grows meanwhile has another length than the columns made of it."""
+    made = reported(Book())
+    copy = copy_of(made)
+    later = provider(0, generation=2, shape=2, inventories={"VCPU": 9}, traits=("T",), aggregates=(uuid(9),))
+    assert made.apply([changed(2, later)]) is None
+
+    def counted(book: Book) -> list[int]:
+        kinds = [column.kinds for column in book._by_number]
+        return [len(one) for one in (*kinds, book.trait_sets, book.aggregate_sets)]
+
+    assert (counted(copy), counted(made)) == ([2, 1, 1], [3, 2, 2])
+
+
 def test_the_pairs_of_a_copy_are_computed_once_however_the_book_moves_on() -> None:
     made = reported(Book())
     copy = copy_of(made)

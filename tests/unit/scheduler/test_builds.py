@@ -218,7 +218,9 @@ async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
     async def crashes(_: Sequence[HostFence]) -> None:
         session.cut()
 
-    handler = AnnouncementHandler(store, AnnouncementWriter(store, clock=SystemClock()), "c1", on_fences=crashes)
+    handler = AnnouncementHandler(
+        store, AnnouncementWriter(store, clock=SystemClock()), "c1", clock=SystemClock(), on_fences=crashes
+    )
     fence = HostFence(cell="c1", host_uuid=UUID, version=1, state=FenceState.FENCED, losses=0)
     (done,) = await handler([Received(message=fence, meta=Meta(id="m1"), bus="c1", queue="q")])
     assert isinstance(done, Done) and done.after is not None

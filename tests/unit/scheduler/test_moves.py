@@ -17,7 +17,7 @@ from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal, encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
-from bus.contracts.deploy import ImageSource
+from bus.contracts.deploy import ImageSource, NetworkRequest
 from bus.contracts.moves import (
     CHOOSES_HOSTS,
     Condition,
@@ -29,6 +29,7 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
+from bus.contracts.placement import LocatePage
 from bus.contracts.queues import COMMANDS, REQUEST_QUEUES
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
@@ -44,7 +45,7 @@ from scheduler_worker.domain.requests import LAST, OVERTAKES, RETRIES, RequestDe
 from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import Chosen, Located, MoveEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -63,6 +64,8 @@ BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIV
 KNOWN = MoveContext(build=BUILD, build_request=BUILT)
 LATE = RequestDelivery(attempt=OVERTAKES)
 SELECTOR = Hosts([]).selector
+ACROSS = SchedulerConfig(moves_across_cells=True)
+NETWORKS = (NetworkRequest(network=OTHER),)
 
 
 def requested(kind: MoveKind = MoveKind.STOP, **more: Any) -> MoveRequest:
@@ -545,6 +548,48 @@ async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
     await engine.process([PendingMove(position=0, request=requested(), taken_at=1.0, delivery=LAST)], admit)
     (made,) = await store.moves(MoveQuery(request_id=MOVE))
     assert made.created_at == 101.0
+
+
+@pytest.mark.parametrize("moves_across_cells", [True, False], ids=["on", "switched off since"])
+async def test_a_move_of_a_cells_drain_stays_out_of_that_cell(moves_across_cells: bool) -> None:
+    hosts = Hosts([PLENTY] * 3, cells=["c", "c", "d"], config=SchedulerConfig(moves_across_cells=moves_across_cells))
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=SystemClock())
+    more: Any = {"clock": SystemClock(), "rng": random.Random(5), "reload": registry.reload}
+    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more)
+    request = requested(MoveKind.MIGRATE, user_id=CELL_DRAIN_USER)
+    known = replace(KNOWN, build_request=replace(BUILT, image=None, image_properties={}))
+    located = moves.Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
+    pending = PendingMove(position=0, request=request, taken_at=1.0, delivery=LAST)
+    chosen = await engine.choose(pending, known, located)
+    assert isinstance(chosen, Chosen)
+    assert [one.host for one in chosen.selections] == (["h2"] if moves_across_cells else [])
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "cells", "code"),
+    [
+        (True, ("c1", "c2"), "move.across_cells"),
+        (True, ("c1", "c1"), None),
+        (True, ("c1",), "no_valid_host"),  # no other cell has a host for it, either
+        (False, ("c1", "c2"), None),
+        (False, ("c1",), "no_valid_host"),
+    ],
+)
+async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
+    is_tied: bool, cells: Sequence[str], code: str | None
+) -> None:
+    hosts, clock, store = Hosts([PLENTY] * len(cells), cells=cells, config=ACROSS), SystemClock(), Contended()
+    registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
+    more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
+    engine, networks = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more), NETWORKS if is_tied else ()
+    build = replace(BUILD, cell="c1", host="h0")
+    known = MoveContext(build=build, build_request=replace(BUILT, host=None, image=None, networks=networks))
+    pending = PendingMove(position=0, request=requested(MoveKind.MIGRATE), taken_at=1.0, delivery=LAST)
+    source = Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
+    chosen = await engine.choose(pending, known, source)
+    assert isinstance(chosen, Chosen)
+    assert (chosen.failure and chosen.failure.code, len(chosen.selections)) == (code, int(code is None))
 
 
 async def test_a_request_whose_instance_changed_meanwhile_is_tried_again_and_nothing_is_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -164,6 +165,19 @@ async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     lost = [loss.what for loss in placed.lost]
     assert lost == [f"{first}: full", f"{second}: gone"], "a build's timeline names each claim's outcome"
     assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
+
+
+async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_more() -> None:
+    room = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one instance
+    cluster = Cluster(Hosts([room] * 3, config=CONFIG), CONFIG)
+    first, second = cluster.hosts.request(), cluster.hosts.request()
+    outcomes = iter([None, ClaimOutcome.FULL])
+    cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
+    await cluster.place(first, second)
+    assert [one.consumer for one in cluster.claims] == [one.instance_uuid for one in (first, second, second)]
+    book = cluster.hosts.book
+    rows = [book.row_of(uuid) for claim in cluster.claims for uuid in claim.options[0].allocations]
+    assert book.free("VCPU", np.array(rows)).tolist() == [0, 1, 0]
 
 
 async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: Cluster) -> None:
