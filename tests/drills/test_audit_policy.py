@@ -17,6 +17,7 @@ from berth.audit.gather import rest
 from berth.site import Site
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
@@ -111,7 +112,7 @@ async def planted(it: Rig, host: str, service: str, on_record: str, on_host: str
     incarnation = await connection.fetchval("SELECT database_incarnation FROM identity")
     await connection.close()
     bus = it.site.bus("planter", CELL)
-    bus.states_incarnation(lambda: incarnation)
+    bus.states_mark(lambda: DatabaseMark(incarnation))
     await bus.open()
     other = InstanceSpec(instance_uuid=on_host, project_id="p")
     await bus.publish(Spawn(spec=other, attempt=1, host_uuid=host, allocations={host: AT}, service=service))
