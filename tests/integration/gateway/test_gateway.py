@@ -46,9 +46,10 @@ CONNECTIONS = """
 """
 
 
-UNACKNOWLEDGED = """
+# The queue's leader is asked: what `rabbitmqctl list_queues` shows of a quorum queue is some seconds old.
+MESSAGES = """
 {ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"%s">>, queue, <<"gateway.requests">>)),
-[{messages, Count}] = rabbit_amqqueue:info(Queue, [messages]), Count.
+{ok, {_, Count}, _} = ra:leader_query(amqqueue:get_pid(Queue), fun rabbit_fifo:query_messages_total/1), Count.
 """
 
 
@@ -119,8 +120,9 @@ class GuardedDoor:
         return True
 
     async def is_idle(self, project: str) -> bool:
-        """Whether no gateway has a request of a project that is not acknowledged."""
-        return "0" in await asyncio.to_thread(self.broker.evaluate, UNACKNOWLEDGED % project_bus(project))
+        """Whether the broker has no request of a project, neither waiting nor unacknowledged."""
+        counted = await asyncio.to_thread(self.broker.evaluate, MESSAGES % project_bus(project))
+        return counted.strip() in ("{ok, 0}", "0")  # erl_call's way, rabbitmqctl's
 
     @contextlib.asynccontextmanager
     async def client(self, project: str) -> AsyncIterator[Client]:
