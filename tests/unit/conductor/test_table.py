@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
@@ -16,7 +15,16 @@ from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import DELETE_REQUESTED, DESIRES, in_text, of_text
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FIRST_SEQUENCE, MACHINE_EXISTS, BlockedReason, Instance, Move, Phase, State
+from cell_conductor.domain.instance import (
+    FIRST_SEQUENCE,
+    MACHINE_EXISTS,
+    BlockedReason,
+    Brief,
+    Instance,
+    Move,
+    Phase,
+    State,
+)
 from cell_conductor.domain.orders import orders_of, with_orders
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import Step
@@ -141,33 +149,16 @@ NAMES: dict[Phase, str] = {
 PHASES = tuple(NAMES)
 
 
-class Record(Struct, frozen=True, kw_only=True):
+def facts(phase: Phase, source: str, *, code: str = "", proves_from: int = 0) -> Brief:
     """What the proof reads of a record."""
-
-    phase: Phase
-    source: str
-    code: str = ""
-    proves_from: int = 0
-    uuid: str = "i"
-    since: float = 0.0
-    host_uuid: str | None = HERE
-    attempt: int = 3
-    last_attempt: int = 5
-
-    @property
-    def state(self) -> State:
-        return self.phase[0]
-
-    @property
-    def source_host_uuid(self) -> str | None:
-        return SOURCE if self.source == SOURCE else None
-
-    @property
-    def source_attempt(self) -> int:
-        return 0 if self.source == NO_SOURCE else 2
+    is_there, source_attempt = source == SOURCE, 0 if source == NO_SOURCE else 2
+    return Brief(
+        "i", phase[0], HERE, "s1", 3, 0.0, newest=5, source_host_uuid=SOURCE if is_there else None,
+        source_attempt=source_attempt, code=code, then=phase[1], proves_from=proves_from,
+    )  # fmt: skip
 
 
-def frozen_over(phase: Phase) -> dict[tuple[Record, int, str], bool]:
+def frozen_over(phase: Phase) -> dict[tuple[Brief, int, str], bool]:
     """The frozen answers, of records from no earlier incarnation of the database. The values are also of facts that no
     record has any more: doubted, reused_from, and untried.
     """
@@ -176,13 +167,13 @@ def frozen_over(phase: Phase) -> dict[tuple[Record, int, str], bool]:
     columns = product(SOURCES, booleans, (0, 2, 4), booleans, booleans, ATTEMPTS, (HERE, SOURCE, ELSEWHERE))
     for (source, doubted, reused, exists, untried, attempt, at), bit in zip(columns, bits, strict=True):
         if not (doubted or reused or untried):
-            record = Record(phase=phase, source=source, code=MACHINE_EXISTS if exists else "")
+            record = facts(phase, source, code=MACHINE_EXISTS if exists else "")
             over[record, attempt, at] = bit == "1"
     return over
 
 
-def is_named(record: Record, attempt: int) -> bool:
-    return attempt == record.attempt or (record.source == SOURCE and attempt == record.source_attempt)
+def is_named(record: Brief, attempt: int) -> bool:
+    return attempt == record.attempt or (record.source_host_uuid is not None and attempt == record.source_attempt)
 
 
 @pytest.mark.parametrize("proves_from", [0, 1, 2, 4, 6])
@@ -225,7 +216,7 @@ def test_a_state_has_the_same_name_in_the_database_and_back() -> None:
     assert len({in_text(phase) for phase in DESIRES}) == len(DESIRES)
 
 
-def records(phase: Phase) -> Iterator[tuple[Instance, Record]]:
+def records(phase: Phase) -> Iterator[tuple[Instance, Brief]]:
     """Records in this state, of every shape of a move, each with the facts that the frozen values are of."""
     (state, then), here, source = phase, at(HERE), at(SOURCE)
     booleans = (False, True)
@@ -253,7 +244,7 @@ def records(phase: Phase) -> Iterator[tuple[Instance, Record]]:
             queried=is_queried,
             move=move if has_move or origin is not None else None,
         )
-        yield instance, Record(phase=phase, source=kind)
+        yield instance, facts(phase, kind)
 
 
 @pytest.mark.parametrize("fenced", [False, True])
@@ -262,11 +253,11 @@ def test_no_order_destroys_what_was_wanted_before_there_were_desires(phase: Phas
     """But unless it is complete, which a host that is queried decides."""
     fences = {host: Fence(host_uuid=host, host=host, version=1) for host in (HERE, SOURCE) if fenced}
     context, over, ordered = replace(PATIENCE, fences=fences), frozen_over(phase), 0
-    for instance, facts in records(phase):
+    for instance, known in records(phase):
         for order in orders_of(instance, context):
             if isinstance(order, Destroy) and not order.unless_built:
                 ordered += 1
-                assert over[facts, order.attempt, order.host_uuid], (instance, order)
+                assert over[known, order.attempt, order.host_uuid], (instance, order)
     assert bool(ordered) is (phase[0] is State.DESTROYING)
 
 
