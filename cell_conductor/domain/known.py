@@ -78,6 +78,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         is_active=is_mapped and state is BuildState.ACTIVE,
         is_deleted=state in _DELETED,
         is_elsewhere=is_mapped and record.cell != page.cell,
+        cell=record.cell or "",
         attempt=record.attempt,
         sequence=record.sequence,
         project_id=record.project_id,

@@ -16,6 +16,7 @@ from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import CHOOSES_HOSTS, Condition, MoveKind, MoveState
 
+from .departure_rules import left_for
 from .desires import (
     AT_REST,
     DELETE_REQUESTED,
@@ -43,10 +44,10 @@ ATTEMPTS_PER_INCARNATION = 1000
 class KnownInstance(Struct, frozen=True, kw_only=True):
     """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
 
-    attempt: the highest that map and placement have. sequence: of its newest event there. selections: where it has
-    allocations, its own before those of its migration; project_id is theirs. power: in the map (None: not known).
-    request_id, kind: of the request under way. own_count: how many of the selections the instance holds itself;
-    migrations: that hold the others.
+    cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
+    selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
+    map (None: not known). request_id, kind: of the request under way. own_count: how many of the selections the
+    instance holds itself; migrations: that hold the others.
     """
 
     is_old: bool = False
@@ -54,6 +55,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     is_active: bool = True
     is_deleted: bool = False
     is_elsewhere: bool = False
+    cell: str = ""
     attempt: int = 0
     sequence: int = 0
     project_id: str = ""
@@ -218,16 +220,17 @@ def wait_until_quiet(facts: InstanceFacts) -> Reconciled | None:
 
 
 def depart(facts: InstanceFacts) -> Reconciled | None:
-    """3: another cell has it by a later attempt."""
+    """3: another cell has it by a later attempt. The request by which it left ends there."""
     known, base = facts.known, facts.base
     if known is None or not known.is_elsewhere or known.attempt <= (0 if base is None else base.last_attempt):
         return None
     if facts.complete:
         return facts.blocked(BlockedReason.CONFLICT)
-    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED:
+    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED or not base.selections:
         return Reconciled(base, facts.orders())
-    ended = _ends_of(facts)
-    return _ended(Reconciled(replace(base, state=State.DEPARTED, then=None, move=None), facts.orders(), ended))
+    kind, request_id = known.kind or MoveKind.UNSHELVE, known.request_id or base.uuid
+    left = left_for(base, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=base.since)
+    return Reconciled(left, facts.orders())
 
 
 def delete(facts: InstanceFacts) -> Reconciled | None:

@@ -89,7 +89,7 @@ def known_record(
         state=build.state,
         condition=build.now.condition,
         cell=build.cell,
-        attempt=max(record.attempt, build.attempt),
+        attempt=max(record.attempt, build.attempt, build.now.first_attempt),
         sequence=build.sequence,
         spec=instance_spec(request, config),
         request_id=build.now.under_way or "",

@@ -220,6 +220,12 @@ def test_a_build_is_told_in_whatever_state(state: BuildState) -> None:
     assert (found.spec.image, found.spec.image_source) == ("i", REQUEST.image_source)
 
 
+def test_what_has_come_from_another_cell_is_told_with_the_first_attempt_that_it_may_have_here() -> None:
+    """Neither its build nor placement has one above those of the former cell yet, which would take it for its own."""
+    assert told(build_of(attempt=1, instance=SinceBuild(first_attempt=6))).attempt == 6
+    assert told(build_of(attempt=8, instance=SinceBuild(first_attempt=6))).attempt == 8
+
+
 def test_the_spec_is_the_present_one() -> None:
     """The source of an image that a rebuild gave it is known to its cell alone."""
     found = told(build_of(instance=SinceBuild(condition=Condition.STOPPED, flavor="large", image="new")))
