@@ -23,7 +23,7 @@ from bus.contracts.recovery import (
 )
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of, image_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, arrives, flavor_of, image_of
 
 
 class UuidRange(Struct, frozen=True):
@@ -94,6 +94,7 @@ def known_record(
         spec=instance_spec(request, config),
         request_id=build.now.under_way or "",
         kind=None if under_way is None else under_way.kind,
+        arrives=under_way is not None and arrives(under_way),
     )
 
 
