@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import MoveKind
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
 from lab.simulation.moves import FENCE
 from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
 from lab.simulation.widening import Widening
@@ -221,3 +222,17 @@ def test_a_forgotten_build_waits_for_the_fence_of_a_service_that_never_answers_a
     """Seed 71. Nothing else shows that its hosts do not run it."""
     result = held(a_cell_forgets_what_burnt_down(fenced=fenced))
     assert (result.states.get("building", 0) > 0) is not fenced, result.states
+
+
+def test_a_recovery_that_would_lose_more_than_the_limit_waits_for_an_operator() -> None:
+    """A host is reinstalled, and the cell's database is set back before its report is judged."""
+    cell = Cell(name="cell0", conductors=1, services=(("s00", 1), ("s01", 1)), metal=())
+    uuids = [f"a0000000-0000-4000-8000-00000000000{number}" for number in range(4)]
+    builds = [Order(at=5.0, action=Action.BUILD, uuid=uuid, flavor="m1.tiny", project="red") for uuid in uuids]
+    copied = backups(15.0, "cell_cell0", first=1)
+    lost = [Order(at=15.1, action=Action.LOSE, service=service) for service in ("s00", "s01")]
+    orders = (*builds, *copied, *lost, *set_back(copied, 15.2))
+    plan = plan_of_case(1, (cell,), in_order(plan_of(1), *orders).orders, (), builds_s=1.0)
+    plan = replace(plan, widenings=(Widening.CELL_RESTORED,), load_s=40.0, breaker_limit=1)
+    result = held(plan, event_log=EventLog(keep=True))
+    assert any("accept cell0 4" in line for line in result.lines)

@@ -14,6 +14,7 @@ from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet
 from lab.simulation.breaker_watch import BreakerWatch
@@ -46,6 +47,20 @@ async def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: 
     now += RACE_S + 1.0
     table.instances[INSTANCE] = replace(active, state=State.FAILED, code="instance.lost")
     with breach("breaker_holds", when=not set_back):
+        watch.committed(table, ())
+
+
+@pytest.mark.parametrize(("accepts", "breaks"), [(True, False), (False, True)])
+@on_virtual_time
+async def test_a_recovery_loses_no_more_than_an_operator_has_accepted(*, accepts: bool, breaks: bool) -> None:
+    watch = BreakerWatch(replace(plan_of(1), breaker_limit=1, fault_events=()), lambda: 100.0)
+    table = MemoryInstanceTable(SimClock())
+    table.recovers, table.losses, table.accepts = True, Losses(2, (INSTANCE, LEFT)), accepts
+    table.instances.update({uuid: replace(instance(), uuid=uuid) for uuid in (INSTANCE, LEFT)})
+    watch.committed(table, ())
+    for uuid in (INSTANCE, LEFT):
+        table.instances[uuid] = replace(table.instances[uuid], state=State.RELEASING, code="instance.lost")
+    with breach("breaker_holds", when=breaks):
         watch.committed(table, ())
 
 
