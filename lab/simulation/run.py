@@ -166,6 +166,7 @@ class _Runner:
         self._deciding = [asyncio.create_task(operator.release_quarantine(), name="quarantine")]
         if plan.breaker_limit:
             self._deciding.append(asyncio.create_task(operator.reset_breakers(), name="breakers"))
+            self._deciding.append(asyncio.create_task(operator.accept_losses(), name="losses"))
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
             who: Client | OtherTenants | Operator | Mover = others if order.action in OTHERS else operator

@@ -223,6 +223,7 @@ class MachineWatch:
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
                 if last is None or last.code != "instance.lost" or before.attempt != instance.attempt:
                     self._lost(before)
+                    self._lost(instance)
                 self._active[uuid][cell] = instance
             elif before is not None and _lost_its_attempt(before, instance):
                 self._lost(instance)

@@ -403,7 +403,8 @@ class World:
             self.listener.exempt.update(differing)  # an end is announced again, under a higher number
             if schema == "scheduler":
                 self.peer_watch.forget_refusals(differing)
-            if not self.plan.judges_forgotten:
+            # What a cell has forgotten its recovery finds out; of the top, it is judged where a plan is made for it.
+            if not schema.startswith("cell_") and not self.plan.judges_forgotten:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
