@@ -520,6 +520,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     async with store.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
+    keeper._may_act = True
     await keeper._fail_over(engine)
     assert table.instances[UUID].state is State.CLAIMING
 
