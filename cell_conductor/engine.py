@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import MAX_FOUND
 from bus.faults import Forbidden, Transient
 from bus.persistence.guarded_statement import Conflict
@@ -39,6 +40,7 @@ from .domain.events import (
 from .domain.fences import Fence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.marks import Stated
 from .domain.move_steps import misses_proof
 from .domain.orders import repeat_at
 from .domain.report import UnexplainedKind
@@ -67,6 +69,17 @@ MAX_STALE = 5
 MAX_UNSEEN = MAX_FOUND
 
 
+class Listening(Transient):
+    """This conductor has started, or its database is on another server, and compute services have not been heard yet:
+    they would know if that was set back.
+    """
+
+    code = "cell.listening"
+
+    def __init__(self) -> None:
+        super().__init__("the compute services have not been heard yet since it was connected to its database")
+
+
 class LeaseView(Protocol):
     """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseKeeper`)."""
 
@@ -76,8 +89,14 @@ class LeaseView(Protocol):
     def down(self) -> Mapping[str, Lease]:
         """Those that take no builds now."""
 
-    def heard_incarnation(self) -> int | None:
-        """The highest incarnation of the cell's database that others go by; None: that is not known yet."""
+    def stated(self) -> Stated:
+        """What others state of the cell's database."""
+
+    def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
+        """It is stated by a service; "": from above."""
+
+    def note_recovery(self) -> None:
+        """The cell recovers by what is stated now."""
 
 
 class FenceView(Protocol):
@@ -146,7 +165,13 @@ class Engine:
         self._config = config
         self._leases = leases
         self._fences = fences
-        self._placement = PlacementRequests(bus, clock, config.claim_timeout_s, lambda: store.set_back.incarnation)
+        self._placement = PlacementRequests(
+            bus,
+            clock,
+            config.claim_timeout_s,
+            lambda: store.set_back.incarnation,
+            lambda incarnation: leases.hear(DatabaseMark(incarnation)),
+        )
         self._search = search
         self._unseen: dict[str, None] = {}  # instances whose sources are to be looked for
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
@@ -188,14 +213,17 @@ class Engine:
 
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
-        now, heard = self._clock.time(), self._heard_incarnation()
-        is_known = not self._store.is_recovering and (heard or 0) <= self._store.set_back.incarnation
-        if is_known and not await self._store.has_due(now):
+        now, stated = self._clock.time(), self._leases.stated()
+        is_later = stated.conductor > self._store.set_back.incarnation
+        if not (self._store.is_recovering or stated.marks or is_later) and not await self._store.has_due(now):
             return 0
         await self._fences.ensure_known()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
-            change = await transaction.recognise(heard)
+            stated = self._leases.stated()  # now that there is a connection
+            change = await transaction.recognise(stated)
+            if change is None and not stated.may_act:
+                return 0
             if change is None:
                 locked = await transaction.lock_due(now, self._config.sweep_batch)
                 due = {instance.uuid: instance for instance in locked}
@@ -204,7 +232,7 @@ class Engine:
                 incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
                 recorded = await self._record(transaction, due, incoming)
         if change is not None:
-            _log_change(change, self._context.cell)
+            self._note_change(change)
             return 0
         self._committed(transaction, recorded)
         self._blocked([uuid for uuid, instance in due.items() if instance.blocked_reason])
@@ -215,9 +243,18 @@ class Engine:
             await self._ask_placement(due_questions(due, recorded, again=due.keys()))
         return len(due)
 
-    def _heard_incarnation(self) -> int | None:
-        heard = self._leases.heard_incarnation()
-        return None if heard is None else max(heard, self._placement.heard_incarnation)
+    def _note_change(self, change: DatabaseChange) -> None:
+        metrics.DATABASE_CHANGES.inc()
+        about = {"cell": self._context.cell, "deployment": change.deployment, "incarnation": change.incarnation}
+        if not change.recovers:
+            log.warning("cell.database_taken_over", **about)
+            return
+        self._leases.note_recovery()
+        log.error(
+            "cell.database_set_back",
+            **about,
+            hint="nothing is begun in the cell until its compute services have listed what they have",
+        )
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
@@ -235,7 +272,10 @@ class Engine:
             begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
-                    change = await transaction.recognise(self._heard_incarnation())
+                    stated = self._leases.stated()  # now that there is a connection
+                    change = await transaction.recognise(stated)
+                    if change is None and not stated.may_act:
+                        raise Listening
                     if change is None:
                         fresh = await self._fresh(transaction, incoming)
                         known = await transaction.lock(uuids)
@@ -244,7 +284,7 @@ class Engine:
             except Conflict:
                 continue
             if change is not None:
-                _log_change(change, self._context.cell)
+                self._note_change(change)
                 continue
             self._committed(transaction, recorded)
             self._unflushed += not transaction.durable
@@ -448,14 +488,3 @@ def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) ->
         return after
     trace = traceparent_of(after.cause or incoming.cause)
     return after if trace == after.traceparent else replace(after, traceparent=trace)
-
-
-def _log_change(change: DatabaseChange, cell: str) -> None:
-    metrics.DATABASE_CHANGES.inc()
-    log.error(
-        "cell.database_set_back",
-        cell=cell,
-        deployment=change.deployment,
-        incarnation=change.incarnation,
-        hint="nothing is begun in the cell until its compute services have listed what they have",
-    )

@@ -51,7 +51,7 @@ from .domain.events import (
     move_event,
 )
 from .domain.report import Differences, Newest, Rescans, differences
-from .engine import Engine
+from .engine import Engine, Listening
 from .fences import FenceKeeper
 from .guard import Guard, HostOwners
 from .lease_keeper import LeaseKeeper
@@ -160,7 +160,7 @@ class HostHandlers:
         self._newest = Newest()
         self._listings = listings
         self._contested: dict[str, frozenset[str]] = {}
-        self._up = leases.up
+        self._up, self._stated = leases.up, leases.stated
         self._outdated = leases.note_outdated
         self._fences = fences
         self._guard = Guard(
@@ -170,7 +170,9 @@ class HostHandlers:
         self._owners = HostOwners(bus, listings, leases)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ComputeHosts."""
+        """ComputeHosts. Raises Listening."""
+        if not self._stated().may_act:
+            raise Listening
         for received in batch:
             message = received.message
             if not isinstance(message, ComputeHosts):

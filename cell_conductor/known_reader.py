@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import count
 
 import structlog
 from msgspec import Struct
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 30.0  # for an answer; a scheduler that dies with it gives it to another
 MAX_OWN = 2_000  # of the cell's instances in one part
+LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
 # The cell's instances behind one uuid and up to another ("": no end), in order, and at most so many.
 OwnInstances = Callable[[str, str, int], Awaitable[Sequence[str]]]
@@ -85,6 +87,11 @@ class KnownReader:
                 return
             after = last
 
+    async def marks(self, database_incarnation: int) -> Collection[DatabaseMark]:
+        """What the top has heard of the cell's database; none, if nobody answers at once. As `parts`, one at a time."""
+        answer = await self._ask(database_incarnation, after=LAST_UUID, times=1)
+        return answer.marks
+
     async def asked(self, database_incarnation: int, instances: Sequence[str]) -> Mapping[str, KnownInstance]:
         """What the top has of these, wherever they are. As `parts`, one at a time."""
         found, left = dict[str, KnownInstance](), list(instances)
@@ -94,7 +101,10 @@ class KnownReader:
             left = [uuid for uuid in left if uuid not in answer.instances]
         return found
 
-    async def _ask(self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = ()) -> Told:
+    async def _ask(
+        self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = (), times: int | None = None
+    ) -> Told:
+        """times: that it is asked, after which nothing is known; None: until it is answered."""
         question = CellRecovering(
             cell=self._bus.name,
             process=self._bus.process,
@@ -104,13 +114,15 @@ class KnownReader:
             asked=asked,
         )
         here = self._asked = _Asked(question)
-        times = 0
-        while not here.is_answered.is_set():
+        for number in count():
+            if here.told is not None:
+                return here.told
+            if number == times:
+                break
             try:
                 await self._bus.publish(question, cause=question.question)
             except BusError as fault:
                 log.warning("recovery.not_asked", code=fault.code, reason=str(fault))
-            await event_or_time(here.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, times))
-            times += 1
-        assert here.told is not None
-        return here.told
+            await event_or_time(here.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, number))
+        self._asked = None
+        return Told({})

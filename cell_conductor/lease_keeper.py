@@ -7,6 +7,7 @@ A service that an operator has stated to be gone for good is forgotten: nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
@@ -15,6 +16,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock, LogInterval
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import (
     MAX_RING_MEMBERS,
     ForgetServiceInCell,
@@ -33,7 +35,17 @@ from bus.port import BusError
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import InstanceEvent, ServiceLost
-from .domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, STEP_S, STOPPED, Lease, LeaseState, LeaseTable
+from .domain.leases import (
+    DEFAULT_BEAT_S,
+    LISTEN_BEATS,
+    MAX_SERVICES,
+    STEP_S,
+    STOPPED,
+    Lease,
+    LeaseState,
+    LeaseTable,
+)
+from .domain.marks import Stated, is_behind
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -47,6 +59,10 @@ FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the sa
 # For so long after the database may have forgotten commits: the results that they recorded come again first.
 AFTER_LOSS_S = 10.0
 FARTHEST_INCARNATION = 1000  # no database is set back more often than this between two of its copies
+MAX_WORDS = 10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
+# Who states a later incarnation was commanded by it: its conductor, if it lives, is heard within this, also where
+# another one takes over.
+RIVAL_S = KEEP_S + 2 * KEEP_AGAIN_S + DIGEST_S
 PER_PAGE = 1000
 MAX_PAGES = 100
 PURGE_BATCH = 1000
@@ -102,9 +118,18 @@ class LeaseKeeper:
         self._losses = 0  # connections to the database that have ended by themselves
         self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
-        self._incarnation = 0  # the highest that was heard of
         self._unbelieved = LogInterval(clock)
-        self._runs_since: float | None = None  # monotonic
+        # What others state of the database. By service ("": placement and the schedulers), where that is above what it
+        # has; the recoveries that followed from each one's word alone; the incarnation that conductors go by.
+        self._above: dict[str, DatabaseMark] = {}
+        self._words = Counter[str]()
+        self._conductor = 0
+        # Since when each service that is up has to be heard (monotonic; None: not yet), of which server, whether that
+        # is over, and whether those above were asked; since when a later incarnation is stated.
+        self._listens_since: float | None = None
+        self._server = 0
+        self._may_act = self._is_asked = False
+        self._later_since: float | None = None
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
@@ -118,13 +143,60 @@ class LeaseKeeper:
         """Compute services that are up; None: this conductor does not know yet."""
         return self._table.up
 
-    def heard_incarnation(self) -> int | None:
-        """The highest incarnation of the cell's database that services have been commanded by, or conductors go by;
-        None: this conductor has not listened for long enough.
+    def stated(self) -> Stated:
+        """What others state of the cell's database. A conductor that has just started, or whose database is on another
+        server than before, listens first: its disk may be an old one. A cell that never had a service has ordered
+        nothing.
         """
-        listens_s = max(self._table.listens_s, LISTEN_BEATS * DEFAULT_BEAT_S)  # also one that is starting
-        is_early = self._runs_since is None or self._clock.monotonic() - self._runs_since < listens_s
-        return None if is_early and self._table.up is None else self._incarnation
+        now_s, table = self._clock.monotonic(), self._table
+        if self._server != self._store.servers and self._listens_since is not None:
+            self._listens_since, self._server = now_s, self._store.servers
+            self._may_act = self._is_asked = False
+            table.hear_anew()
+        recorded = self._store.recorded
+        self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
+        own = recorded.own.database_incarnation
+        if all(one.database_incarnation <= own for one in self._above.values()):
+            self._later_since = None
+        elif self._later_since is None:
+            self._later_since = now_s
+        listened_s = -1.0 if self._listens_since is None else now_s - self._listens_since
+        if table.listens and listened_s >= table.beats_s and not self._above:
+            self._may_act = True
+        return Stated(
+            marks=tuple(self._above.values()),
+            conductor=self._conductor,
+            # Also of one that is not on record.
+            is_known=listened_s >= max(table.listens_s, table.beats_s, LISTEN_BEATS * DEFAULT_BEAT_S)
+            and (self._later_since is None or now_s - self._later_since >= RIVAL_S),
+            is_whole=table.listens and not table.unheard,
+            may_act=self._may_act and self._later_since is None,
+        )
+
+    def wants_marks(self) -> bool:
+        """Whether the schedulers and placement are to be asked: once for each server of the database."""
+        wants = self._listens_since is not None and not self._is_asked
+        self._is_asked |= wants
+        return wants
+
+    def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
+        """A service states this of the cell's database; "": placement, or a scheduler. One that no database could have
+        had, and one of a service on whose word alone the cell has recovered again and again, counts for nothing.
+        """
+        recorded = self._store.recorded
+        if not is_behind(recorded, mark) or len(self._above) >= MAX_SERVICES:
+            return
+        own, incarnation = recorded.own.database_incarnation, mark.database_incarnation
+        is_believed = incarnation <= own + FARTHEST_INCARNATION and self._words[by] < MAX_WORDS
+        if incarnation > own and (is_believed or self._unbelieved.count()):
+            log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)
+        if is_believed:
+            self._above[by] = self._above.get(by, mark).joined(mark)
+
+    def note_recovery(self) -> None:
+        """The cell recovers by what is stated now."""
+        if len(self._above) == 1:
+            self._words.update(self._above.keys() - {""})
 
     def forgotten(self) -> Collection[str]:
         """Compute services that are gone for good, as an operator has stated since this conductor started."""
@@ -151,8 +223,10 @@ class LeaseKeeper:
             message = received.message
             if getattr(message, "cell", "") != self._cell:
                 continue
-            stated = message.database_incarnation if isinstance(message, Heartbeat) else 0
-            self._hear(max(received.meta.database_incarnation, stated), by=getattr(message, "service", "conductor"))
+            if isinstance(message, Heartbeat):
+                self.hear(DatabaseMark(message.database_incarnation, message.sent_sequences), by=message.service)
+            else:
+                self._conductor = max(self._conductor, received.meta.database_incarnation)
             if isinstance(message, ServicesDigest):
                 self._table.follow((message.term, message.number), [_lease_of(one) for one in message.down])
             elif isinstance(message, ServiceGone):
@@ -163,17 +237,6 @@ class LeaseKeeper:
                 lease = self._table.leases[message.service]
                 log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
-
-    def _hear(self, incarnation: int, *, by: str) -> None:
-        """One that is believed and later than the database's ends each conductor that uses it."""
-        if incarnation <= self._incarnation:
-            return
-        own = self._store.set_back.incarnation
-        is_believed = incarnation <= own + FARTHEST_INCARNATION
-        if incarnation > own and (is_believed or self._unbelieved.count()):
-            log.warning("service.incarnation", by=by, incarnation=incarnation, own=own, believed=is_believed)
-        if is_believed:
-            self._incarnation = incarnation
 
     def _forget(self, gone: ServiceGone) -> None:
         self._table.forget(gone.service)
@@ -214,7 +277,7 @@ class LeaseKeeper:
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""
-        self._runs_since = self._clock.monotonic()
+        self._listens_since, self._server = self._clock.monotonic(), self._store.servers
         while True:
             await self._clock.sleep(TICK_S)
             self._assess()

@@ -72,13 +72,17 @@ def due_questions(
 class PlacementRequests:
     """One conductor's requests. For each instance at most one is under way: two at once would be answered twice."""
 
-    def __init__(self, bus: Bus, clock: Clock, timeout_s: float, incarnation: Callable[[], int]) -> None:
-        """`incarnation()`: of the cell's database, by which this conductor decides now."""
+    def __init__(
+        self, bus: Bus, clock: Clock, timeout_s: float, incarnation: Callable[[], int], outdated: Callable[[int], None]
+    ) -> None:
+        """`incarnation()`: of the cell's database, by which this conductor decides now; `outdated(incarnation)`:
+        placement has this one or a later one, as it has refused the one below.
+        """
         self._bus = bus
         self._clock = clock
         self._timeout_s = timeout_s
         self._incarnation = incarnation
-        self.heard_incarnation = 0  # placement has this one or a later one, as it has refused the one below
+        self._outdated = outdated
         self._under_way: set[str] = set()  # instances
 
     async def ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
@@ -106,7 +110,7 @@ class PlacementRequests:
             answers = await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
             for (one, _), answer in zip(asked, answers, strict=True):
                 if isinstance(answer, RequestRefused) and answer.code == ORDER_OUTDATED:
-                    self.heard_incarnation = max(self.heard_incarnation, stated + 1)
+                    self._outdated(stated + 1)
                 if (event := self._event(one, answer)) is not None:
                     incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming

@@ -35,7 +35,7 @@ from .domain.steps import StepContext
 from .engine import FenceView, Sender
 from .known_reader import MAX_OWN, KnownReader, OwnInstances
 from .lease_keeper import LeaseKeeper
-from .store.keyed import MAX_LOSSES_NAMED, Losses
+from .store.keyed import MAX_LOSSES_NAMED, Losses, Unrecognised
 from .store.port import InstanceStore, LockingTransaction, UnreadableRecords
 from .store.safety import ADOPT, DESTROY, KEEP, UnexplainedRecord
 
@@ -52,8 +52,11 @@ VERBS = {DESTROY: Verb.DESTROY, KEEP: Verb.PROTECT, ADOPT: Verb.ADOPT}
 
 
 class MachineListing(Struct):
-    """What the services of a cell have. hosts: that were read. silent: services that have not listed."""
+    """What the services of a cell have, who were asked under this incarnation of its database. hosts: that were read.
+    silent: services that have not listed.
+    """
 
+    incarnation: int
     machines: dict[str, list[ListedMachine]] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
@@ -110,6 +113,9 @@ class CellRecovery:
 
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
+        if self._leases.wants_marks():
+            for mark in await self._known.marks(self._store.set_back.incarnation):
+                self._leases.hear(mark)
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_keeper:
@@ -121,7 +127,8 @@ class CellRecovery:
             await self._settle(blocked, known, listing)
 
     async def _recover(self) -> None:
-        listing, incarnation = await self._list(), self._store.set_back.incarnation
+        listing = await self._list()
+        incarnation = listing.incarnation
         log.warning(
             "recovery.listed",
             incarnation=incarnation,
@@ -139,6 +146,12 @@ class CellRecovery:
 
         async for part in self._known.parts(incarnation, own):  # hosts and instances have one order: fences first
             await self._put_fences(part.fences)
+            for mark in part.marks:
+                self._leases.hear(mark)
+        async with self._store.transaction() as transaction:
+            begun = await transaction.begin_recovery(self._leases.stated())
+        if begun != incarnation:
+            return  # what was commanded by a later one than this is refused from now on: anew
         await self._fences.ensure_known()
         if await self._waits_for_word(incarnation, listing, own):
             await self._clock.sleep(WORD_S)
@@ -179,7 +192,8 @@ class CellRecovery:
 
     async def _list(self) -> MachineListing:
         """What each service that is up has. Those that are down, and may have hosts all the same, are silent."""
-        listing = MachineListing(silent=set(self._leases.down()) - set(self._leases.forgotten()))
+        silent = set(self._leases.down()) - set(self._leases.forgotten())
+        listing = MachineListing(self._store.set_back.incarnation, silent=silent)
         failed = set(self._leases.up() or ()) - listing.silent
         for _ in range(MAX_TRIES):
             left, failed = failed, set[str]()
@@ -262,7 +276,11 @@ class CellRecovery:
         known: Mapping[str, KnownInstance],
         listing: MachineListing,
     ) -> dict[str, tuple[Instance | None, Reconciled]]:
-        """What is found of these, by their records: of all while the cell recovers, else of those that are blocked."""
+        """What is found of these, by their records: of all while the cell recovers, else of those that are blocked.
+        Raises Unrecognised: another recovery has begun since the services were asked.
+        """
+        if listing.incarnation != self._store.set_back.incarnation:
+            raise Unrecognised
         is_recovering = self._store.is_recovering
         if is_recovering:
             await transaction.expect_recovering()

@@ -131,6 +131,7 @@ class Database:
         self._slots = asyncio.Semaphore(pool_size)
         self._losses = 0
         self._server: datetime | None = None  # the one last connected to, by its start
+        self._servers = 0
         self._reachable = True
         self._uses = Uses()
         self._probing: asyncio.Task[None] | None = None
@@ -152,6 +153,11 @@ class Database:
         restarted then, or another one be the primary, without the commits that were not on disk.
         """
         return self._losses
+
+    @property
+    def servers(self) -> int:
+        """How often a connection led to another server than the one before, or to the same one started anew."""
+        return self._servers
 
     @property
     def ready(self) -> bool:
@@ -366,6 +372,7 @@ class Database:
         if self._server not in {None, started_at}:
             log.warning("database.other_server", schema=self.schema, database=str(self._address))
             self._losses += 1
+            self._servers += 1
             self._leave_server()
         self._server = started_at
 

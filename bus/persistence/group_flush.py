@@ -38,6 +38,10 @@ class FlushedDatabase(Protocol):
         on disk.
         """
 
+    @property
+    def servers(self) -> int:
+        """How often it was another server, or one that was started anew: its disk may have been exchanged."""
+
     async def flush(self) -> None:
         """Return when everything that was committed here before is on disk. Raises Transient."""
 
@@ -63,6 +67,11 @@ class FlushedStore:
     def losses(self) -> int:
         """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
         return self._connections.losses
+
+    @property
+    def servers(self) -> int:
+        """How often it was another server, or one that was started anew."""
+        return self._connections.servers
 
     async def flush(self) -> None:
         """Return when everything that was committed is on disk."""

@@ -273,6 +273,7 @@ class MemorySession:
         self.transactions: dict[MemoryDatabaseTransaction, None] = {}
         self._group_flush = GroupFlush(self)
         self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
+        self.servers = 0
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[MemoryDatabaseTransaction]:
@@ -305,6 +306,7 @@ class MemorySession:
     def cut(self) -> None:
         """The connections are lost: a transaction that has not committed never happened."""
         self.losses += 1
+        self.servers += 1
         for transaction in list(self.transactions):
             transaction.end()
 

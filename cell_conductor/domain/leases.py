@@ -121,6 +121,7 @@ class LeaseTable:
         self._outdated: dict[str, int] = {}
         self._digest = (0, 0)  # the newest one's term and number
         self._forgotten: dict[str, Stretch | None] = {}  # services that are gone for good, as the keeper had them then
+        self._unheard = set[str]()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -151,6 +152,21 @@ class LeaseTable:
         """
         intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
         return LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S)
+
+    @property
+    def beats_s(self) -> float:
+        """How long until a heartbeat of each service that is up on record would have come; 0: there is none."""
+        up = (one.lease.interval_s for one in self._held.values() if one.lease.state is LeaseState.UP)
+        return LISTEN_BEATS * max(up, default=0.0)
+
+    @property
+    def unheard(self) -> frozenset[str]:
+        """Services that are up on record, and have sent nothing since `hear_anew`."""
+        return frozenset(one for one in self._unheard if one in self._held and one not in self.down)
+
+    def hear_anew(self) -> None:
+        """What services have sent before proves nothing any more about the database."""
+        self._unheard = set(self._held)
 
     @property
     def heard(self) -> frozenset[str]:
@@ -211,6 +227,7 @@ class LeaseTable:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else _NONE
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
+                self._unheard.add(lease.service)
                 self._forgotten.pop(lease.service, None)  # it was back
 
     def follow(self, digest: tuple[int, int], down: Sequence[Lease]) -> None:
@@ -262,6 +279,7 @@ class LeaseTable:
     def renew(self, beat: Heartbeat, at: float) -> bool:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
         service, epoch, sequence = beat.service, beat.epoch, beat.sequence
+        self._unheard.discard(service)
         held = self._held.get(service)
         if held is None:
             if len(self._held) >= MAX_SERVICES:

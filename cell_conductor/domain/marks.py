@@ -6,7 +6,7 @@ receives that keeps the highest of each. A database that has less on record was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
@@ -20,6 +20,37 @@ class RecordedMarks(Struct, frozen=True):
 
     own: DatabaseMark
     ended: Mapping[int, SentSequences] = {}
+
+    def ended_with(self, stated: Iterable[DatabaseMark]) -> dict[int, SentSequences]:
+        """What is on record of each incarnation once this one has ended. With what others state: said once more, it
+        shows nothing new.
+        """
+        ended = {number: DatabaseMark(number, sent) for number, sent in self.ended.items()}
+        for one in (self.own, *stated):
+            ended[one.database_incarnation] = one.joined(ended.get(one.database_incarnation, one))
+        return {number: one.sent_sequences for number, one in sorted(ended.items())}
+
+
+class Stated(Struct, frozen=True):
+    """What others state of the database. marks: those above what this process knows it to have. conductor: the
+    incarnation that another conductor goes by.
+
+    is_known: each service would have stated its mark by now. is_whole: each one that is up has. may_act: by that this
+    process may go on with its database.
+    """
+
+    marks: tuple[DatabaseMark, ...] = ()
+    conductor: int = 0
+    is_known: bool = True
+    is_whole: bool = False
+    may_act: bool = True
+
+    def highest(self, *known: DatabaseMark) -> int:
+        """The highest incarnation of all."""
+        return max(self.conductor, *(one.database_incarnation for one in (*self.marks, *known)))
+
+
+NOTHING = Stated()
 
 
 def is_behind(recorded: RecordedMarks, stated: DatabaseMark) -> bool:

@@ -19,6 +19,7 @@ from bus.faults import DatabaseForbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor import metrics
 from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.marks import RecordedMarks, Stated, is_behind
 from cell_conductor.domain.set_back import SetBack
 
 log = structlog.get_logger(__name__)
@@ -105,28 +106,41 @@ class Losses(Struct, frozen=True, omit_defaults=True):
     instances: tuple[str, ...] = ()
 
 
+class History(StrEnum):
+    """What the database is, compared with what others state of it."""
+
+    SAME = "same"
+    TAKEN_OVER = "taken over"  # by another server, which lacks nothing
+    BEHIND = "behind"  # it was set back
+
+
 class KnownDatabase(Struct):
-    """The state of its database that a conductor last saw. mark: of its own commits that are on disk."""
+    """The state of its database that a conductor last saw. mark: of its own commits that are on disk. read: the marks
+    on record.
+    """
 
     deployment: str = ""
     set_back: SetBack = SetBack()
     is_recovering: bool = False
     mark: DatabaseMark = DatabaseMark()
+    read: RecordedMarks = RecordedMarks(DatabaseMark())
 
     @property
     def state(self) -> tuple[str, int]:
         """What a write is guarded by: its identity, and the incarnation of it."""
         return self.deployment, self.set_back.incarnation
 
-    def highest(self, heard: int | None) -> int:
-        """The highest incarnation that this process knows of. heard: of others; None: that is not known yet."""
-        return max(self.set_back.incarnation, heard or 0)
+    @property
+    def recorded(self) -> RecordedMarks:
+        """What the database has on record, as far as this process knows."""
+        return RecordedMarks(self.read.own.joined(self.mark), self.read.ended)
 
-    def adopt(self, set_back: SetBack) -> None:
+    def adopt(self, read: RecordedMarks) -> None:
         """This is on record. Of another incarnation nothing is known to be on disk."""
-        self.set_back = set_back
-        if set_back.incarnation != self.mark.database_incarnation:
-            self.mark = DatabaseMark(set_back.incarnation)
+        self.read, incarnation = read, read.own.database_incarnation
+        self.set_back = SetBack(incarnation)
+        if incarnation != self.mark.database_incarnation:
+            self.mark = DatabaseMark(incarnation)
 
     def note_sent(self, mark: DatabaseMark) -> None:
         """A commit is on disk."""
@@ -156,7 +170,7 @@ class Recovering(Transient):
 
 
 class DatabaseOutdated(DatabaseForbidden):
-    """Compute services or other conductors go by a later incarnation of the cell's database than the one on record.
+    """Another conductor goes by a later incarnation of the cell's database than the one on record.
 
     This is an old copy of it, and whoever commands by the later one must not be commanded against. The process ends.
     """
@@ -164,10 +178,23 @@ class DatabaseOutdated(DatabaseForbidden):
     code = "database.outdated"
 
 
-def check_incarnation(found: int, highest: int) -> None:
-    """Raise unless the incarnation on record is as late as any that is known. Raises DatabaseOutdated."""
-    if found < highest:
-        raise DatabaseOutdated(f"it is incarnation {found} of the cell's database, and incarnation {highest} commands")
+def history_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> History:
+    """What the database is that has these marks on record. own: what this process knew before it read that.
+    is_elsewhere: on another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
+
+    Where a service is up and has not stated its mark, another server counts as behind.
+    """
+    incarnation = recorded.own.database_incarnation
+    if not is_elsewhere and incarnation < stated.conductor:
+        raise DatabaseOutdated(
+            f"it is incarnation {incarnation} of the cell's database, and incarnation {stated.conductor} commands"
+        )
+    is_old = any(is_behind(recorded, one) for one in (own, *stated.marks))
+    if not is_old and not is_elsewhere:
+        return History.SAME
+    if not stated.is_known:
+        raise Unrecognised
+    return History.BEHIND if is_old or not stated.is_whole else History.TAKEN_OVER
 
 
 class RowsContended(Transient):

@@ -27,12 +27,22 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Brief, Instance, Phase
 from cell_conductor.domain.leases import Keeper, Lease
-from cell_conductor.domain.marks import RecordedMarks
+from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
-from cell_conductor.domain.set_back import SetBack
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Losses, Recovering, Unrecognised, Value, check_incarnation
+from .keyed import (
+    History,
+    Key,
+    KeyedTable,
+    KnownDatabase,
+    Lock,
+    Losses,
+    Recovering,
+    Unrecognised,
+    Value,
+    history_of,
+)
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
 from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
@@ -71,6 +81,11 @@ class MemoryInstanceTable(MemoryDatabase):
         self.leases: dict[str, Lease] = {}
         self.lease_keeper = Keeper()
         self.fences: dict[str, Fence] = {}
+
+    @property
+    def marks(self) -> RecordedMarks:
+        """On record."""
+        return RecordedMarks(DatabaseMark(self.incarnation, self.sent), self.ended_incarnations)
 
     @property
     def fenced(self) -> dict[str, Fence]:
@@ -191,35 +206,45 @@ class MemoryTransaction:
         self.rows: Sequence[int] = ()
         self.durable = True
 
-    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the table with its last known state. Raises Unrecognised and Recovering."""
-        table, seen = self._table, self._seen
-        highest = seen.highest(heard)  # as of before the row is read
+    async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
+        """Compare the table with what others state of it. Raises Unrecognised and Recovering."""
+        table, seen, own = self._table, self._seen, self._seen.mark  # as of before the row is read
         await self._transaction.statement()
-        check_identity(table.deployment, seen.deployment)
-        if table.origin == table.place:
-            check_incarnation(table.incarnation, highest)
-            seen.adopt(SetBack(table.incarnation))
-            seen.is_recovering = table.recovers
-            if table.recovers:
-                raise Recovering
-            return None
-        if heard is None:  # it would not be above what others go by
-            raise Unrecognised
-        return DatabaseChange(table.deployment, await self.begin_recovery(heard))
+        if self._history(stated, own) is not History.SAME:
+            await self._hold()
+            if (history := self._history(stated, own)) is not History.SAME:
+                return self._begin(stated, own, recovers=table.recovers or history is History.BEHIND)
+        _see(seen, table.marks, table.recovers)
+        if table.recovers:
+            raise Recovering
+        return None
 
-    async def begin_recovery(self, heard: int) -> int:
+    async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """As in PostgreSQL."""
-        table, seen = self._table, self._seen
+        table, own = self._table, self._seen.mark
         await self._transaction.statement()
-        check_identity(table.deployment, seen.deployment)
-        await self._transaction.lock(["identity"])
-        now = SetBack(table.incarnation)
-        if table.origin != table.place or not table.recovers:
-            now = SetBack(max(table.incarnation, seen.highest(heard)) + 1)
-            self._transaction.will(partial(_begin_recovery, table, now))
-        self._transaction.will(partial(_see, seen, now, True))
-        return now.incarnation
+        await self._hold()
+        if self._history(stated, own) is History.SAME and table.recovers:
+            self._transaction.will(partial(_see, self._seen, table.marks, True))
+            return table.incarnation
+        return self._begin(stated, own, recovers=True).incarnation
+
+    async def _hold(self) -> None:
+        await self._transaction.lock(["identity", *(("sent", slot) for slot in range(SENT_SLOTS))])
+
+    def _history(self, stated: Stated, own: DatabaseMark) -> History:
+        table = self._table
+        check_identity(table.deployment, self._seen.deployment)
+        return history_of(table.marks, stated, own, is_elsewhere=table.origin != table.place)
+
+    def _begin(self, stated: Stated, own: DatabaseMark, *, recovers: bool) -> DatabaseChange:
+        table, recorded = self._table, self._table.marks
+        incarnation = stated.highest(recorded.own, own) + 1
+        ended = recorded.ended_with((own, *stated.marks))
+        now = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
+        self._transaction.will(partial(_begin, table, now, recovers))
+        self._transaction.will(partial(_see, self._seen, now, recovers))
+        return DatabaseChange(table.deployment, incarnation, recovers)
 
     async def expect_recovering(self) -> None:
         """One statement, under a lock. Raises Unrecognised."""
@@ -314,6 +339,8 @@ class MemoryTransaction:
     async def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
         await _raise_sent(self._table, self._transaction, self._seen)
+        if not _is_known(self._table, self._seen):
+            raise Unrecognised
 
 
 class MemoryInstanceRows:
@@ -359,6 +386,8 @@ class MemoryInstanceRows:
             _keep(table, transaction, [*writes.inserts, *writes.updates])
             if writes.durable:
                 await _raise_sent(table, transaction, self._seen)
+                if not _is_known(table, self._seen):  # its counter was waited for
+                    raise PreconditionFailed
             rows = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, rows)
 
@@ -367,10 +396,12 @@ def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
     return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
 
 
-def _begin_recovery(table: MemoryInstanceTable, now: SetBack) -> None:
-    table.ended_incarnations = {**table.ended_incarnations, table.incarnation: table.sent}
-    table.incarnation, table.origin, table.recovers = now.incarnation, table.place, True
+def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> None:
+    table.ended_incarnations, table.incarnation = dict(now.ended), now.own.database_incarnation
+    table.origin, table.recovers = table.place, recovers
     _await_word(table, Losses())
+    if not recovers:
+        return
     table.outbox.clear()
     table.breakers.clear()
     _drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
@@ -380,8 +411,8 @@ def _await_word(table: MemoryInstanceTable, losses: Losses) -> None:
     table.accepts, table.losses = False, losses
 
 
-def _see(seen: KnownDatabase, set_back: SetBack, recovers: bool) -> None:
-    seen.adopt(set_back)
+def _see(seen: KnownDatabase, marks: RecordedMarks, recovers: bool) -> None:
+    seen.adopt(marks)
     seen.is_recovering = recovers
 
 
@@ -425,7 +456,7 @@ class MemoryInstances(SeenStore):
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment = self._table.deployment
-        self._seen.adopt(SetBack(self._table.incarnation))
+        self._seen.adopt(self._table.marks)
         self.ready = True
 
     async def close(self) -> None:
@@ -454,9 +485,7 @@ class MemoryInstances(SeenStore):
     async def recorded_marks(self) -> RecordedMarks:
         """What the table has. One statement."""
         async with self._session.transaction():
-            return RecordedMarks(
-                DatabaseMark(self._table.incarnation, self._table.sent), self._table.ended_incarnations
-            )
+            return self._table.marks
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """The instances that should be on these hosts, and these instances in any state."""

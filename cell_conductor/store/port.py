@@ -15,7 +15,7 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.instance import Brief, Instance, Phase
-from cell_conductor.domain.marks import RecordedMarks
+from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 from cell_conductor.domain.set_back import SetBack
 
 from .keyed import KnownDatabase, Losses
@@ -23,13 +23,15 @@ from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
 
 
 class DatabaseChange(Struct, frozen=True):
-    """The database was set back: restored from a backup, or promoted.
+    """The database was set back: restored from a backup, promoted, or its disk was.
 
-    deployment: its identity, which a backup contains. incarnation: the one that has begun.
+    deployment: its identity, which a backup contains. incarnation: the one that has begun. recovers: something is
+    missing, or may be; else another server took over.
     """
 
     deployment: str
     incarnation: int
+    recovers: bool
 
 
 class UnreadableRecords(Fault):
@@ -60,14 +62,13 @@ class Transaction(Protocol):
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
 
-    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the database with its last known state; if it was set back, the cell recovers from now on
-        (`begin_recovery`).
+    async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
+        """Compare the database with what others state of it; if it was set back, the cell recovers from now on, under
+        an incarnation above all that are known. What is stated goes on record with that.
 
-        heard: the highest incarnation that others have stated; None: that is not known yet. Raises DatabaseReplaced
-        when it has another identity, DatabaseOutdated when it is as it was and others go by a later incarnation,
-        Unrecognised, and Recovering. An optimistic transaction compares at its end, and only if it inserts; it raises
-        Conflict there.
+        Raises DatabaseReplaced when it has another identity, DatabaseOutdated when it is as it was and another
+        conductor goes by a later incarnation, Unrecognised, and Recovering. An optimistic transaction compares at its
+        end, and only if it inserts; it raises Conflict there.
         """
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
@@ -103,10 +104,10 @@ class LockingTransaction(Transaction, Protocol):
     are of this kind.
     """
 
-    async def begin_recovery(self, heard: int) -> int:
+    async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """The cell recovers from now on, under an incarnation above all that are known, which is returned; what the
         outbox, the quarantine and the breakers have is of before, and goes; but what an operator keeps is kept. One
-        that has begun on this database goes on as it is. heard: as for `recognise`.
+        that has begun on this database goes on as it is, unless a mark is above what that has. Raises as `recognise`.
         """
 
     async def expect_recovering(self) -> None:
@@ -169,8 +170,12 @@ class InstanceStore(Flushed, Protocol):
     def mark(self) -> DatabaseMark:
         """What messages state of the database: of this process's commits, those that are on disk."""
 
+    @property
+    def recorded(self) -> RecordedMarks:
+        """What the database has on record, for `is_behind`, as far as this process knows."""
+
     async def recorded_marks(self) -> RecordedMarks:
-        """What the database has on record, for `is_behind`. One statement."""
+        """What the database has on record. One statement."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""
@@ -240,7 +245,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._absent = frozenset(absent)
         self.durable = True
 
-    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
+    async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compared at the end, together with what is written."""
         return None
 
@@ -314,3 +319,8 @@ class SeenStore(FlushedStore):
     def mark(self) -> DatabaseMark:
         """What messages state of the database: of this process's commits, those that are on disk."""
         return self._seen.mark
+
+    @property
+    def recorded(self) -> RecordedMarks:
+        """What the database has on record, as far as this process knows."""
+        return self._seen.recorded

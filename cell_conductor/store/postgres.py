@@ -37,11 +37,10 @@ from cell_conductor.domain.instance import (
     Phase,
     unreadable_brief,
 )
-from cell_conductor.domain.marks import RecordedMarks
-from cell_conductor.domain.set_back import SetBack
+from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 
 from . import tables
-from .keyed import KnownDatabase, Losses, Recovering, Unrecognised, check_incarnation
+from .keyed import History, KnownDatabase, Losses, Recovering, Unrecognised, history_of
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -58,24 +57,23 @@ LOCK_DUE = f"SELECT {_ROW} FROM instances WHERE deadline <= $1 ORDER BY deadline
 PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
 PUT_OFF_S = 60.0
 
-IDENTITY = """
-SELECT deployment::text, database_incarnation FROM identity
-"""
-RECOGNISE = """
-SELECT deployment::text, origin <> origin_of('instances'), database_incarnation, state <> 'open' FROM identity
+IDENTITY = "SELECT deployment::text FROM identity"
+RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
+RECOGNISE = f"""
+SELECT database_incarnation, {tables.SENT}, ended_incarnations, deployment::text,
+    origin <> origin_of('instances'), state <> 'open'
+FROM identity
 """
 NOTHING_DUE = """
 SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
-RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
 NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
-BEGIN_RECOVERY = f"""
-{NOTE_ORIGIN}, state = 'recovering', losses = '{{}}',
-    database_incarnation = greatest(database_incarnation, $1) + 1, ended_incarnations = (ended_incarnations::jsonb
-        || jsonb_build_object(database_incarnation::text, {tables.SENT}))::json
-WHERE origin <> origin_of('instances') OR state = 'open'
+# One begins at a time, and no commit of the incarnation before is under way any more: it would raise its counters.
+HOLD = "SELECT FROM identity FOR UPDATE; LOCK TABLE sent IN SHARE ROW EXCLUSIVE MODE"
+BEGIN = f"""
+{NOTE_ORIGIN}, state = $1, losses = '{{}}', database_incarnation = $2, ended_incarnations = $3::text::json
 """
 # What is kept stays so: nobody else has that on record, and a machine without it may be destroyed.
 FORGET_BEFORE = f"""
@@ -152,6 +150,11 @@ DELETE FROM instances WHERE uuid IN (
 
 
 _decode_ended = msgspec.json.Decoder(dict[int, SentSequences]).decode
+
+
+def _marks(row: Sequence[Any]) -> RecordedMarks:
+    """Of the first columns."""
+    return RecordedMarks(DatabaseMark(row[0], tuple(row[1])), _decode_ended(row[2]))
 
 
 def _brief(row: Sequence[Any]) -> Brief:
@@ -239,38 +242,58 @@ class PostgresTransaction:
         self._seen = seen
         self.rows: Sequence[int] = ()
         self.durable = True
-        self.recognised: SetBack | None = None
+        self.recognised: RecordedMarks | None = None
         self.recovers: bool | None = None  # None: as before
         self.mark = DatabaseMark()  # once it has written instances
 
-    async def recognise(self, heard: int | None = 0) -> DatabaseChange | None:
-        """Compare the database with its last known state. Raises Unrecognised and Recovering."""
-        seen = self._seen
-        highest = seen.highest(heard)  # as of before the row is read
-        row = await self._connection.fetchrow(RECOGNISE) or (None, False, 0, False)
-        found, is_elsewhere, incarnation, is_recovering = row
-        check_identity(found, seen.deployment)
-        if not is_elsewhere:
-            check_incarnation(incarnation, highest)
-            seen.adopt(SetBack(incarnation))
-            seen.is_recovering = is_recovering
-            if is_recovering:
-                raise Recovering
-            return None
-        if heard is None:  # it would not be above what others go by
-            raise Unrecognised
-        return DatabaseChange(seen.deployment, await self.begin_recovery(heard))
+    async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
+        """Compare the database with what others state of it. Raises Unrecognised and Recovering."""
+        seen, own = self._seen, self._seen.mark  # as of before the row is read
+        recorded, is_elsewhere, is_recovering = await self._identity()
+        if history_of(recorded, stated, own, is_elsewhere=is_elsewhere) is not History.SAME:
+            await self._hold()
+            recorded, is_elsewhere, is_recovering = await self._identity()
+            history = history_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+            if history is not History.SAME:
+                recovers = is_recovering or history is History.BEHIND
+                return await self._begin(recorded, stated, own, recovers=recovers)
+        seen.adopt(recorded)
+        seen.is_recovering = is_recovering
+        if is_recovering:
+            raise Recovering
+        return None
 
-    async def begin_recovery(self, heard: int) -> int:
-        """Four statements, once a recovery."""
-        seen, connection = self._seen, self._connection
-        check_identity(await connection.fetchval("SELECT deployment::text FROM identity FOR UPDATE"), seen.deployment)
-        begun: str = await connection.execute(BEGIN_RECOVERY, seen.highest(heard))
-        if begun != "UPDATE 0":
-            await connection.execute(FORGET_BEFORE)
-        incarnation = (await connection.fetchrow(RECOGNISE))[2]
-        self.recognised, self.recovers = SetBack(incarnation), True
-        return int(incarnation)
+    async def begin_recovery(self, stated: Stated = NOTHING) -> int:
+        """Some statements, once a recovery."""
+        own = self._seen.mark
+        await self._hold()
+        recorded, is_elsewhere, is_recovering = await self._identity()
+        history = history_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+        if is_recovering and history is History.SAME:
+            self.recognised, self.recovers = recorded, True
+            return recorded.own.database_incarnation
+        return (await self._begin(recorded, stated, own, recovers=True)).incarnation
+
+    async def _hold(self) -> None:
+        await self._connection.execute(HOLD)
+
+    async def _identity(self) -> tuple[RecordedMarks, bool, bool]:
+        """The marks on record, whether it is on another server, and whether the cell recovers."""
+        row = await self._connection.fetchrow(RECOGNISE) or (0, (), "{}", None, False, False)
+        check_identity(row[3], self._seen.deployment)
+        return _marks(row), row[4], row[5]
+
+    async def _begin(
+        self, recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, recovers: bool
+    ) -> DatabaseChange:
+        incarnation, ended = stated.highest(recorded.own, own) + 1, recorded.ended_with((own, *stated.marks))
+        state = "recovering" if recovers else "open"
+        await self._connection.execute(BEGIN, state, incarnation, msgspec.json.encode(ended).decode())
+        if recovers:
+            await self._connection.execute(FORGET_BEFORE)
+        self.recognised = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
+        self.recovers = recovers
+        return DatabaseChange(self._seen.deployment, incarnation, recovers)
 
     async def expect_recovering(self) -> None:
         """One statement. Raises Unrecognised."""
@@ -331,7 +354,10 @@ class PostgresTransaction:
 
     async def _write(self, statement: str, instances: Sequence[Instance]) -> int:
         incarnation = self._seen.set_back.incarnation
-        count, slot, sequence = await self._connection.fetchrow(statement, *tables.columns(instances))
+        columns = tables.columns(instances)
+        count, slot, sequence = await self._connection.fetchrow(statement, *columns, *self._seen.state)
+        if slot is None:
+            raise Unrecognised
         self.mark = self.mark.joined(tables.mark_of(incarnation, slot, sequence))
         return int(count)
 
@@ -368,15 +394,13 @@ class PostgresInstances(SeenStore):
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
-            seen = self._seen
-            seen.deployment, incarnation = await connection.fetchrow(IDENTITY)
-            seen.adopt(SetBack(incarnation))
+            self._seen.deployment = await connection.fetchval(IDENTITY)
+            self._seen.adopt(_marks(await connection.fetchrow(RECORDED_MARKS)))
 
     async def recorded_marks(self) -> RecordedMarks:
         """What the database has on record. One statement."""
         async with self._database.single() as connection:
-            incarnation, sent, ended = await connection.fetchrow(RECORDED_MARKS)
-        return RecordedMarks(DatabaseMark(incarnation, tuple(sent)), _decode_ended(ended))
+            return _marks(await connection.fetchrow(RECORDED_MARKS))
 
     async def close(self) -> None:
         """Close the pool."""

@@ -153,11 +153,13 @@ SENT = "(SELECT array_agg(sequence ORDER BY slot) FROM sent)"
 
 def marked(statement: str) -> str:
     """A statement that writes instances in a transaction with locks, and the mark of its commit: (how many it has
-    written, the counter, its number).
+    written, the counter, its number). It counts nowhere (NULL) in another database or incarnation than the one given.
     """
-    raised = RAISE_SENT.format(met="(SELECT count(*) FROM written) >= 0")
+    known = KNOWN.format("$11", "$12")
+    raised = RAISE_SENT.format(met=f"(SELECT count(*) FROM written) >= 0 AND EXISTS ({known})")
     both = f"WITH written AS ({numbered(statement)} RETURNING 1), marked AS ({raised})"
-    return f"{both} SELECT (SELECT count(*) FROM written), slot, sequence FROM marked"
+    of_marked = "(SELECT slot FROM marked), (SELECT sequence FROM marked)"
+    return f"{both} SELECT (SELECT count(*) FROM written), {of_marked}"
 
 
 def mark_of(incarnation: int, slot: int, sequence: int) -> DatabaseMark:

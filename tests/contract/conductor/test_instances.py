@@ -23,7 +23,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, State
-from cell_conductor.domain.marks import is_behind
+from cell_conductor.domain.marks import NOTHING, Stated, is_behind
 from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.keyed import DatabaseOutdated, Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -118,8 +118,17 @@ async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Ma
     assert record.reason.replace("\x00", "") == "disk \\u0000"
 
 
-@pytest.mark.parametrize(("heard", "begun"), [(0, 2), (1, 2), (2, 3), (7, 8)])
-async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make, heard: int, begun: int) -> None:
+@pytest.mark.parametrize(
+    ("stated", "begun"),
+    [
+        (NOTHING, 2),
+        (Stated((DatabaseMark(1, (9,)),)), 2),
+        (Stated((DatabaseMark(2),)), 3),
+        (Stated((DatabaseMark(2, (3,)), DatabaseMark(7))), 8),
+        (Stated(conductor=4), 5),
+    ],
+)
+async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make, stated: Stated, begun: int) -> None:
     one, other = make(), make()
     await one.open()
     await other.open()
@@ -127,15 +136,15 @@ async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make
     await restored(one)
     with pytest.raises(Unrecognised):  # it is not known yet which ones there were
         async with one.transaction() as transaction:
-            await transaction.recognise(None)
+            await transaction.recognise(replace(stated, is_known=False))
     async with one.transaction() as transaction:
-        change = await transaction.recognise(heard)
+        change = await transaction.recognise(stated)
         assert one.set_back.incarnation == 1, "it is none before it is on record"
     assert change is not None and change.incarnation == one.set_back.incarnation == begun
     assert await other.has_due(0.0)
     with pytest.raises(Recovering):
         async with other.transaction() as transaction:
-            await transaction.recognise(heard)
+            await transaction.recognise(stated)
     third = make()
     await third.open()
     assert (other.set_back.incarnation, third.set_back.incarnation) == (begun, begun)
@@ -155,7 +164,7 @@ async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make
         await transaction.send_later(MESSAGES)
     for store in (one, other, one):  # what has begun goes on
         async with store.transaction() as transaction:
-            assert await transaction.begin_recovery(6) == 7
+            assert await transaction.begin_recovery(Stated((DatabaseMark(6),))) == 7
     assert one.is_recovering and one.set_back.incarnation == 7
     assert await one.outbox.claim_stale(Sweep(0.0, 10)) == []
     assert await other.has_due(0.0)
@@ -205,7 +214,7 @@ async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -
 
     assert not await accepts(Losses())
     async with one.transaction() as transaction:
-        await transaction.begin_recovery(0)
+        await transaction.begin_recovery()
     assert not await accepts(Losses()) and not await accepts(seen)
     await stops(seen)
     assert await accepted() == 0 and not await accepts(later)
@@ -218,7 +227,7 @@ async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -
         await transaction.expect_recovering()
         await transaction.end_recovery()
     async with one.transaction() as transaction:
-        await transaction.begin_recovery(0)
+        await transaction.begin_recovery()
     assert await accepted() == 0 and not await accepts(later), "of the recovery before"
 
 
@@ -226,7 +235,7 @@ async def test_a_recovery_that_is_set_back_itself_begins_anew(store: InstanceSto
     for begun in (2, 3):
         await restored(store)
         async with store.transaction() as transaction:
-            assert await transaction.begin_recovery(0) == begun
+            assert await transaction.begin_recovery() == begun
     assert store.is_recovering
 
 
@@ -331,23 +340,114 @@ async def test_a_crash_of_the_database_never_leaves_it_behind_what_was_stated(du
     assert store.mark == DatabaseMark(1, (1 + sum(durable),))
 
 
-@pytest.mark.parametrize("heard", [2, 3])
-async def test_an_old_copy_of_the_database_is_left_where_a_later_one_commands(store: InstanceStore, heard: int) -> None:
+@pytest.mark.parametrize("marks", [(), (DatabaseMark(2),)])
+async def test_an_old_copy_of_the_database_is_left_where_another_conductor_goes_by_a_later_one(
+    store: InstanceStore, marks: tuple[DatabaseMark, ...]
+) -> None:
     with pytest.raises(DatabaseOutdated):
         async with store.transaction() as transaction:
-            await transaction.recognise(heard)
+            await transaction.recognise(Stated(marks, conductor=2))
     async with store.transaction() as transaction:
-        assert await transaction.recognise(1) is None
+        assert await transaction.recognise(Stated(conductor=1)) is None
     assert store.set_back.incarnation == 1
 
 
-@pytest.mark.parametrize("heard", [None, 0, 1])
-async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_is_left(
-    store: InstanceStore, heard: int | None
+@pytest.mark.parametrize("mark", [DatabaseMark(1, (2,)), DatabaseMark(1, (0, 1)), DatabaseMark(5, (1,))])
+async def test_a_mark_above_what_is_on_record_begins_a_recovery_once(make: Make, mark: DatabaseMark) -> None:
+    """A volume was copied back under the running server."""
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    stated = Stated((mark,), is_whole=True)
+    with pytest.raises(Unrecognised):  # another conductor may be heard yet
+        async with one.transaction() as transaction:
+            await transaction.recognise(replace(stated, is_known=False))
+    async with one.transaction() as transaction:
+        change = await transaction.recognise(stated)
+    begun = mark.database_incarnation + 1
+    assert change is not None and (change.incarnation, change.recovers) == (begun, True)
+    for store in (one, other):
+        with pytest.raises(Recovering):
+            async with store.transaction() as transaction:
+                await transaction.recognise(stated)
+        assert not is_behind(store.recorded, mark)
+    async with one.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.end_recovery()
+    for store in (one, other):  # said once more, by whoever knows nothing else
+        async with store.transaction() as transaction:
+            assert await transaction.recognise(stated) is None
+    async with other.transaction() as transaction:
+        change = await transaction.recognise(Stated((DatabaseMark(mark.database_incarnation, (9,)),)))
+    assert change is not None and change.incarnation == begun + 1
+
+
+async def test_a_mark_above_that_is_heard_amid_a_recovery_begins_it_anew(store: InstanceStore) -> None:
+    async with store.transaction() as transaction:
+        assert await transaction.begin_recovery() == 2
+    later = Stated((DatabaseMark(4, (1,)),))
+    async with store.transaction() as transaction:
+        assert await transaction.begin_recovery() == 2
+    async with store.transaction() as transaction:
+        assert await transaction.begin_recovery(later) == 5
+    async with store.transaction() as transaction:
+        assert await transaction.begin_recovery(later) == 5
+    assert store.is_recovering
+
+
+@pytest.mark.parametrize("is_recovering", [False, True])
+async def test_another_server_that_lacks_nothing_goes_on_under_the_next_incarnation(
+    make: Make, *, is_recovering: bool
+) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    async with one.transaction() as transaction:
+        await transaction.send_later(MESSAGES)
+    if is_recovering:
+        async with one.transaction() as transaction:
+            await transaction.begin_recovery()
+    await restored(one)
+    number = one.set_back.incarnation + 1
+    known = Stated(is_whole=True)
+    async with one.transaction() as transaction:
+        change = await transaction.recognise(known)
+    assert change is not None and (change.incarnation, change.recovers) == (number, is_recovering)
+    assert one.is_recovering is is_recovering
+    if is_recovering:
+        return
+    assert len(await one.outbox.claim_stale(Sweep(-60.0, 10))) == len(MESSAGES), "what was ordered is ordered"
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise(known) is None
+        assert store.set_back.incarnation == number and not store.is_recovering
+    assert not is_behind(other.recorded, DatabaseMark(1, (1,))) and is_behind(other.recorded, DatabaseMark(1, (2,)))
+
+
+async def test_what_is_decided_by_the_incarnation_before_is_not_recorded(make: Make) -> None:
+    """Its counter would be above what that incarnation ended with."""
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A), instance(B))
+    async with one.transaction() as transaction:
+        await transaction.begin_recovery()
+    with pytest.raises(Unrecognised):
+        async with other.transaction() as transaction:
+            await transaction.update([replace((await transaction.lock([A]))[A], attempt=2)])
+    assert (await recorded(one))[A].attempt == 1
+    assert other.mark == DatabaseMark(1) and not is_behind(await one.recorded_marks(), other.mark)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_recovers_once_others_would_have_been_heard(
+    store: InstanceStore, *, is_known: bool
 ) -> None:
     await restored(store)
     async with store.transaction() as transaction:
-        await transaction.recognise(0)
+        await transaction.recognise()
     assert store.set_back.incarnation == 2
     if isinstance(store, PostgresInstances):
         async with store._database.raw() as connection:
@@ -357,8 +457,11 @@ async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_is_left(
     assert await store.has_due(0.0)
     with pytest.raises(DatabaseOutdated):
         async with store.transaction() as transaction:
-            await transaction.recognise(heard)
-    assert store.set_back.incarnation == 2
+            await transaction.recognise(Stated(conductor=2, is_known=is_known))
+    with pytest.raises(Unrecognised) if not is_known else contextlib.nullcontext():
+        async with store.transaction() as transaction:
+            await transaction.recognise(Stated(is_known=is_known))
+    assert store.set_back.incarnation == 2 + is_known
 
 
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:

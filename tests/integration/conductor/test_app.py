@@ -402,7 +402,7 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
     assert (status, shown[0]["state"]) == (0, "open")
     async with stores[0].transaction() as transaction:
-        await transaction.begin_recovery(0)
+        await transaction.begin_recovery()
     async with stores[0].transaction() as transaction:
         await transaction.stop_recovery(Losses(6, (A, B)))
     status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")

@@ -466,6 +466,8 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
         store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=keeper
     )
     assert keeper.up() is None, "it is not known yet which are"
+    assert await engine.sweep() == 0, "nor what they state of the database"
+    keeper._may_act = True
     assert await engine.sweep() == 1
     assert store._table.instances[UUID].state is State.RESIZED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,16 +12,19 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
-from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, Message, Meta
+from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, DatabaseMark, Message, Meta
 from bus.contracts.cell import ServicesDigest
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.table import question_of
-from cell_conductor.lease_keeper import DIGEST_S, LeaseKeeper, _Term
+from cell_conductor.lease_keeper import DIGEST_S, MAX_WORDS, RIVAL_S, LeaseKeeper, _Term
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.keyed import DatabaseOutdated
+from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.records import record
 from tests.unit.conductor.world import (
     ALONE,
@@ -33,37 +36,167 @@ from tests.unit.conductor.world import (
     beat,
     engine_of,
     opened_store,
+    put,
     requests_of,
 )
 
 
-@pytest.mark.parametrize(("interval_s", "listens_s"), [(0.0, 15.0), (1.0, 15.0), (60.0, 90.0)])
-async def test_the_highest_incarnation_is_known_once_each_service_would_have_been_heard(
-    interval_s: float, listens_s: float
-) -> None:
-    now = 100.0
-    waiting = asyncio.Event()
-    clock: Any = SimpleNamespace(time=lambda: now, monotonic=lambda: now, sleep=lambda _: waiting.wait())
-    bus: Any = Queried()
-    keeper = LeaseKeeper(await opened_store(), bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
-    running = asyncio.create_task(keeper.run(ALONE))
+class Listener:
+    """One conductor's keeper of the leases, on a clock that a test moves."""
+
+    def __init__(self, store: MemoryInstances) -> None:
+        self.now, self.sequence = 100.0, 0
+        waiting = asyncio.Event()
+        clock: Any = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, sleep=lambda _: waiting.wait())
+        bus: Any = Queried()
+        self.keeper = LeaseKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
+        self.running = asyncio.create_task(self.keeper.run(ALONE))
+
+    async def receive(self, message: Message, incarnation: int = 0) -> None:
+        meta = Meta(id="m", database_incarnation=incarnation)
+        await self.keeper.handle([Received(message, meta, "c1", "conductor.leases")])
+
+    async def beat(self, service: str, *mark: Any, interval_s: float = 1.0) -> None:
+        """A heartbeat that states this mark."""
+        self.sequence += 1
+        stated = DatabaseMark(*mark)
+        about = {"database_incarnation": stated.database_incarnation, "sent_sequences": stated.sent_sequences}
+        await self.receive(beat(service, 1, self.sequence, interval_s=interval_s, **about))
+
+    @property
+    def may_act(self) -> bool:
+        return self.keeper.stated().may_act
+
+
+@pytest.fixture
+async def store() -> MemoryInstances:
+    return await opened_store()
+
+
+@pytest.fixture
+async def listener(store: MemoryInstances) -> AsyncIterator[Listener]:
+    made = Listener(store)
     await asyncio.sleep(0)
-    heard: list[tuple[Message, int]] = [
-        (beat("s1", 1, 1, interval_s=interval_s, database_incarnation=4), 0),
-        (beat("s2", 1, 1), 0),
-        (ServicesDigest(cell="c1", term=1, number=1), 6),
-        (replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9),
-        (beat("s1", 1, 3, database_incarnation=MAX_INCARNATION), 0),  # nothing could be above it any more
-    ]
-    for message, number in heard:
-        await keeper.handle([Received(message, Meta(id="m", database_incarnation=number), "c1", "conductor.leases")])
-    assert keeper.heard_incarnation() is None
-    now += listens_s - 1.0
-    assert keeper.heard_incarnation() is None
-    now += 1.0
-    assert keeper.heard_incarnation() == 6
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    yield made
+    made.running.cancel()
+    await asyncio.gather(made.running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("interval_s", "listens_s"), [(0.0, 15.0), (1.0, 15.0), (60.0, 90.0)])
+async def test_what_is_stated_is_known_once_each_service_would_have_been_heard(
+    listener: Listener, interval_s: float, listens_s: float
+) -> None:
+    await listener.beat("s1", 1, (4,), interval_s=interval_s)
+    await listener.beat("s2", interval_s=interval_s)
+    await listener.receive(ServicesDigest(cell="c1", term=1, number=1), 6)
+    await listener.receive(replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9)
+    listener.now += listens_s - 1.0
+    assert not listener.keeper.stated().is_known
+    listener.now += 1.0
+    known = listener.keeper.stated()
+    assert (known.marks, known.conductor, known.is_known) == ((DatabaseMark(1, (4,)),), 6, True)
+
+
+async def test_what_no_database_could_have_had_is_not_believed(listener: Listener) -> None:
+    """Nothing could be above it any more."""
+    for incarnation in (MAX_INCARNATION, 1002, 2000):
+        await listener.beat("s1", incarnation, (1,))
+    assert listener.keeper.stated().marks == ()
+    await listener.beat("s1", 1001)
+    assert listener.keeper.stated().marks == (DatabaseMark(1001),)
+
+
+async def test_a_conductor_acts_once_the_services_on_record_would_have_been_heard(
+    store: MemoryInstances, listener: Listener
+) -> None:
+    await put(store, Lease(service="s1", epoch=1, interval_s=4.0), Lease(service="s2", epoch=1, interval_s=2.0))
+    assert not listener.may_act, "it has not read who they are"
+    await listener.keeper._keep()
+    await listener.beat("s1", 1, interval_s=4.0)
+    assert not listener.keeper.stated().is_whole
+    await listener.beat("s2", 1, interval_s=2.0)
+    assert listener.keeper.stated().is_whole
+    listener.now += 5.5
+    assert not listener.may_act
+    listener.now += 0.5
+    assert listener.may_act
+    store._connections.cut()  # type: ignore[attr-defined]
+    assert not listener.may_act and not listener.keeper.stated().is_whole, "its disk may be another one"
+    listener.now += 6.0
+    assert listener.may_act
+
+
+async def test_a_cell_that_has_never_had_a_service_waits_for_none(listener: Listener) -> None:
+    await listener.keeper._keep()
+    assert listener.may_act
+
+
+async def test_a_mark_above_that_is_heard_first_is_looked_into_before_anything_is_begun(
+    store: MemoryInstances, listener: Listener
+) -> None:
+    await put(store, Lease(service="s1", epoch=1, interval_s=2.0))
+    await listener.keeper._keep()
+    await listener.beat("s1", 1, (3,))
+    listener.now += 60.0
+    assert not listener.may_act
+    async with store.transaction() as transaction:
+        change = await transaction.recognise(listener.keeper.stated())
+    assert change is not None and change.recovers
+    assert listener.may_act and listener.keeper.stated().marks == ()
+
+
+async def test_a_later_incarnation_is_a_recovery_unless_another_conductor_goes_by_it(
+    store: MemoryInstances, listener: Listener
+) -> None:
+    await listener.keeper._keep()
+    listener.now += 60.0
+    assert listener.may_act
+    await listener.beat("s1", 2, (3,))
+    assert not listener.may_act and not listener.keeper.stated().is_known
+    listener.now += RIVAL_S - 0.1
+    assert not listener.keeper.stated().is_known
+    listener.now += 0.1
+    stated = listener.keeper.stated()
+    await listener.receive(ServicesDigest(cell="c1", term=1, number=1), 2)
+    with pytest.raises(DatabaseOutdated):
+        async with store.transaction() as transaction:
+            await transaction.recognise(listener.keeper.stated())
+    async with store.transaction() as transaction:
+        change = await transaction.recognise(stated)
+    assert change is not None and change.incarnation == 3
+    assert listener.may_act
+
+
+@pytest.mark.parametrize("says", [(0, (10**9,)), (1, ())], ids=["sequence", "incarnation"])
+async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
+    store: MemoryInstances, listener: Listener, says: tuple[int, tuple[int, ...]]
+) -> None:
+    """The same again is harmless; and what is above that, each time, is believed so many times."""
+    engine = engine_of(
+        store=store, bus=cast(Any, Quiet()), relay=cast(Any, Relay()), clock=SystemClock(), config=ConductorConfig(),
+        cell="c1", leases=listener.keeper,
+    )  # fmt: skip
+    await listener.keeper._keep()
+    begun = list[int]()
+    above, sequences = says
+    for number in range(3 * MAX_WORDS):
+        own = store.set_back.incarnation
+        mark = own + above, tuple(one + number for one in sequences)
+        for _ in range(2):
+            await listener.beat("s1", *mark)
+            listener.now += 60.0
+            listener.keeper.stated()
+            listener.now += 60.0
+            await engine.sweep()
+            if store.is_recovering:
+                begun.append(store.set_back.incarnation)
+                async with store.transaction() as transaction:
+                    await transaction.expect_recovering()
+                    await transaction.end_recovery()
+    assert begun == sorted(set(begun)) and len(begun) == MAX_WORDS
+    await listener.beat("s2", store.set_back.incarnation, (10**12,))
+    await engine.sweep()
+    assert store.is_recovering, "another one is believed"
 
 
 async def test_a_conductor_with_an_old_copy_of_the_database_ends_when_it_hears_of_a_later_one() -> None:
@@ -74,7 +207,7 @@ async def test_a_conductor_with_an_old_copy_of_the_database_ends_when_it_hears_o
         store=store, bus=bus, relay=relay, clock=SystemClock(), config=ConductorConfig(), cell="c1", leases=leases
     )
     assert await engine.sweep() == 0
-    leases.heard_incarnation = lambda: 2  # type: ignore[method-assign]
+    leases.stated = lambda: Stated(conductor=2)  # type: ignore[method-assign]
     with pytest.raises(DatabaseOutdated):
         await engine.sweep()
 
@@ -102,7 +235,10 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     bus: Any = Refusing()
     question = question_of(waiting)
     assert isinstance(question, kind)
-    assert await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1).ask([PendingQuestion(waiting, question)]) == []
+    assert (
+        await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1, [].append).ask([PendingQuestion(waiting, question)])
+        == []
+    )
     assert bus.requested == [question]
 
 
@@ -137,8 +273,8 @@ class Waiting(Refusing):
 
 async def test_what_placement_refused_is_the_incarnation_by_which_it_was_asked() -> None:
     """The next one may have begun while it was asked; and of an instance nothing is asked twice meanwhile."""
-    bus, stated = Waiting(), 1
-    requests = PlacementRequests(cast("Any", bus), SystemClock(), 1.0, lambda: stated)
+    bus, stated, heard = Waiting(), 1, list[int]()
+    requests = PlacementRequests(cast("Any", bus), SystemClock(), 1.0, lambda: stated, heard.append)
     waiting = record(State.CLAIMING, State.BUILDING)
     question = PendingQuestion(waiting, cast("Any", question_of(waiting)))
     asking = asyncio.create_task(requests.ask([question]))
@@ -147,9 +283,9 @@ async def test_what_placement_refused_is_the_incarnation_by_which_it_was_asked()
     assert await asyncio.wait_for(asyncio.create_task(requests.ask([question])), 60) == []
     bus.go_on.set()
     await asking
-    assert (requests.heard_incarnation, len(bus.requested)) == (2, 1)
+    assert (heard, len(bus.requested)) == ([2], 1)
     await requests.ask([question])
-    assert (requests.heard_incarnation, len(bus.requested)) == (6, 2)
+    assert (heard, len(bus.requested)) == ([2, 6], 2)
 
 
 async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes() -> None:

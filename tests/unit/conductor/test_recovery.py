@@ -33,7 +33,7 @@ from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import moving, record
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.world import Relay, engine_of, hosts_of, listing, requests_of
+from tests.unit.conductor.world import Alone, Relay, engine_of, hosts_of, listing, requests_of
 
 ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, newest=2)
 FLOOR = 2 * ATTEMPTS_PER_INCARNATION
@@ -125,7 +125,7 @@ class World:
             await self.reader.handle([received])
 
 
-class Cell:
+class Cell(Alone):
     """One conductor of a cell. Its leases are given."""
 
     is_keeper = True
@@ -179,9 +179,6 @@ class Cell:
 
     def forgotten(self) -> Collection[str]:
         return ()
-
-    def heard_incarnation(self) -> int:
-        return 0
 
     # what happens
 

@@ -21,6 +21,7 @@ from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Event, HostMissing
 from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.report import (
     NO_RECORD,
     Brief,
@@ -113,7 +114,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
-        handlers._newest, handlers._clock = Newest(), SystemClock()
+        handlers._newest, handlers._clock, handlers._stated = Newest(), SystemClock(), Stated
         page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
         batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
         with pytest.raises(DatabaseUnavailable):
@@ -133,7 +134,7 @@ async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_out
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
-        handlers._newest, handlers._clock = Newest(), SystemClock()
+        handlers._newest, handlers._clock, handlers._stated = Newest(), SystemClock(), Stated
         handlers._outdated = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
             page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)

@@ -150,10 +150,7 @@ def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
 
 async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
     """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
-    nothing: Any = None
-    keeper = LeaseKeeper(
-        nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
-    )
+    keeper = keeper_of(await opened_store())
 
     async def receive(message: ServicesDigest | Heartbeat) -> None:
         await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
@@ -259,7 +256,7 @@ async def test_a_digest_that_is_older_than_the_newest_one_is_not_adopted() -> No
 
 
 async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
-    keeper = keeper_of()
+    keeper = keeper_of(await opened_store())
     await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
     assert set(keeper.forgotten()) == set()
@@ -300,7 +297,7 @@ async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
     for _ in ("not recognised", "recognised"):
         await kept(keeper)
         async with store.transaction() as transaction:
-            await transaction.begin_recovery(0)
+            await transaction.begin_recovery()
     assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_keeper
 
 
@@ -520,6 +517,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         return await building_at(services)
 
     store.building_at = read  # type: ignore[method-assign]
+    keeper._may_act = True
     session.losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
-from bus.contracts.base import Message, Meta
+from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.cell import (
     CellBuild,
     ComputeHosts,
@@ -22,6 +22,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
@@ -91,9 +92,19 @@ class Alone:
         """No service is."""
         return {}
 
-    def heard_incarnation(self) -> int:
-        """Nobody goes by a later one."""
-        return 0
+    def stated(self) -> Stated:
+        """Nobody states anything."""
+        return Stated()
+
+    def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
+        """Nobody states anything."""
+
+    def note_recovery(self) -> None:
+        """It follows from where the database is."""
+
+    def wants_marks(self) -> bool:
+        """Nothing is asked for."""
+        return False
 
     async def ensure_known(self) -> None:
         """There are no fences."""
