@@ -92,7 +92,19 @@ TYPES = (JSON, BATCH, "", "text/plain")
 
 # The part of a database that its server does not keep in tables, and the part that outlives a restore.
 KEPT = frozenset(
-    {"clock", "on_commit", "deadlocks", "taken_back", "holding", "_locks", "_image", "_last_row", "place", "histories"}
+    {
+        "clock",
+        "on_commit",
+        "deadlocks",
+        "taken_back",
+        "holding",
+        "_locks",
+        "_image",
+        "_last_row",
+        "place",
+        "servers",
+        "histories",
+    }
 )
 
 

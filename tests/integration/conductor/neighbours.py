@@ -299,12 +299,13 @@ class Cell:
         listings = Listings()
         listings.note(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
         self.search = MachineSearch(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
+        self.leases = Leases()
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock)
         self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
-        known, leases = KnownReader(self.bus), cast("Any", Leases())
+        known, leases = KnownReader(self.bus), cast("Any", self.leases)
         self.recovery = CellRecovery(
             self.store,
             self.bus,
@@ -348,6 +349,7 @@ class Cell:
             config=self.config,
             cell=CELL,
             search=self.search,
+            leases=self.leases,
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
