@@ -180,10 +180,10 @@ class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instan
     kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
     every event of one instance, those of its build included; so a late event is recognised.
     `terminal`: no other terminal event follows for this request. condition: the present state of the instance. host,
-    flavor, image: its present one, or its destination. code and reason explain failed and refused; funnel explains a
-    request that no host could take; history lists the hosts tried for this request. zone: the availability zone of that
-    host ("": there are none, or it is not known). host_uuid: of `host`. departure: the instance has left its cell.
-    Neither is ever on the API bus.
+    flavor, image: its present one, or its destination. snapshot: the image that is kept of a shelved one. code and
+    reason explain failed and refused; funnel explains a request that no host could take; history lists the hosts tried
+    for this request. zone: the availability zone of that host ("": there are none, or it is not known). host_uuid: of
+    `host`. departure: the instance has left its cell. Neither is ever on the API bus.
     """
 
     request_id: Uuid
@@ -193,6 +193,7 @@ class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instan
     condition: Condition = Condition.MOVING
     flavor: str = ""
     image: ImageName = ""
+    snapshot: ImageName = ""
     departure: Departure | None = None
 
 

@@ -11,7 +11,19 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Attempt, DatabaseMark, Incarnation, Label, Message, Resources, Sequence, Uuid, Word, matching
+from .base import (
+    Attempt,
+    DatabaseMark,
+    ImageName,
+    Incarnation,
+    Label,
+    Message,
+    Resources,
+    Sequence,
+    Uuid,
+    Word,
+    matching,
+)
 from .build import BuildState
 from .cell import InstanceSpec
 from .moves import Condition, MoveKind
@@ -60,8 +72,9 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
     project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
-    of its newest event that the schedulers have had. spec: its present one. places: its own before those of its moves.
-    request_id, kind: of the move under way. arrives: it leads here from another cell, which has given the instance up.
+    of its newest event that the schedulers have had. spec: its present one. snapshot: the image that is kept of a
+    shelved one. places: its own before those of its moves. request_id, kind: of the move under way. arrives: it leads
+    here from another cell, which has given the instance up.
     """
 
     instance_uuid: Uuid
@@ -72,6 +85,7 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: Attempt = 0
     sequence: Sequence = 0
     spec: InstanceSpec | None = None
+    snapshot: ImageName = ""
     places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
     request_id: Uuid | Literal[""] = ""
     kind: MoveKind | None = None

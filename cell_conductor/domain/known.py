@@ -84,6 +84,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         project_id=record.project_id,
         spec=record.spec,
         selections=tuple(map(_selection, record.places)),
+        snapshot=record.snapshot,
         power=_POWERS.get(record.condition) if state is BuildState.ACTIVE else None,
         request_id=record.request_id,
         kind=record.kind,

@@ -61,6 +61,12 @@ def tell_end(instance: Instance, ended: EndedMove, at: float, context: StepConte
     return _event(instance, ended, at, context, condition=condition_of(instance))
 
 
+def tell_condition(instance: Instance, at: float, context: StepContext) -> Step:
+    """What the instance is now, about no request: schedulers take its condition and place, no client hears of it."""
+    about_none = EndedMove(instance.uuid, MoveKind.STOP, MoveState.DONE)
+    return _event(instance, about_none, at, context, condition=condition_of(instance))
+
+
 def report_progress(instance: Instance, state: MoveState, at: float, context: StepContext) -> Step:
     """Progress of the request that is under way, not its end."""
     move = move_of(instance)
@@ -294,6 +300,7 @@ def _event(
         host_uuid=instance.host_uuid if has_host else None,
         flavor=instance.spec.flavor,
         image=instance.spec.image,
+        snapshot=instance.image,
         attempt=instance.attempt,
         code=outcome.code,
         reason=outcome.reason,

@@ -46,8 +46,9 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
 
     cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
     selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
-    map (None: not known). request_id, kind: of the request under way; arrives: by that another cell has given it up for
-    this one. own_count: how many of the selections the instance holds itself; migrations: that hold the others.
+    map (None: not known). snapshot: the image that is kept of a shelved one. request_id, kind: of the request under
+    way; arrives: by that another cell has given it up for this one. own_count: how many of the selections the instance
+    holds itself; migrations: that hold the others.
     """
 
     is_old: bool = False
@@ -62,6 +63,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     spec: InstanceSpec | None = None
     selections: tuple[Selection, ...] = ()
     power: Power | None = None
+    snapshot: str = ""
     request_id: str = ""
     kind: MoveKind | None = None
     arrives: bool = False
@@ -72,6 +74,11 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     def is_here(self) -> bool:
         """Whether this cell is to have it."""
         return self.exists and not self.is_deleted and not self.is_elsewhere
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it has no host by the map. One that boots from a volume has no image then."""
+        return self.is_active and self.power is Power.SHELVED and not self.selections
 
 
 class Verb(StrEnum):
@@ -336,16 +343,21 @@ def build_on(facts: InstanceFacts) -> Reconciled | None:
 
 
 def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
-    """9, 10, 11: no machine is left of it."""
-    base = facts.base
+    """9, 10, 11: no machine is left of it. By a request under way it may have an image under a name that is
+    forgotten.
+    """
+    base, known = facts.base, facts.known
     if base is None:
         return None
-    image = base.image or ("" if base.move is None else base.move.image)
+    is_build = facts.desire.work is Work.BUILD
+    image = base.image or (base.move.image if base.move is not None else "") or (known.snapshot if known else "")
     ended, orders = _ends_of(facts), facts.orders()
-    if image and facts.desire.work is not Work.BUILD:
+    if not is_build and (image or (known is not None and known.is_offloaded)):
         offloaded = replace(base, state=State.OFFLOADED, then=None, power=Power.SHELVED, image=image, move=None)
         return _ended(Reconciled(offloaded, orders, ended))
-    code = BUILD_LOST if facts.desire.work is Work.BUILD else LOST
+    if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
+        return facts.blocked(BlockedReason.CONFLICT, orders)
+    code = BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
     return _ended(Reconciled(lost, orders, ended))
 
@@ -447,16 +459,20 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
     wanted = known.power if known is not None and not is_stopping else None
     starts = not chosen.runs and wanted is not None and should_run(wanted)
     runs = chosen.runs or starts
-    fallback = Power.RUNNING if runs else Power.STOPPED
+    image = base.image or ("" if known is None else known.snapshot)
+    power = next((one for one in (wanted, base.power) if one is not None and should_run(one) is runs), None)
+    power = power or (Power.RUNNING if runs else Power.STOPPED)
+    image = image if power is Power.SHELVED else ""
     record = replace(
         base, state=State.ACTIVE, then=None, attempt=chosen.attempt, spec=chosen.spec or base.spec, move=None, code="",
-        power=base.power if should_run(base.power) is runs else fallback, **_place(chosen, base),
+        power=power, image=image, **_place(chosen, base),
     )  # fmt: skip
     started = (RecoveryOrder(Action.START, chosen),) if starts else ()
     return _ended(Reconciled(record, (*started, *others), _ends_of(facts, chosen)))
 
 
 STOPPING = frozenset({MoveKind.STOP, MoveKind.SHELVE, MoveKind.OFFLOAD})
+LEAVES_AN_IMAGE = frozenset({MoveKind.SHELVE, MoveKind.OFFLOAD, MoveKind.MIGRATE, MoveKind.RESIZE})
 
 
 def _has_arrived(kind: MoveKind, base: Instance, chosen: ListedMachine) -> bool:

@@ -17,7 +17,7 @@ from bus.contracts.placement import MAX_RESTATED, Restate
 
 from .desires import PURGED, PURGED_FAILED, WANTED, Wish, Work, desire_of
 from .instance import FIRST_SEQUENCE, Instance
-from .move_events import after, tell_end
+from .move_events import after, tell_condition, tell_end
 from .reconcile import ATTEMPTS_PER_INCARNATION, Action, KnownInstance, Reconciled, RecoveryOrder
 from .steps import Step, StepContext, announce
 
@@ -109,7 +109,19 @@ def recovered(
         step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
     for ended in result.ended:
         step = after(step, tell_end(step.instance, ended, at, context))
+    if not result.ended and _is_otherwise(record, known):
+        step = after(step, tell_condition(step.instance, at, context))
     return step
+
+
+def _is_otherwise(record: Instance, known: KnownInstance | None) -> bool:
+    """Whether the map has this instance in another condition than it is in."""
+    if known is None or known.is_old or not (known.is_here and known.is_active):
+        return False
+    row = desire_of(record)
+    if row.condition is Condition.OFFLOADED:
+        return not known.is_offloaded
+    return row.here is Wish.RUN and record.move is None and record.power is not known.power
 
 
 def _deadline(record: Instance, at: float, context: StepContext) -> float | None:

@@ -66,10 +66,11 @@ class Author(Struct, frozen=True):
 class SinceBuild(Struct, frozen=True, kw_only=True):
     """What an instance has become since its build.
 
-    flavor, image: its present ones; "": as it was built. new_flavor, old_flavor: of the resize that is not
-    confirmed or ended yet ("": of none). image_properties: {image: its properties}, of the image that a
-    rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. first_attempt: the first that it may have in the cell that has it now (0: it was built there).
+    flavor, image: its present ones; "": as it was built. snapshot: the image that is kept of a shelved one.
+    new_flavor, old_flavor: of the resize that is not confirmed or ended yet ("": of none). image_properties: {image:
+    its properties}, of the image that a rebuild gave it, and of the one that the rebuild under way names. under_way:
+    the request that has no terminal event yet. first_attempt: the first that it may have in the cell that has it now
+    (0: it was built there).
     """
 
     condition: Condition = Condition.ACTIVE
@@ -77,6 +78,7 @@ class SinceBuild(Struct, frozen=True, kw_only=True):
     new_flavor: str = ""
     old_flavor: str = ""
     image: str = ""
+    snapshot: str = ""
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     first_attempt: int = 0

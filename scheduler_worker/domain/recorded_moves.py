@@ -265,7 +265,12 @@ def announced_instance(build: RecordedBuild, event: MoveEvent, cell: str | None,
             build = replace(build, host=None, host_uuid=None)
         elif host:
             build = replace(build, host=host, host_uuid=host_uuid)
-        instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
+        instance = replace(
+            instance,
+            flavor=event.flavor or instance.flavor,
+            image=event.image or instance.image,
+            snapshot=event.snapshot,
+        )
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
     if instance.under_way is None and instance.condition not in _MAY_CHANGE_FLAVOR:

@@ -92,6 +92,7 @@ def known_record(
         attempt=max(record.attempt, build.attempt, build.now.first_attempt),
         sequence=build.sequence,
         spec=instance_spec(request, config),
+        snapshot=build.now.snapshot,
         request_id=build.now.under_way or "",
         kind=None if under_way is None else under_way.kind,
         arrives=under_way is not None and arrives(under_way),

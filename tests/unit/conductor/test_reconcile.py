@@ -309,6 +309,7 @@ class Moment(Struct, frozen=True, kw_only=True):
     known: KnownInstance = KnownInstance(exists=False)
     machines: tuple[ListedMachine, ...] = ()
     alive: tuple[str, int] | None = None
+    image: str = ""
     is_deleted: bool = False
     off: frozenset[str] = frozenset()
     fenced: frozenset[str] = frozenset()
@@ -383,9 +384,9 @@ OFFLOADED = (
     {"record": moving(State.CHANGING, kind=MoveKind.SHELVE, selections=(ON["A"],), position=0, attempt=1)},
     {"machines": (STOPPED_A,)},
     {"record": at("A", 1, State.DESTROYING, State.OFFLOADED, power=Power.SHELVED, image="kept")},
-    {"machines": (), "alive": None},
+    {"machines": (), "alive": None, "image": "kept"},
     {"record": SHELVED_A},
-    {"known": known_at(attempt=1, power=Power.SHELVED)},
+    {"known": known_at(attempt=1, power=Power.SHELVED, snapshot="kept")},
 )
 UNSHELVING = Move(request_id=OTHER, kind=MoveKind.UNSHELVE, spec=SPEC, power=Power.SHELVED, image="kept")
 HISTORIES = {
@@ -448,10 +449,14 @@ HISTORIES = {
     "it is shelved, and unshelved elsewhere": history(
         {"known": replace(ON_A_1, request_id=MOVE, kind=MoveKind.SHELVE)},
         *OFFLOADED,
-        {"known": known_at("B", attempt=2, power=Power.SHELVED, request_id=OTHER, kind=MoveKind.UNSHELVE)},
+        {
+            "known": known_at(
+                "B", attempt=2, power=Power.SHELVED, snapshot="kept", request_id=OTHER, kind=MoveKind.UNSHELVE
+            )
+        },
         {"record": at("B", 2, State.FINISHING, power=Power.SHELVED, image="kept", move=UNSHELVING)},
         {"machines": (MADE_B,)},
-        {"machines": (RUNS_B,), "alive": B},
+        {"machines": (RUNS_B,), "alive": B, "image": ""},
         {"record": at("B", 2, State.ACTIVE)},
         {"known": ON_B_2},
         start=ACTIVE_ON_A,
@@ -472,7 +477,7 @@ HISTORIES = {
     "it goes to another cell and comes back": history(
         {"known": replace(LEAVING_A, request_id=OTHER)},
         *OFFLOADED[:-1],
-        {"record": at("A", 1, State.DEPARTED, image="kept")},
+        {"record": at("A", 1, State.DEPARTED, image="kept"), "image": ""},
         {"known": known_at(attempt=2, is_elsewhere=True), "alive": ("", 2)},
         {"known": known_at(attempt=2, is_elsewhere=True, power=Power.SHELVED), "alive": None},
         {"known": known_at("B", attempt=3, is_active=False)},
@@ -522,6 +527,8 @@ def harms_of(case: Restored, before: Sequence[ListedMachine], result: Reconciled
     """What a result does to the client's machine."""
     alive, after = case.now.alive, result.record
     if alive is None:
+        if case.now.image and not result.blocked_reason and (after is None or after.phase in RELEASED):
+            yield "forgotten"
         return
     if not case.now.is_deleted and any(
         (one.host_uuid, one.attempt) == alive for one in before if one not in follow_quiet(before, result)
@@ -580,6 +587,8 @@ def end_of(case: Restored, machines: Sequence[ListedMachine], result: Reconciled
     if now.is_deleted or now.alive is None:
         if not case.known.is_old and now.is_deleted and machines and not result.blocked_reason:
             yield "kept"
+        if now.image and (after is None or (after.image != now.image and not result.blocked_reason)):
+            yield "image forgotten"
         return
     is_listed = any((o.machine.host_uuid, o.machine.attempt) == now.alive for o in result.orders)
     is_wanted = now.alive in wanted_of(result) or (now.alive[0] == "" and (after is None or after.phase in ELSEWHERE))

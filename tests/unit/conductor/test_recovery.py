@@ -15,14 +15,14 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Release, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Released
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -466,3 +466,47 @@ async def test_a_build_that_the_schedulers_do_not_know_to_be_active_is_announced
     await cell.recover()
     (event,) = cell.sent(BuildEvent)
     assert (event.state, event.terminal, event.host_uuid) == (BuildState.ACTIVE, True, host(2))
+
+
+STOPPED, OFFLOADED = replace(ACTIVE, power=Power.STOPPED), replace(ACTIVE, state=State.OFFLOADED, power=Power.SHELVED)
+
+
+@pytest.mark.parametrize(
+    ("before", "machines", "told", "power", "image", "tells"),
+    [
+        (ACTIVE, (), known(None, condition=Condition.OFFLOADED, snapshot="kept"), Power.SHELVED, "kept", None),
+        (ACTIVE, (), known(None, condition=Condition.OFFLOADED), Power.SHELVED, "", None),
+        (replace(OFFLOADED, image="kept"), (), known(2), Power.SHELVED, "kept", Condition.OFFLOADED),
+        (
+            ACTIVE,
+            (listed(2, 2, runs=False),),
+            known(2, condition=Condition.SHELVED, snapshot="kept"),
+            Power.SHELVED,
+            "kept",
+            None,
+        ),
+        (STOPPED, (listed(2, 2, runs=False),), known(2), Power.STOPPED, "", Condition.STOPPED),
+        (STOPPED, (listed(2, 2),), known(2, condition=Condition.STOPPED), Power.RUNNING, "", Condition.ACTIVE),
+        (STOPPED, (listed(2, 2),), known(2, condition=Condition.RESCUED), Power.RESCUED, "", None),
+    ],
+)
+async def test_the_schedulers_learn_what_an_instance_is_and_its_image_is_not_forgotten(  # noqa: PLR0917  (the columns)
+    before: Instance,
+    machines: Sequence[ListedMachine],
+    told: KnownRecord,
+    power: Power,
+    image: str,
+    tells: Condition | None,
+) -> None:
+    cell = await cell_of(World(*machines, told=told), before)
+    found = await cell.recover()
+    assert found is not None and not found.blocked_reason
+    assert (found.power, found.image) == (power, image)
+    assert [one.condition for one in cell.sent(MoveEvent)] == [tells] * (tells is not None)
+
+
+@pytest.mark.parametrize("kind", [MoveKind.OFFLOAD, MoveKind.MIGRATE])
+async def test_an_instance_that_may_have_an_image_under_a_forgotten_name_is_not_lost(kind: MoveKind) -> None:
+    told = known(2, condition=Condition.MOVING, request_id=MOVE, kind=kind)
+    found = await (await cell_of(World(told=told), ACTIVE)).recover()
+    assert found is not None and found.blocked_reason == BlockedReason.CONFLICT

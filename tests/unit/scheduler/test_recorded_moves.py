@@ -116,7 +116,11 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         # end without a host
         (replace(END, flavor="", image="", host=None), (RECORD, GOING), (OVER | {"host": "h0"}, ACTIVE | FREE, {})),
         # end without a place
-        (replace(END, condition=Condition.OFFLOADED), (RECORD, GOING), (OVER, ACTIVE | NOW_BIG | FREE | AWAY, NOWHERE)),
+        (
+            replace(END, condition=Condition.OFFLOADED, snapshot="s"),
+            (RECORD, GOING),
+            (OVER, ACTIVE | NOW_BIG | FREE | AWAY | {"snapshot": "s"}, NOWHERE),
+        ),
         # end of another than the one under way
         (END, (RECORD, replace(GOING, under_way="y")), (OVER, ACTIVE | NOW_BIG, THERE)),
         # end by a cell that was set back

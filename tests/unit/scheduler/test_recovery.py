@@ -246,8 +246,8 @@ def test_what_its_former_cell_has_given_up_arrives(command: CellDepart | CellMov
 
 def test_the_spec_is_the_present_one() -> None:
     """The source of an image that a rebuild gave it is known to its cell alone."""
-    found = told(build_of(instance=SinceBuild(condition=Condition.STOPPED, flavor="large", image="new")))
-    assert found.spec is not None and found.condition is Condition.STOPPED
+    found = told(build_of(instance=SinceBuild(condition=Condition.SHELVED, flavor="large", image="new", snapshot="s")))
+    assert found.spec is not None and (found.condition, found.snapshot) == (Condition.SHELVED, "s")
     assert (found.spec.flavor, found.spec.root_gb) == ("large", 9)
     assert (found.spec.image, found.spec.image_source) == ("new", None)
     gone = told(build_of(instance=SinceBuild(flavor="deleted")))
