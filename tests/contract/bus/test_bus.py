@@ -189,7 +189,7 @@ def sequences(received: list[Received]) -> list[int]:
 @pytest.mark.parametrize("count", [1, 5])
 async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(house: House, count: int) -> None:
     """A project may bind a queue that refuses all: two malformed requests stopped every scheduler for ever."""
-    bus = await house.bus()
+    bus = await house.bus(refused_s=0)
     client = await house.answer(bus, FEED)
     row = structs.replace(BY_QUEUE[RECORD], max_length=1)
     await bus.transport.declare_queue(
@@ -209,6 +209,18 @@ async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(h
     )
     await bus.publish(move)
     assert 0 < await bus.transport.depth("client.record.full") < 4 + count  # a quorum queue's bound is not exact
+
+
+@KINDS
+async def test_the_first_refusals_of_an_event_are_its_publishers_errors(house: House) -> None:
+    """One of berth's own queues may have no leader at the moment: an event was lost there, and nobody learnt of it."""
+    bus = await house.bus()
+    row = structs.replace(BY_QUEUE[RECORD], max_length=1)
+    await bus.transport.declare_queue(row, "client.record.full", ((EVENTS, "build.event.#"),))
+    refused: list[BaseException | None] = []
+    for _ in range(100):  # a quorum queue's bound is not exact
+        refused += await bus.publish_each([(event(number), "") for number in range(20)])
+    assert {type(one) for one in refused if one is not None} == {PublishRefused}
 
 
 @KINDS
