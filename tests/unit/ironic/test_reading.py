@@ -8,11 +8,13 @@ from functools import partial
 import pytest
 
 from bus.clock import Clock, event_or_time
+from bus.port import BusUnavailable
 from ironic_sync import metrics
 from ironic_sync.domain.rules import ABSENT, NO_CLASS
 from ironic_sync.reader import READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
+from ironic_sync.writer import PUBLISH_BATCH
 from tests.unit.ironic.world import INSTANCE, NODE, OTHER, Nodes, World, body, notification, reserved, turns, world
 
 PATIENCE_S = 60.0
@@ -161,6 +163,23 @@ async def test_a_node_on_offer_is_read_before_those_that_are_held() -> None:
             here.clock.advance()
             await turns()
         assert reserved(here) == 1 and nodes.reads < len(uuids)
+
+
+async def test_what_is_taken_away_is_published_before_what_is_offered() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        here.book.fault = BusUnavailable("away")
+        uuids = storm(nodes, 3 * PUBLISH_BATCH)
+        here.loop.read_all()
+        await turns(500)
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
+        nodes.put(maintenance=True)
+        await turns(500)
+        here.book.fault = None
+        await here.settle()
+        order = [update.root_uuid for update in here.book.updates[1:]]
+        assert order.index(NODE) <= PUBLISH_BATCH and set(order) == {NODE, *uuids}
 
 
 async def test_what_a_list_answers_is_not_read_again() -> None:
