@@ -61,7 +61,8 @@ class Bus:
         self.limits = limits
         self.tracer = tracer
         self.stall_watch = StallWatch() if stall_watch is None else stall_watch
-        self.publisher = Publisher(name, transport, limits)
+        self._in_cell = name != API and not is_project_bus(name)
+        self.publisher = Publisher(name, transport, limits, clock, others_listen=not self._in_cell)
         self._mark: Callable[[], DatabaseMark] = DatabaseMark
         self._requester = Requester(
             name,
@@ -272,18 +273,16 @@ class Bus:
             sent_sequences=mark.sent_sequences,
         )
         packed = pack(message, meta)
-        in_cell = row.cell_key and not mode.drops_refused
-        exchange, key = (row.exchange, row.cell_key) if in_cell else destination(message)
+        exchange, key = (row.exchange, row.cell_key) if row.cell_key and self._in_cell else destination(message)
         self.publisher.post(exchange, key, mode, packed, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
-            of_project = is_project_bus(self.name)
-            for_others = row.public and row.exchange == EVENTS and (self.name == API or of_project)
             # A project's clients read one JSON object in each message.
-            mode = Mode(not (for_others and of_project), row.persistent, row.mandatory, row.max_batch, for_others)
+            alone = is_project_bus(self.name) and row.public and row.exchange == EVENTS
+            mode = Mode(not alone, row.persistent, row.mandatory, row.max_batch)
             found = self._modes[kind] = row, mode
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from typing import Protocol
@@ -92,7 +93,7 @@ class LogInterval:
         self._clock = clock
         self._interval_s = interval_s
         self._unreported = 0
-        self._due_at = clock.monotonic()
+        self._due_at = -math.inf
 
     def count(self) -> int:
         """Count one occurrence. Returns the number to report now; 0: no line is due."""

@@ -173,7 +173,7 @@ class Subscription(Protocol):
 
     async def cancel(self) -> None:
         """End the subscription. There are no new deliveries after this returns; earlier ones may still be
-        acknowledged.
+        acknowledged. The queue is declared no more when the connection is new.
         """
 
 

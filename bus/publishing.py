@@ -19,6 +19,8 @@ import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
+from bus.clock import Clock, LogInterval
+from bus.contracts.queues import EVENTS
 from bus.gather import Gather
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport
 from bus.wire import Packed, batch, single
@@ -35,8 +37,9 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
     broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
     them larger (a slow disk confirms late), or slow (`Gather`). in_flight: unconfirmed broker messages of all links.
-    waiting: messages gathered in all links before publishers must wait. close_s: how long close() waits for the
-    gathered messages.
+    waiting: messages gathered in all links before publishers must wait. refused_s: for how long the refusals of an
+    event are its publisher's errors, which tries again; calm_s: a pause after which that time begins anew. close_s: how
+    long close() waits for the gathered messages.
     """
 
     batch_items: int = 128
@@ -45,6 +48,8 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     full_in_flight: int = 8
     in_flight: int = 256
     waiting: int = 50_000
+    refused_s: float = 60.0
+    calm_s: float = 15.0
     close_s: float = 5.0
 
 
@@ -52,15 +57,13 @@ class Mode(Struct, frozen=True):
     """The form in which a link sends messages. batches: False when each message leaves alone, so that any client can
     read it.
 
-    max_batch: messages in one broker message; 0: as many as the bus's limits allow. drops_refused: what the broker
-    refuses is lost: the queue that is full is another program's.
+    max_batch: messages in one broker message; 0: as many as the bus's limits allow.
     """
 
     batches: bool
     persistent: bool = True
     mandatory: bool = False
     max_batch: int = 0
-    drops_refused: bool = False
 
     def at_most(self, limits: BusLimits) -> int:
         """Return the number of messages that one broker message may carry."""
@@ -121,6 +124,7 @@ class Confirmation(Waiter):
         self._group.settle(None)
 
 
+KEPT_REFUSED = 10_000  # projects with refused events that are remembered; the one refused longest ago goes first
 KEPT_LINKS = 256  # beyond these a link exists while it has messages to send: clients name the projects of keys
 
 
@@ -189,9 +193,9 @@ class _Link:
 
 
 class Publisher:
-    """All links of one bus."""
+    """All links of one bus. others_listen: programs that are not berth's may bind queues to its events."""
 
-    def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
+    def __init__(self, bus: str, transport: Transport, limits: BusLimits, clock: Clock, *, others_listen: bool) -> None:
         self._transport = transport
         self._limits = limits
         self._links: dict[tuple[str, str, Mode], _Link] = {}
@@ -200,6 +204,10 @@ class Publisher:
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
         self._closing = False
+        self._clock = clock
+        self._lost_log = LogInterval(clock)
+        self._others_listen = others_listen
+        self._refused: dict[str, tuple[float, float]] = {}  # {project: since when, when last}, the last at the end
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
@@ -294,16 +302,33 @@ class Publisher:
             stalled.flights.wake()
 
     async def _send(self, link: _Link, entries: Sequence[_Entry]) -> None:
-        """Publish one broker message. Raises as the transport does.
-
-        One queue that is full has the broker refuse a message, though the other queues have it.
-        """
+        """Publish one broker message. Raises as the transport does."""
         try:
             await self._transport.publish(link.message(entries))
         except PublishRefused as refused:
-            if not link.mode.drops_refused:
+            if not self._may_lose(link):
                 raise
             metrics.PUBLISH_ERRORS.labels(self._bus, refused.code).inc()
+            if lost := self._lost_log.count():
+                log.warning("bus.event_lost", bus=self._bus, key=link.key, lost=lost)
+
+    def _may_lose(self, link: _Link) -> bool:
+        """Whether what was refused now is lost: an event, after those of its project were refused again and again.
+
+        One queue that is full, or has no leader, has the broker refuse a message, though the other queues have it. A
+        leader comes back within seconds. A queue that stays full is another program's, and what waited for it would
+        hold up the events of all.
+        """
+        if not self._others_listen or link.exchange != EVENTS:
+            return False
+        now, project = self._clock.monotonic(), link.key.rpartition(".")[2]
+        since, last = self._refused.pop(project, (now, now))
+        if now - last > self._limits.calm_s:
+            since = now
+        self._refused[project] = since, now
+        if len(self._refused) > KEPT_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return now - since >= self._limits.refused_s
 
     def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         self.waiting -= len(entries)

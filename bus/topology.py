@@ -181,7 +181,7 @@ def shared_exchanges(bus: str = "") -> tuple[ExchangePlan, ...]:
     (docs/decisions/0016-one-set-of-delays-a-bus.md).
     """
     if is_project_bus(bus):
-        return (ExchangePlan(COMMANDS), ExchangePlan(EVENTS), ExchangePlan(REPLY))
+        return (ExchangePlan(COMMANDS), ExchangePlan(EVENTS), ExchangePlan(DEAD), ExchangePlan(REPLY))
     delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)
     return (
         ExchangePlan(COMMANDS),

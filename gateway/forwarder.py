@@ -16,7 +16,7 @@ import structlog
 from msgspec import Struct, structs
 
 from bus.bus import Bus
-from bus.consuming.outcome import EXHAUSTED, Done, Outcome, Received, Refuse, Wait, given_up_of
+from bus.consuming.outcome import EXHAUSTED, Done, GiveUp, Outcome, Received, Wait, given_up_of
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildPage, BuildRequest, DeleteRequest, seen_by
 from bus.contracts.moves import MovePage, MoveRequest
@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 2 * sum(BY_QUEUE["scheduler.door"].retry_s)
 # Batches of one project whose answers are awaited; a further one waits for one of these.
 MAX_UNANSWERED = 256
+# Of what has ended its gateway each time, or so it seems; its dead letter's end is announced.
+_GIVEN_UP = GiveUp(EXHAUSTED, "it was delivered to several gateways, and none of them finished it")
 
 
 class _Part(Struct, frozen=True):
@@ -70,7 +72,7 @@ class RequestForwarder:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Send a batch, one part after the other. What follows one that was not sent waits: it is sent behind it."""
         if any(one.exhausted for one in batch):  # the others are asked again
-            return [await self._end(one) if one.exhausted else Wait(EXHAUSTED) for one in batch]
+            return [_GIVEN_UP if one.exhausted else Wait(EXHAUSTED) for one in batch]
         number = next(self._numbers)
         self._since[number] = self._api.clock.monotonic()
         outcomes: list[Outcome] = []
@@ -90,19 +92,6 @@ class RequestForwarder:
             await asyncio.wait(self._unanswered, timeout=max(grace_s, 0.0))
         for one in self._unanswered:
             one.cancel()
-
-    async def _end(self, received: Received) -> Outcome:
-        """Announce the end of a message that has ended its gateway each time, or so it seems."""
-        why, message = given_up_of(received), received.message
-        assert why is not None
-        event: Message | None = None
-        if isinstance(message, MoveRequest):
-            event = refused_move_event(message.request_id, message.instance_uuid, self._project, message.kind, why=why)
-        elif isinstance(message, BuildRequest | DeleteRequest):
-            event = refused_build_event(message.instance_uuid, self._project, why)
-        if event is not None:
-            await self._clients.publish(event, cause=received.meta.cause)
-        return Refuse(why.code, why.reason)
 
     async def _sent(self, part: _Part) -> Fault | BusError | None:
         """Send requests as one message of the broker, which takes or refuses it as a whole: nothing overtakes what a
@@ -169,15 +158,28 @@ class RequestForwarder:
 
 
 class EventForwarder:
-    """Publishes the events of one project in its virtual host."""
+    """Publishes events of one project in its virtual host. event_of: that of a message."""
 
-    def __init__(self, clients: Bus) -> None:
+    def __init__(self, clients: Bus, event_of: Callable[[Received], Message] = lambda event: event.message) -> None:
         self._clients = clients
+        self._event_of = event_of
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Publish a batch; an event that the broker does not take waits."""
-        errors = await self._clients.publish_each([(one.message, one.meta.cause) for one in batch])
+        errors = await self._clients.publish_each([(self._event_of(one), one.meta.cause) for one in batch])
         return [Done() if error is None else Wait(getattr(error, "code", "bus.error"), str(error)) for error in errors]
+
+
+def end_of(received: Received, project: str) -> Message:
+    """The event about the end of a request that its queue has given up: it has expired, or ended its gateway each time,
+    or so it seems.
+    """
+    why, message = given_up_of(received), received.message
+    assert why is not None
+    if isinstance(message, MoveRequest):
+        return refused_move_event(message.request_id, message.instance_uuid, project, message.kind, why=why)
+    assert isinstance(message, BuildRequest | DeleteRequest)
+    return refused_build_event(message.instance_uuid, project, why)
 
 
 def of_project(message: Message, project: str) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -19,7 +20,7 @@ from bus.refused_requests import unreadable_events
 from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.wire import Malformed
 from gateway import metrics
-from gateway.forwarder import EventForwarder, RequestForwarder
+from gateway.forwarder import EventForwarder, RequestForwarder, end_of
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +50,14 @@ class ProjectLink:
                 prefetch=PREFETCH,
                 on_malformed=self._on_malformed,
             )
-            for queue, handler in (("gateway.requests", self._requests), ("gateway.queries", self._queries))
+            for queue, handler in (
+                (
+                    "gateway.given_up",
+                    EventForwarder(clients, partial(end_of, project=project)),
+                ),  # first: letters go there
+                ("gateway.requests", self._requests),
+                ("gateway.queries", self._queries),
+            )
         ]
         self._events = Consumer(
             api, "gateway.events.{project}", EventForwarder(clients), concurrency=1, prefetch=256, project=project
@@ -109,7 +117,7 @@ class ProjectLink:
         if is_connected:
             try:
                 waiting = await self._clients.transport.depth("gateway.requests")
-                metrics.WAITING.labels(self.project).set(waiting + self._consumers[0].in_hand)
+                metrics.WAITING.labels(self.project).set(waiting + self._consumers[1].in_hand)
             except BusError as error:
                 log.info("gateway.not_measured", project=self.project, code=error.code)
 

@@ -15,24 +15,16 @@ from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Unreadable
-from ironic_sync.pace import Pace
 from ironic_sync.source.port import IronicSource
 from ironic_sync.sync_state import SyncState
 
 log = structlog.get_logger(__name__)
 
 JITTER = 0.1  # of the time between two reads of all, so that several systems do not ask in step
-# More nodes than this that wait for their reads, and than this part of all, are read as a list: a page of hundreds
-# costs Ironic what some ten single reads do.
-LIST_FROM = 100
-LIST_SHARE = 50
-# Single reads that begin in a second, while lists can be read, beside a list too: past it what waits becomes a list. A
-# read is some milliseconds of work; without a bound a storm's reads took so much that its notifications waited.
+# Single reads that begin in a second, however many nodes a storm has named: a read is some milliseconds of work, and
+# what the storm takes out of the book needs none. What still waits at the next read of all is in its pages, too.
 READS_A_SECOND = 100
-# After a list that stood for single reads no other one does for as long as it took, within these bounds: what a storm
-# takes out of the book needs no read, and comes first.
-LEAST_REST_S = 0.5
-MOST_REST_S = 30.0
+ROUNDING_S = 1e-3  # a clock that was asked to sleep until then may wake a rounding error before it
 MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all nodes finds the changes
 
 
@@ -55,11 +47,7 @@ class Reader:
         self._allocations: dict[str, asyncio.Task[None]] = {}
         self._all = asyncio.Event()
         self._reading_all = False
-        self._lists_instead = False  # the read of all that is requested, or began then, stands for single reads
-        self._lists_work = True
-        self._unlisted = 0  # nodes that the last list did not have: another one would not have them either
-        self._rest_until = float("-inf")
-        self._pace = Pace(READS_A_SECOND)
+        self._paced_until = float("-inf")  # by the reads that have begun
         self.last_all_at: float | None = None
         self.reachable = True
 
@@ -93,22 +81,13 @@ class Reader:
             await event_or_time(self._all, self._clock, wait_s)
             self._reading_all = True
             self._all.clear()
-            stands = self._lists_instead
             if self._clock.monotonic() >= republish_at:
                 self._sync_state.republish_all(gone_since=self._clock.time() - self._config.removed_retention_s)
                 republish_at = self._clock.monotonic() + self._config.republish_interval_s
-            began = self._clock.monotonic()
             complete = await self._read_all()
-            ended = self._clock.monotonic()
-            if stands:
-                self._rest_until = ended + min(max(ended - began, LEAST_REST_S), MOST_REST_S)
-                self._lists_instead = False
-                self._sync_state.list_ended()
             if not complete:
                 self._all.set()
             self._reading_all = False
-            self._lists_work = complete
-            self._sync_state.planned.set()
             if complete or await self._wait_for_answer():
                 backoff.reset()
             else:
@@ -140,30 +119,18 @@ class Reader:
         task.add_done_callback(lambda _: self._allocations.pop(uuid, None))
 
     def _start_due(self) -> None:
-        now = self._clock.time()
-        self._leave_to_list(now)
         while len(self._reading) < self._config.reads_in_flight and not self._held_back_s():
-            uuid = self._sync_state.pop_due(now)
+            uuid = self._sync_state.pop_due(self._clock.time())
             if uuid is None:
                 return
             if uuid in self._reading:
                 self._again.add(uuid)
                 continue
-            self._pace.take(self._clock.monotonic())
+            # After a pause a second's reads begin at once.
+            self._paced_until = max(self._paced_until, self._clock.monotonic() - 1.0) + 1.0 / READS_A_SECOND
             task = asyncio.get_running_loop().create_task(self._read(uuid))
             self._reading[uuid] = task
             task.add_done_callback(partial(self._ended, uuid))
-
-    def _leave_to_list(self, now: float) -> None:
-        """Where very many nodes wait, a read of all stands for their reads, and only for these: a node that is named
-        later is read beside it. None does while such reads fail: single ones may not.
-        """
-        most = max(LIST_FROM, len(self._sync_state.positions) // LIST_SHARE) + self._unlisted
-        is_possible = self._lists_work and self._clock.monotonic() >= self._rest_until
-        if not self._lists_instead and is_possible and self._sync_state.has_more_due(most, now):
-            self._lists_instead = True
-            self._sync_state.leave_to_list(now)
-            self.read_all()
 
     def _wait_s(self) -> float | None:
         """Seconds until the next single read may begin; None: when one ends, or a node is planned."""
@@ -173,10 +140,8 @@ class Reader:
         return None if due_at is None else max(due_at - self._clock.time(), self._held_back_s())
 
     def _held_back_s(self) -> float:
-        """Seconds for which single reads are held back. While lists fail they are not: nothing else reads a node."""
-        if not self._lists_work:
-            return 0.0
-        return self._pace.wait_s(self._clock.monotonic())
+        left_s = self._paced_until - self._clock.monotonic()
+        return left_s if left_s > ROUNDING_S else 0.0
 
     def _ended(self, uuid: str, _: object) -> None:
         del self._reading[uuid]
@@ -230,7 +195,6 @@ class Reader:
         self.reachable = True
         for uuid in sync_state.unlisted(first):
             sync_state.schedule_read(uuid)
-        self._unlisted = sync_state.count_waiting(first)
         self.last_all_at = self._clock.time()
         self._report_all(self._clock.monotonic() - began)
         return True

@@ -19,6 +19,7 @@ from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.domain.position import Position
 from ironic_sync.domain.rules import ABSENT
+from ironic_sync.node_line import NodeLine
 from ironic_sync.notification_traces import NotificationTraces
 
 log = structlog.get_logger(__name__)
@@ -45,7 +46,7 @@ class SyncState:
         self.traces = NotificationTraces(None) if traces is None else traces
         self.positions = dict(positions)
         self.published = dict(published)
-        self.unsaved: dict[str, None] = {}
+        self.unsaved: NodeLine[Position] = NodeLine()
         self.deliveries: list[Delivery] = []  # to acknowledge once what they changed is saved; prefetch bounds it
         self.notified_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
         self.moved = asyncio.Event()
@@ -55,16 +56,14 @@ class SyncState:
         self._seq = 0
         self._in_flight: set[int] = set()  # numbers of reads that were sent and not answered
         self._due: list[tuple[float, str]] = []
-        self._ready: dict[str, None] = {}  # whose time has come, in its order
-        self._left_to_list: list[str] = []  # the same, of which a list that is under way may bring the answer
+        self._ready: NodeLine[Position] = NodeLine()  # whose time has come
         self._republish: set[str] = set()
         self._gone: set[str] = set()
         self._logged_full = False
         for uuid, position in self.positions.items():
             self._count(position)
             if position.version > self.published.get(uuid, 0):
-                self.unsaved[uuid] = None
-                self.moved.set()
+                self.to_save(position)
 
     def next_seq(self) -> int:
         """The number of what happens now (a read being sent)."""
@@ -175,7 +174,7 @@ class SyncState:
         for uuid, position in list(self.positions.items()):
             if position.problem == ABSENT:
                 self._republish.add(uuid)  # an operator may have deleted it: a report would make it anew
-            elif position.problem and step.is_held(position):
+            elif position.problem and position.report is not None and not step.is_on_offer(position):
                 self._move(position, step.republished(position, now=now))
             elif position.report is not None or position.due_at is not None:
                 self._republish.add(uuid)
@@ -200,14 +199,6 @@ class SyncState:
         """Nodes that have been reported to the book."""
         return [uuid for uuid, position in self.positions.items() if position.report is not None]
 
-    def count_waiting(self, unread_since: int) -> int:
-        """How many nodes are to be read now, and had no answer to a request that was sent at that number or later."""
-        now = self._clock.time()
-        return sum(
-            one.due_at is not None and one.due_at <= now and one.read_seq < unread_since
-            for one in self.positions.values()
-        )
-
     def unlisted(self, first: int) -> list[str]:
         """Reported nodes of which a list has nothing that began at that number. One that is known to be absent is read
         again when that has been so for long.
@@ -224,9 +215,8 @@ class SyncState:
 
     def next_due(self) -> float | None:
         """When the next node is to be read; None: not planned."""
-        ready = next(iter(self._ready), None)
-        if ready is not None:
-            return self.positions[ready].due_at
+        for ready in self._ready.first(1).values():
+            return ready.due_at
         while self._due:
             due_at, uuid = self._due[0]
             if self._is_planned(uuid, due_at):
@@ -234,41 +224,19 @@ class SyncState:
             heapq.heappop(self._due)  # it was read, or planned again, since
         return None
 
-    def has_more_due(self, most: int, now: float) -> bool:
-        """Whether more than this many nodes wait for their reads."""
-        self._call_up(now)
-        return len(self._ready) > most
-
-    def leave_to_list(self, now: float) -> None:
-        """The nodes that wait for their reads now wait for a list instead. Those whose time comes later do not."""
-        self._call_up(now)
-        self._left_to_list += self._ready
-        self._ready.clear()
-
-    def list_ended(self) -> None:
-        """What the list did not answer is to be read singly."""
-        now, left = self._clock.time(), self._left_to_list
-        self._left_to_list = []
-        for uuid in left:
-            position = self.positions.get(uuid)
-            if position is not None and position.due_at is not None and position.due_at <= now:
-                self._ready[uuid] = None
-
     def pop_due(self, now: float) -> str | None:
-        """A node whose time has come. It is not planned any more until a step plans it."""
-        self._call_up(now)
-        uuid = next(iter(self._ready), None)
-        if uuid is not None:
-            del self._ready[uuid]
-            self.positions[uuid] = replace(self.positions[uuid], due_at=None)
-        return uuid
-
-    def _call_up(self, now: float) -> None:
-        """Make those ready whose time has come."""
+        """A node whose time has come, one that is on offer before others. It is not planned any more until a step plans
+        it.
+        """
         while self._due and self._due[0][0] <= now:
             due_at, uuid = heapq.heappop(self._due)
             if self._is_planned(uuid, due_at):
-                self._ready[uuid] = None
+                self._ready.put(uuid, self.positions[uuid], urgent=step.is_on_offer(self.positions[uuid]))
+        for uuid in self._ready.first(1):
+            self._ready.pop(uuid)
+            self.positions[uuid] = replace(self.positions[uuid], due_at=None)
+            return uuid
+        return None
 
     def _is_planned(self, uuid: str, due_at: float) -> bool:
         position = self.positions.get(uuid)
@@ -313,7 +281,7 @@ class SyncState:
         self.positions[after.uuid] = after
         self._count(after)
         if after.due_at != before.due_at:
-            self._ready.pop(after.uuid, None)
+            self._ready.pop(after.uuid)
         if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
             heapq.heappush(self._due, (after.due_at, after.uuid))
             self.planned.set()
@@ -322,7 +290,11 @@ class SyncState:
             self.settle(after.uuid)  # read as requested, and the book knows it all
         if _kept(after) == _kept(before):
             return
-        self.unsaved[after.uuid] = None
+        self.to_save(after)
+
+    def to_save(self, position: Position) -> None:
+        """Have a position saved as it is now."""
+        self.unsaved.put(position.uuid, position, urgent=not step.is_on_offer(position))
         self.moved.set()
 
     def _log_problem(self, before: Position, after: Position) -> None:

@@ -18,7 +18,8 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
-from ironic_sync.domain.position import Position, update_of
+from ironic_sync.domain.position import Position, is_on_offer, update_of
+from ironic_sync.node_line import NodeLine
 from ironic_sync.store.port import Term
 from ironic_sync.sync_state import SyncState
 
@@ -50,7 +51,7 @@ class Writer:
         self._clock = clock
         self._cell = cell
         self._source = source
-        self._saved: dict[str, Position] = {}  # saved, not published
+        self._saved: NodeLine[Position] = NodeLine()  # not published
         self._to_publish = asyncio.Event()
         self._busy = 0
 
@@ -84,20 +85,21 @@ class Writer:
     async def _save_once(self, backoff: Backoff) -> None:
         sync_state = self._sync_state
         sync_state.moved.clear()
-        nodes = list(sync_state.unsaved)[:SAVE_BATCH]
+        nodes = sync_state.unsaved.first(SAVE_BATCH)
         deliveries, sync_state.deliveries = sync_state.deliveries, []
         for node in nodes:
-            del sync_state.unsaved[node]
+            sync_state.unsaved.pop(node)
         positions = [sync_state.positions[node] for node in nodes if node in sync_state.positions]
         saved = False
         try:
             await self._term.save(positions)  # of none, too: a later writer may have read before these deliveries came
             saved = True
         except Transient as fault:
-            log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(nodes))
+            log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(positions))
         finally:
             if not saved:
-                sync_state.unsaved.update(dict.fromkeys(nodes))
+                for position in positions:
+                    sync_state.to_save(sync_state.positions.get(position.uuid, position))
                 sync_state.deliveries = deliveries + sync_state.deliveries
         if not saved:
             await backoff.wait()
@@ -115,11 +117,11 @@ class Writer:
     def _after_save(self, positions: Sequence[Position]) -> None:
         for position in positions:
             if position.version > self._sync_state.published.get(position.uuid, 0):
-                self._saved[position.uuid] = position
+                self._saved.put(position.uuid, position, urgent=not is_on_offer(position))
                 self._to_publish.set()
 
     async def _publish_once(self, backoff: Backoff) -> None:
-        batch = {uuid: self._saved[uuid] for uuid in list(self._saved)[:PUBLISH_BATCH]}
+        batch = self._saved.first(PUBLISH_BATCH)
         causes = {uuid: self._sync_state.notified_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
@@ -141,7 +143,7 @@ class Writer:
         sync_state = self._sync_state
         sync_state.published[uuid] = position.version
         if self._saved.get(uuid) is position:
-            del self._saved[uuid]
+            self._saved.pop(uuid)
         kind = _kind(position)
         metrics.UPDATES.labels(kind).inc()
         arrived = sync_state.notified_at.get(uuid)
@@ -156,5 +158,4 @@ class Writer:
 def _kind(position: Position) -> str:
     if position.report is None:
         return "removed"
-    held = all(inventory.reserved >= inventory.total for inventory in position.report.inventories.values())
-    return "held" if held else "offered"
+    return "offered" if is_on_offer(position) else "held"

@@ -46,7 +46,7 @@ from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refu
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import taken_by
-from bus.contracts.queues import BY_QUEUE, ENDED_BY_LETTER, QueueKind
+from bus.contracts.queues import BY_QUEUE, ON_RECORD, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.gather import Gather
 from bus.port import BusError, BusForbidden, Delivery
@@ -424,7 +424,7 @@ class Consumer:
         What was asked before goes on without its requester where its record ends it: one that has expired since, and
         whose record commits only now, nothing else would end, not even when its connection is lost.
         """
-        if self._row.name not in ENDED_BY_LETTER:
+        if self._row.name not in ON_RECORD:
             waiting[:] = self._awaited(waiting)
         if not waiting:
             return

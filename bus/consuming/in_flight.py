@@ -19,7 +19,7 @@ from msgspec import structs
 from bus.clock import CLOCKS_APART_S, Clock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.queues import ENDED_BY_LETTER
+from bus.contracts.queues import ON_RECORD
 from bus.port import Delivery, Subscription
 from bus.wire import Malformed
 
@@ -103,7 +103,7 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
 
     It goes on, though its requester may have stopped waiting: it may be on record, and a claim be made for it.
     """
-    return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
+    return queue in ON_RECORD and (delivery.redelivered or meta.attempt > 0)
 
 
 def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:

@@ -108,7 +108,7 @@ EXPIRED_WAITING = Refusal(code=EXPIRED, reason="it waited longer than the expira
 
 def given_up_of(received: Received) -> Refusal | None:
     """Return why the queue has given up a request, or is about to; None when it has not."""
-    if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
+    if received.exhausted or received.given_up in (EXHAUSTED, f"{BROKERS}delivery_limit"):
         return Refusal(code=EXHAUSTED, reason="it was delivered to several processes, and none of them finished it")
     if received.given_up == EXPIRED:
         return EXPIRED_WAITING

@@ -115,7 +115,7 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def has_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
-        return self.kind is QueueKind.DURABLE and not self.takes_letters
+        return (self.kind is QueueKind.DURABLE or self.name in ENDED_BY_LETTER) and not self.takes_letters
 
 
 # Requests that no scheduler has taken yet. Past this a publisher is refused at once (bus.full), so that accepted
@@ -372,6 +372,7 @@ QUEUES: tuple[QueueRow, ...] = (
         commands=("build.request.#", "build.delete.#", "instance.move.#"),
         ttl_s=PROJECT_TTL_S,
     ),
+    of_project("gateway.given_up", where=PROJECT, letters=("gateway.requests",)),
     of_project("gateway.queries", where=PROJECT, commands=("build.query", "instance.query"), ttl_s=30.0),
     # On the API bus, by project: so that a virtual host that is full or away holds up no other's events.
     of_project(
@@ -392,3 +393,5 @@ QUEUES: tuple[QueueRow, ...] = (
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
 # Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
 ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
+# Of these, those whose consumer has on record what it has begun: that goes on without its requester.
+ON_RECORD = frozenset(name for name in ENDED_BY_LETTER if BY_QUEUE[name].where is not PROJECT)

@@ -49,6 +49,9 @@ class Connection(Protocol):
     names: QueueNames
     subscriptions: list[Consumption]
 
+    def declare_no_more(self, queue: str) -> None:
+        """A consumption of this queue has ended."""
+
     def lose(self) -> None:
         """The connection is cut."""
 
@@ -155,6 +158,7 @@ class Consumption:
         """No new deliveries; those handed over may still be acknowledged."""
         self.transport.subscriptions = [one for one in self.transport.subscriptions if one is not self]
         self.prefetch = 0
+        self.transport.declare_no_more(self.queue.plan.name)
 
 
 class Queue:

@@ -217,6 +217,10 @@ class MemoryTransport:
         self.broker.declare(real, self if real.exclusive else None)
         self._declared = [one for one in self._declared if one.name != real.name] + [real]
 
+    def declare_no_more(self, queue: str) -> None:
+        """Leave a queue (by the broker's name) as it is after the next loss."""
+        self._declared = [one for one in self._declared if one.name != queue]
+
     def _outward(self, message: Outgoing) -> Outgoing:
         """With this transport's prefix, and as a copy that the caller cannot change."""
         reply_to = message.reply_to

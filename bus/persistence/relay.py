@@ -180,6 +180,7 @@ class _Lane:
         self.lingering: LingeringItems[_Item] = LingeringItems(lingering, self._drop)
         self._clock = clock
         self._outage: LogInterval | None = None  # None: it is available, as far as is known
+        self._refusals = LogInterval(clock)
 
     def _drop(self, item: _Item) -> None:
         _overtaken.labels(self.bus.name).inc()
@@ -197,6 +198,13 @@ class _Lane:
             self._outage = LogInterval(self._clock, UNAVAILABLE_LOG_INTERVAL_S)
         if rows := self._outage.count():
             log.warning("outbox.bus_unavailable", bus=self.bus.name, rows=rows, reason=reason)
+
+    def note_refused(self, row: int, error: BaseException) -> None:
+        """A message of a row has no queue, or one that does not take it: a later sweep tries again."""
+        _left.labels("failed").inc()
+        if rows := self._refusals.count():
+            code = getattr(error, "code", "bus.error")
+            log.warning("outbox.refused_by_broker", bus=self.bus.name, row=row, rows=rows, code=code, reason=str(error))
 
 
 class Relay:
@@ -322,10 +330,8 @@ class Relay:
         elif isinstance(error, BusUnavailable):
             lane.note_unavailable(str(error))
             self._leave(ticket.row_id, lane.bus.name, "bus_unavailable")
-        else:  # a message has no queue, or a full one: a later sweep tries again
-            _left.labels("failed").inc()
-            code = getattr(error, "code", "bus.error")
-            log.warning("outbox.refused_by_broker", bus=lane.bus.name, row=ticket.row_id, code=code, reason=str(error))
+        else:
+            lane.note_refused(ticket.row_id, error)
 
     def _forget(self, ticket: _Ticket) -> None:
         del self._tickets[ticket.row_id]

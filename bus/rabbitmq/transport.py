@@ -147,6 +147,7 @@ class RabbitSubscription:
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged: the channel stays until they are."""
         self._cancelled = True  # what begins to consume afterwards does not
+        self._transport.declare_no_more(self.queue)
         await self._follow()
         self._on_delivery = lambda delivery: delivery.nack(requeue=True)
         if self._channel is not None:
@@ -326,6 +327,10 @@ class RabbitTransport:
     def forget(self, subscription: RabbitSubscription) -> None:
         """A subscription was cancelled, and nothing of it is open."""
         self._subscriptions = [one for one in self._subscriptions if one is not subscription]
+
+    def declare_no_more(self, queue: str) -> None:
+        """Leave a queue (by the broker's name) as it is after the next loss: an operator may have removed it."""
+        self._declared.pop(queue, None)
 
     async def get(self, queue: str) -> RabbitDelivery | None:
         """Take one message."""

@@ -159,9 +159,9 @@ def is_gone(position: Position) -> bool:
     return position.problem == ABSENT or (position.report is None and position.version > 0)
 
 
-def is_held(position: Position) -> bool:
-    """Whether the last report offers nothing."""
-    return position.report is not None and reserve_all(position.report) is position.report
+def is_on_offer(position: Position) -> bool:
+    """Whether the last report offers something."""
+    return position.report is not None and reserve_all(position.report) is not position.report
 
 
 def republished(position: Position, *, now: float) -> Position:

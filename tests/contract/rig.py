@@ -329,7 +329,7 @@ class House:
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._count = 0
 
-    async def bus(self, name: str = "api", **limits: int) -> Bus:
+    async def bus(self, name: str = "api", **limits: float) -> Bus:
         self._count += 1
         transport = self.rig.make(f"{name}-{self._count}")
         bus = Bus(
@@ -338,7 +338,7 @@ class House:
             process=f"p{self._count}",
             clock=SystemClock(),
             rng=random.Random(self._count),
-            limits=BusLimits(**limits),
+            limits=BusLimits(**limits),  # type: ignore[arg-type]
         )
         await bus.open()
         self._closing.append(lambda: closed(bus))

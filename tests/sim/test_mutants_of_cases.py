@@ -51,7 +51,7 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
     """
     patches = ExitStack()
     for place in (in_flight, consumer):  # as it comes, and as it is handed over once more
-        patches.enter_context(patch.object(place, "ENDED_BY_LETTER", frozenset()))
+        patches.enter_context(patch.object(place, "ON_RECORD", frozenset()))
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
     return patches
 

@@ -22,7 +22,7 @@ from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where, project_bus
 from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
-from bus.port import BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
+from bus.port import BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
 from bus.wire import BATCH
 from tests.contract.rig import (
     EVERY_ADAPTER,
@@ -189,7 +189,7 @@ def sequences(received: list[Received]) -> list[int]:
 @pytest.mark.parametrize("count", [1, 5])
 async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(house: House, count: int) -> None:
     """A project may bind a queue that refuses all: two malformed requests stopped every scheduler for ever."""
-    bus = await house.bus()
+    bus = await house.bus(refused_s=0)
     client = await house.answer(bus, FEED)
     row = structs.replace(BY_QUEUE[RECORD], max_length=1)
     await bus.transport.declare_queue(
@@ -209,6 +209,18 @@ async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(h
     )
     await bus.publish(move)
     assert 0 < await bus.transport.depth("client.record.full") < 4 + count  # a quorum queue's bound is not exact
+
+
+@KINDS
+async def test_the_first_refusals_of_an_event_are_its_publishers_errors(house: House) -> None:
+    """One of berth's own queues may have no leader at the moment: an event was lost there, and nobody learnt of it."""
+    bus = await house.bus()
+    row = structs.replace(BY_QUEUE[RECORD], max_length=1)
+    await bus.transport.declare_queue(row, "client.record.full", ((EVENTS, "build.event.#"),))
+    refused: list[BaseException | None] = []
+    for _ in range(100):  # a quorum queue's bound is not exact
+        refused += await bus.publish_each([(event(number), "") for number in range(20)])
+    assert {type(one) for one in refused if one is not None} == {PublishRefused}
 
 
 @KINDS
@@ -297,6 +309,25 @@ async def test_a_bus_of_another_prefix_is_another_bus(rig: Rig) -> None:
     await one.mark("scheduler", MINE)
     await other.mark("scheduler", THEIRS)
     assert (await one.owner_of("scheduler"), await other.owner_of("scheduler")) == (MINE, THEIRS)
+
+
+@EVERY_ADAPTER_THAT_RECONNECTS
+async def test_a_queue_whose_consumption_has_ended_is_not_declared_anew(rig: Rig) -> None:
+    """A gateway made the queues of a project again that an operator had removed, and events gathered there."""
+    one = await rig.transport()
+    await one.declare_shared()
+    for name in ("client.feed.removed", "client.feed.kept"):  # they go with their connection
+        await one.declare_queue(BY_QUEUE[FEED], name, ())
+    removed = await one.consume("client.feed.removed", Collector(), prefetch=1)
+    await removed.cancel()
+    came = asyncio.Event()
+    one.on_reconnect(came.set)
+    await rig.part(one)
+    await rig.rejoin(one)
+    await asyncio.wait_for(came.wait(), PATIENCE_S)
+    assert await one.depth("client.feed.kept") == 0
+    with pytest.raises(QueueMissing):
+        await one.depth("client.feed.removed")
 
 
 @EVERY_ADAPTER_THAT_RECONNECTS

@@ -30,7 +30,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.build import BuildAccepted, BuildRequest
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QUEUES, REPLY, QueueKind
 from bus.port import (
     BusError,
@@ -80,6 +80,11 @@ case rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests"
     {ok, Queue} -> rabbit_amqqueue:delete(Queue, false, false, <<"tests">>);
     {error, not_found} -> being_declared
 end.
+"""
+# What a node's restart does to a queue whose only member, or whose leader until another is elected, is there.
+LEADER = """
+{ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"gateway.events.p">>)),
+ra:%s_server(quorum_queues, amqqueue:get_pid(Queue)).
 """
 
 
@@ -664,3 +669,24 @@ async def test_a_refusal_beside_a_publish_that_hangs_stops_nothing(
 
 def to(queue: str) -> Outgoing:
     return Outgoing(exchange="", routing_key=queue, body=b"x", mandatory=True)
+
+
+async def test_an_event_that_a_queue_without_a_leader_refuses_comes_when_it_has_one(own_broker: RabbitMQ) -> None:
+    bus = bus_on(own_broker.url())
+    await bus.open()
+    try:
+        queue = await bus.declare("gateway.events.{project}", project="p")
+        event = BuildEvent(instance_uuid=boot(1).instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=1)
+        await asyncio.to_thread(own_broker.evaluate, LEADER % "stop")
+        with pytest.raises(PublishRefused):
+            await bus.publish(event)
+        await asyncio.to_thread(own_broker.evaluate, LEADER % "restart")
+
+        async def has_it() -> bool:
+            with contextlib.suppress(PublishRefused):  # until its channel is replaced
+                await bus.publish(event)
+            return await bus.transport.depth(queue) > 0
+
+        await until(has_it)
+    finally:
+        await bus.close()

@@ -15,6 +15,7 @@ from typing import Any
 import aio_pika
 import aiormq
 import pytest
+from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import AMQPError, DeliveryError
 from pamqp.commands import Basic
 
@@ -29,12 +30,12 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.queues import MAX_PROJECT_BYTES, project_bus
+from bus.contracts.queues import BY_QUEUE, MAX_PROJECT_BYTES, project_bus
 from bus.rabbitmq.transport import RabbitTransport
 from gateway.config import GatewayConfig
 from gateway.project import MAX_BATCH
 from tests.kit.forks import ForkedProcess
-from tests.kit.waiting import until
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(300)]
 
@@ -124,6 +125,19 @@ class GuardedDoor:
         counted = await asyncio.to_thread(self.broker.evaluate, MESSAGES % project_bus(project))
         return counted.strip() in ("{ok, 0}", "0")  # erl_call's way, rabbitmqctl's
 
+    async def give_back(self, project: str, times: int) -> None:
+        """Take a request, and lose it, as a gateway whose connection is lost each time."""
+        url = self.broker.url(project_bus(project), user="berth-gateway", password=PASSWORD)
+        for _ in range(times):
+            async with await aiormq.connect(url) as connection:
+                channel, got = await connection.channel(), asyncio.Event()
+
+                async def receive(_: DeliveredMessage, got: asyncio.Event = got) -> None:
+                    got.set()
+
+                await channel.basic_consume("gateway.requests", receive)
+                await asyncio.wait_for(got.wait(), PATIENCE_S)
+
     @contextlib.asynccontextmanager
     async def client(self, project: str) -> AsyncIterator[Client]:
         connection = await aiormq.connect(self.url(project))
@@ -141,9 +155,9 @@ class Client:
         self.channel = channel
         self.project = project
 
-    async def boot(self, number: int, *, size: int = 0, **headers: Any) -> str:
+    async def boot(self, number: int, *, size: int = 0, expiration: str | None = None, **headers: Any) -> str:
         """Publish a request, with a confirm; returns its instance. number: its name, by which the order is seen. size:
-        bytes that its body has besides.
+        bytes that its body has besides. expiration: in milliseconds.
         """
         instance = str(uuid.uuid4())
         body = {"instance_uuid": instance, "project_id": "x", "flavor": "f", "name": str(number)}
@@ -151,7 +165,9 @@ class Client:
             json.dumps(body).encode() + b" " * size,
             exchange="berth",
             routing_key=f"build.request.{self.project}",
-            properties=Basic.Properties(content_type="application/json", delivery_mode=2, headers=headers),
+            properties=Basic.Properties(
+                content_type="application/json", delivery_mode=2, headers=headers, expiration=expiration
+            ),
             mandatory=True,
         )
         assert isinstance(answer, Basic.Ack)
@@ -248,6 +264,32 @@ async def test_what_the_api_bus_has_confirmed_is_neither_lost_nor_sent_again(doo
     async with door.scheduler():
         await until(lambda: {one.instance_uuid for one in door.got} == {*sent})
     assert [one.instance_uuid for one in door.got] == sent
+
+
+async def test_what_expires_or_is_lost_too_often_ends_in_an_event(door: GuardedDoor) -> None:
+    """The broker had confirmed it and dropped it, and its client waited for ever."""
+    async with door.scheduler():
+        await door.start("gateway1")
+    door.processes.kill("gateway1")
+    events: list[dict[str, Any]] = []
+    async with door.client("p0") as client:
+        declared = await client.channel.queue_declare("", exclusive=True)
+        assert declared.queue is not None
+        await client.channel.queue_bind(declared.queue, "berth.events", "build.event.*.p0")
+
+        async def receive(message: DeliveredMessage) -> None:
+            events.append(json.loads(message.body))
+
+        await client.channel.basic_consume(declared.queue, receive, no_ack=True)
+        expired = await client.boot(1, expiration="1")
+        await until(lambda: client.has_ready(0))
+        lost = await client.boot(2)
+        await door.give_back("p0", BY_QUEUE["gateway.requests"].delivery_limit + 1)
+        await until(lambda: client.has_ready(0))
+        door.processes.restart("gateway1")
+        await until(lambda: len(events) == 2)
+    codes = {one["instance_uuid"]: one["code"] for one in events}
+    assert codes == {expired: "broker.expired", lost: "delivery.exhausted"}
 
 
 async def test_long_requests_are_all_taken_by_one_gateway(door: GuardedDoor) -> None:

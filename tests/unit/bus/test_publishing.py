@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -14,12 +16,13 @@ from aiormq.exceptions import ChannelPreconditionFailed
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.in_flight import DOUBLES_S, GAP, ITEMS_AS_A_BATCH, LONGEST_S, BatchInterval
-from bus.contracts.build import BuildPage, BuildQuery
+from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildState
 from bus.contracts.cell import CellDelete
+from bus.contracts.queues import project_bus
 from bus.faults import DatabaseUnavailable, RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
-from bus.port import BusUnavailable, NotSent, Outgoing
+from bus.port import BusUnavailable, NotSent, Outgoing, PublishRefused
 from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
 from bus.rabbitmq.session import Session
@@ -548,3 +551,48 @@ async def test_a_publisher_that_closes_while_nothing_can_leave_leaves_the_loop_t
     await asyncio.sleep(0)
     await bus.close()
     assert [type(waiter.error) for waiter in waiters] == [BusUnavailable] * 5
+
+
+# --- an event that the broker refuses is its publisher's error at first, and lost once that has lasted
+
+
+@pytest.mark.parametrize(
+    ("bus", "refused_at", "lost_from"),
+    [
+        (API, (0, 5, 30, 59), None),
+        (API, (0, 14, 28, 42, 56, 60, 61), 60),
+        (API, (0, 14, 28, 42, 58, 61), None),  # a pause of more than fifteen seconds: it begins anew
+        (project_bus("p"), (0, 0, 14, 28, 42, 56, 70), 70),
+        ("c1", range(0, 200, 10), None),  # nobody but berth has queues there
+    ],
+)
+async def test_an_event_is_lost_after_a_minute_of_refusals(
+    bus: str, refused_at: Sequence[int], lost_from: int | None
+) -> None:
+    clock = HandClock()
+    publisher = Bus(bus, Refusing(), process="p", clock=clock, rng=random.Random(1))
+    states = itertools.cycle(BuildState)
+    for at in refused_at:
+        clock.now = float(at)
+        event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=next(states), sequence=1)
+        (error,) = await publisher.publish_each([(event, "")])
+        assert (error is None) is (lost_from is not None and at >= lost_from), at
+        (error,) = await publisher.publish_each([(boot(), "")])
+        assert isinstance(error, PublishRefused), "a request is never lost"
+
+
+class HandClock(SystemClock):
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Refusing(MemoryTransport):
+    """A broker with a queue that takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBroker(SystemClock()), "p")
+
+    async def publish(self, message: Outgoing) -> None:
+        raise PublishRefused(message.routing_key)

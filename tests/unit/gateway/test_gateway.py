@@ -312,19 +312,38 @@ POISON: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+# A try of each more than a gateway handles; and each that the broker delivers, as when a connection is lost each time.
+@pytest.mark.parametrize("deliveries", [1 - LAST_DELIVERIES, 1])
 @pytest.mark.parametrize(("body", "key", "event_key"), POISON, ids=[key for _, key, _ in POISON])
-async def test_what_ends_its_gateway_each_time_is_refused(body: dict[str, Any], key: str, event_key: str) -> None:
+async def test_what_ends_its_gateway_each_time_is_refused(
+    body: dict[str, Any], key: str, event_key: str, deliveries: int
+) -> None:
     door = Door()
     async with door.scheduler(), door.client() as client:
         async with door.gateway("demo"):
             pass  # its queues are there
         await client.publish(body, key)
         looking = client.broker.queue("gateway.requests")
-        for _ in range(BY_QUEUE["gateway.requests"].delivery_limit - LAST_DELIVERIES + 1):
+        for _ in range(BY_QUEUE["gateway.requests"].delivery_limit + deliveries):
             looking.requeue(looking.pop())
         async with door.gateway("demo"):
             await until(lambda: client.events)
         assert [(key, event["code"]) for key, event in client.events] == [(event_key, "delivery.exhausted")]
+        assert door.got == []
+
+
+@pytest.mark.parametrize(("body", "key", "event_key"), POISON, ids=[key for _, key, _ in POISON])
+async def test_what_expires_before_its_gateway_is_refused(body: dict[str, Any], key: str, event_key: str) -> None:
+    """The broker had confirmed it, and dropped it: its client waited for an event for ever."""
+    door = Door()
+    async with door.scheduler(), door.client() as client:
+        async with door.gateway("demo"):
+            pass  # its queues are there
+        await client.publish(body, key, expiration_s=0.01)
+        await until(lambda: not client.broker.queue("gateway.requests").ready)
+        async with door.gateway("demo"):
+            await until(lambda: client.events)
+        assert [(key, event["code"]) for key, event in client.events] == [(event_key, "broker.expired")]
         assert door.got == []
 
 

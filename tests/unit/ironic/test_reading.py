@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import pairwise
 
 import pytest
 
 from bus.clock import Clock, event_or_time
+from bus.port import BusUnavailable
 from ironic_sync import metrics
 from ironic_sync.domain.rules import ABSENT, NO_CLASS
-from ironic_sync.reader import LIST_FROM, READS_A_SECOND
+from ironic_sync.reader import READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
+from ironic_sync.writer import PUBLISH_BATCH
 from tests.unit.ironic.world import INSTANCE, NODE, OTHER, Nodes, World, body, notification, reserved, turns, world
 
 PATIENCE_S = 60.0
@@ -126,43 +126,74 @@ def storm(nodes: Nodes, count: int = 300) -> list[str]:
     return uuids
 
 
-async def test_a_storm_is_read_as_a_list() -> None:
-    """Ten thousand flips of maintenance were ten thousand reads."""
-    nodes, here = world(reads_in_flight=4)
-    uuids = storm(nodes)
-    async with here.running():
-        await here.settle()
-        lists = nodes.lists
-        for on in (True, False):
-            nodes.gate.clear()
-            for uuid in uuids:
-                nodes.put(uuid, maintenance=on)
-                await here.notify(notification("node.maintenance_set.end", uuid, maintenance=on))
-            await turns(1000)
-            assert all(reserved(here, uuid) == 1 for uuid in uuids), "none is offered before it is read"
-            nodes.gate.set()
-            await here.settle()
-            assert {reserved(here, uuid) for uuid in uuids} == {int(on)}
-        assert nodes.reads <= 2 * READS_A_SECOND and nodes.lists - lists <= 6, (nodes.reads, nodes.lists)
-
-
-async def test_single_reads_of_a_storm_leave_time_for_its_notifications() -> None:
+async def test_a_storm_is_read_at_one_rate() -> None:
     """Two thousand nodes went into maintenance in 1.9 s; 2,001 single reads had the last notification wait 10 s."""
     nodes, here = world()
     uuids = storm(nodes, 1000)
     async with here.running():
         await here.settle()
-        lists = nodes.lists
-        for uuid in uuids:
-            nodes.put(uuid, maintenance=True)
-            await here.notify(notification("node.maintenance_set.end", uuid, maintenance=True))
+        for on in (True, False):
+            began, reads = here.clock.now, nodes.reads
+            for uuid in uuids:
+                nodes.put(uuid, maintenance=on)
+                await here.notify(notification("node.maintenance_set.end", uuid, maintenance=on))
+            await turns(3000)
+            assert all(reserved(here, uuid) == 1 for uuid in uuids), "taken away at once, and none offered unread"
+            assert nodes.reads - reads <= 2 * READS_A_SECOND
+            await here.settle(2000)
+            assert {reserved(here, uuid) for uuid in uuids} == {int(on)}
+            assert nodes.reads - reads == len(uuids)
+            assert here.clock.now - began == pytest.approx(len(uuids) / READS_A_SECOND, abs=1.5)
+        assert nodes.lists == 1
+
+
+async def test_a_node_on_offer_is_read_before_those_that_are_held() -> None:
+    """Its read may take it away."""
+    nodes, here = world()
+    uuids = storm(nodes, 5 * READS_A_SECOND)
+    async with here.running():
         await here.settle()
-        assert all(reserved(here, uuid) == 1 for uuid in uuids)
-        reads, lists_of_storm = nodes.reads, nodes.lists - lists
-        assert reads <= 2 * READS_A_SECOND and 0 < lists_of_storm <= 15, (reads, lists_of_storm)
-        await here.notify(notification("node.update.end", uuids[0]))
-        await here.pass_time(60)
-        assert (nodes.reads - reads, nodes.lists - lists) == (1, lists_of_storm), "what a list had is not read again"
+        for uuid in uuids:
+            await here.notify(notification("node.maintenance_set.end", uuid, maintenance=True))
+        await turns(3000)
+        nodes.put(instance_uuid=INSTANCE)  # in silence
+        await here.notify(notification("node.update.error"))
+        await turns()
+        for _ in range(3):
+            here.clock.advance()
+            await turns()
+        assert reserved(here) == 1 and nodes.reads < len(uuids)
+
+
+async def test_what_is_taken_away_is_published_before_what_is_offered() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        here.book.fault = BusUnavailable("away")
+        uuids = storm(nodes, 3 * PUBLISH_BATCH)
+        here.loop.read_all()
+        await turns(500)
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
+        nodes.put(maintenance=True)
+        await turns(500)
+        here.book.fault = None
+        await here.settle()
+        order = [update.root_uuid for update in here.book.updates[1:]]
+        assert order.index(NODE) <= PUBLISH_BATCH and set(order) == {NODE, *uuids}
+
+
+async def test_what_a_list_answers_is_not_read_again() -> None:
+    nodes, here = world()
+    uuids = storm(nodes, 1000)
+    async with here.running():
+        await here.settle()
+        for uuid in uuids:
+            await here.notify(notification("node.maintenance_set.end", uuid, maintenance=True))
+        await turns(3000)
+        here.loop.read_all()
+        await here.settle()
+        assert not any(reserved(here, uuid) for uuid in uuids)
+        assert nodes.reads <= 2 * READS_A_SECOND and nodes.lists == 2
 
 
 async def test_many_nodes_that_ironic_has_no_more_are_read_one_by_one() -> None:
@@ -175,10 +206,10 @@ async def test_many_nodes_that_ironic_has_no_more_are_read_one_by_one() -> None:
         for uuid in uuids:
             del nodes.nodes[uuid]  # without a word: Ironic's notifications of it are lost
         here.loop.read_all()
-        await here.settle()
+        await here.settle(1000)
         assert all(reserved(here, uuid) for uuid in uuids) and not reserved(here)
         assert here.loop.problems() == dict.fromkeys(uuids, ABSENT)
-        assert nodes.lists - lists <= 2 and nodes.reads == len(uuids), (nodes.lists - lists, nodes.reads)
+        assert nodes.lists - lists == 1 and nodes.reads == len(uuids), (nodes.lists - lists, nodes.reads)
 
 
 async def test_many_made_up_uuids_are_read_once_and_hold_up_no_other_read() -> None:
@@ -188,43 +219,30 @@ async def test_many_made_up_uuids_are_read_once_and_hold_up_no_other_read() -> N
         lists = nodes.lists
         for number in range(500):
             await here.notify(notification("node.update.end", f"00000000-0000-4000-8000-{number:012x}"))
-        await here.settle()
+        await here.settle(1000)
         assert here.loop.sync_state is not None
         assert here.loop.sync_state.known() == [NODE] and len(here.book.updates) == 1
-        assert nodes.reads == 500 and nodes.lists - lists <= 2, (nodes.reads, nodes.lists - lists)
+        assert nodes.reads == 500 and nodes.lists == lists, (nodes.reads, nodes.lists - lists)
         nodes.put(maintenance=True)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await here.settle()
         assert reserved(here) == 1
 
 
-async def test_nothing_turns_while_a_list_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over due nodes did not wait while a list was read in their place, and used a whole core."""
+async def test_nothing_turns_while_the_next_read_is_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over due nodes did not wait, and used a whole core."""
     nodes, here = world()
     uuids = storm(nodes)
     async with here.running():
         await here.settle()
-        nodes.gate.clear()
         for uuid in uuids:
             await here.notify(notification("node.update.end", uuid))
         await turns(2000)
-        answered = asyncio.Event()
-        nodes.list_takes = waiting_for(answered)
-        nodes.gate.set()  # single reads that had begun end; the list goes on
-        await turns(500)
         waits: list[float | None] = []
         monkeypatch.setattr("ironic_sync.reader.event_or_time", partial(counted, waits))
         await turns(500)
         assert not waits, len(waits)
-        answered.set()
-        await here.settle()
-
-
-def waiting_for(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    async def wait() -> None:
-        await event.wait()
-
-    return wait
+        await here.settle(1000)
 
 
 async def counted(waits: list[float | None], event: asyncio.Event, clock: Clock, seconds: float | None) -> bool:
@@ -232,54 +250,18 @@ async def counted(waits: list[float | None], event: asyncio.Event, clock: Clock,
     return await event_or_time(event, clock, seconds)
 
 
-async def test_after_a_list_the_next_one_of_a_storm_waits_as_long_as_it_took() -> None:
-    """Lists one after the other took what the notifications of the storm needed."""
-    nodes, here = world()
-    uuids = storm(nodes, LIST_FROM + 50)
-    async with here.running():
-        await here.settle()
-        began: list[float] = []
-        nodes.list_takes = partial(list_of, here, began)
-        until = here.clock.now + 5.2 * LIST_S  # three lists and the rests between
-        while here.clock.now < until:
-            for uuid in uuids:
-                await here.notify(notification("node.update.end", uuid))
-            await turns(1000)
-            here.clock.advance(here.clock.now + 0.5)
-        nodes.list_takes = None
-        await here.settle()
-        gaps = [later - earlier for earlier, later in pairwise(began)]
-        assert len(gaps) >= 2 and min(gaps) >= 2 * LIST_S, gaps
-
-
-LIST_S = 5.0
-
-
-async def list_of(here: World, began: list[float]) -> None:
-    """A list that takes its time."""
-    began.append(here.clock.now)
-    await here.clock.sleep(LIST_S)
-
-
 async def test_a_storm_while_lists_fail_is_read_node_by_node() -> None:
     nodes, here = world(reads_in_flight=4)
     uuids = storm(nodes)
     async with here.running():
         await here.settle()
-        lists = nodes.lists
         nodes.list_fault = SourceUnavailable("too large")
         for on in (True, False):
-            nodes.gate.clear()
             for uuid in uuids:
                 nodes.put(uuid, maintenance=on)
                 await here.notify(notification("node.maintenance_set.end", uuid, maintenance=on))
-            await turns(1000)
-            nodes.gate.set()
-        assert nodes.lists == lists + 1
-        async with asyncio.timeout(PATIENCE_S):
-            while any(reserved(here, uuid) for uuid in uuids):
-                await turns(10)
-        assert nodes.reads >= len(uuids)
+            await here.settle(1000)
+            assert {reserved(here, uuid) for uuid in uuids} == {int(on)}
 
 
 async def test_a_transient_node_is_read_again_until_it_is_there() -> None:
