@@ -32,6 +32,11 @@ def requests_forgotten(seed: int) -> Plan:
     return replace(widened(Widening.REQUESTS_FORGOTTEN, seed), widenings=(Widening.REQUESTS_FORGOTTEN,))
 
 
+def service_away(seed: int) -> Plan:
+    """The plan of this seed, and a cell whose database is set back while one of its services is stopped."""
+    return replace(widened(Widening.SERVICE_AWAY, seed), widenings=(*plan_of(seed).widenings, Widening.SERVICE_AWAY))
+
+
 def transfers(seed: int, kind: Widening = Widening.TRANSFERS) -> Plan:
     """The plan of this seed, and instances that move to another cell, or are unshelved there, while all fails."""
     return replace(widened(kind, seed), widenings=(*plan_of(seed).widenings, kind))
