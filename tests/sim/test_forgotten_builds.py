@@ -45,7 +45,7 @@ def transfers(seed: int, kind: Widening = Widening.TRANSFERS) -> Plan:
 def unshelvings_forgotten(seed: int) -> Plan:
     """The builds of this seed in one cell. Its database and the schedulers' are set back amid unshelvings that each try
     several hosts. Clients request the same once more just before, while their broker is away: schedulers have these
-    requests when the unshelvings in doubt have been given up, and new ones are in doubt no more.
+    requests when the cell has recovered.
     """
     plan = plan_of(seed).without_faults()
     cell = replace(plan.cells[0], metal=())
@@ -92,7 +92,7 @@ def returns_forgotten(seed: int) -> Plan:
 
 def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
     """The builds of this seed in one cell. They are unshelved, or moved and not confirmed yet, between a backup and the
-    restore of the cell and of the schedulers. When nothing is in doubt any more the same is requested, three times.
+    restore of the cell and of the schedulers. When the cell has recovered the same is requested, three times.
     """
     plan = plan_of(seed).without_faults()
     cell = replace(plan.cells[0], metal=())
@@ -130,7 +130,7 @@ OFFLOADED_BESIDE = 12
         # It was ignored, and the instance was in no cell.
         pytest.param(RESTORED, 11, id="a departure below the numbers that schedulers had had"),
         pytest.param(unshelvings_forgotten, OFFLOADED_BESIDE, id="unshelvings are forgotten"),
-        # By its record it was at rest, and the first request after the restore was begun without a search.
+        # By its record it was at rest, and the first request after the restore was begun.
         pytest.param(UNSHELVED, 2, id="what was unshelved since the backup gets no second machine"),
         pytest.param(MIGRATED, 2, id="what was migrated since the backup gets no second machine"),
         *nightly((UNSHELVED, 5)),
@@ -139,7 +139,7 @@ OFFLOADED_BESIDE = 12
         *nightly((returns_forgotten, 2)),
         # A backup had a machine in quarantine that had been taken off the list since: it stayed.
         pytest.param(partial(plan_of, kinds={Widening.TRANSFERS_RESTORED}), 71008, id="taken off the list since"),
-        pytest.param(plan_of, 5402033, id="what a build in doubt has left complete is kept for its operator"),
+        pytest.param(plan_of, 5402033, id="what a forgotten build has left complete is kept for its operator"),
         # Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever.
         pytest.param(CELL_RESTORED, 20, id="builds and deletes that a cell has forgotten have an end"),
         *nightly((CELL_RESTORED, 7), (CELL_RESTORED, 25)),
