@@ -246,6 +246,13 @@ def test_without_a_machine_a_delete_goes_on_and_an_image_is_kept(record: Instanc
     assert (result.record.phase, result.record.image) == (phase, image)
 
 
+@pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
+def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
+    machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
+    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
+
+
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
     wrong, counted, outcomes = Counter[str](), 0, Counter[str]()
     first: dict[str, Any] = {}
