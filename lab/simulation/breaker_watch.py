@@ -33,6 +33,7 @@ class BreakerWatch:
         self._opened: dict[str, float] = {}
         self._cell_of: dict[str, MemoryInstanceTable] = {}  # the database in which a breaker opened
         self._passed: set[tuple[str, str]] = set()  # (service, machine) that an operator has allowed
+        self._recovered: dict[tuple[str, int], int] = {}  # losses of each recovery, by deployment and incarnation
 
     def go(self, breaker: Breaker) -> None:
         """An operator allows the machines that tripped it."""
@@ -49,7 +50,11 @@ class BreakerWatch:
                 continue
             self._seen[uuid] = instance
             is_new_loss = before is not None and before.state is State.ACTIVE and instance.code == LOST
-            if is_new_loss and uuid not in exempt and instance.host_uuid is not None:
+            if not is_new_loss or uuid in exempt or instance.host_uuid is None:
+                continue
+            if table.recovers:
+                self._lost_by_recovery(table)
+            else:
                 self._lost(instance, f"{uuid}@{instance.host_uuid}")
 
     def _note_open(self, table: MemoryInstanceTable) -> None:
@@ -61,6 +66,12 @@ class BreakerWatch:
                 self._opened.pop(service, None)
         for service in [one for one in self._opened if self._cell_of[one] is table and one not in table.breakers]:
             del self._opened[service]  # the cell's database was set back to before it opened: seed 81373
+
+    def _lost_by_recovery(self, table: MemoryInstanceTable) -> None:
+        of = table.deployment, table.incarnation
+        count = self._recovered[of] = self._recovered.get(of, 0) + 1
+        if count > max(self._limit, table.losses.count if table.accepts else 0):
+            raise Breach("breaker_holds", f"a recovery ends {count} instances without a word")
 
     def _lost(self, instance: Instance, machine: str) -> None:
         service, now = instance.here.service, self._now()

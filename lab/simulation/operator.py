@@ -9,6 +9,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.placement import InventoryUpdate
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from lab.simulation.load import Client
@@ -58,6 +59,25 @@ class Operator:
                         store = MemoryInstances(table.session())
                         seen = breaker.tripped_at
                         await store.safety.reset(service, "operator", world.clock.time(), tripped_at=seen)
+
+    async def accept_losses(self) -> None:
+        """Accept what each recovery that is stopped would lose, as it is shown, until cancelled (`berth recovery
+        accept`).
+        """
+        world, since = self._world, dict[str, tuple[Losses, float]]()
+        while True:
+            await asyncio.sleep(POLL_S)
+            for cell, table in world.cells.items():
+                if not table.recovers or table.accepts or not table.losses.count:
+                    since.pop(cell, None)
+                    continue
+                shown, at = since.setdefault(cell, (table.losses, world.now()))
+                if shown != table.losses:
+                    since[cell] = table.losses, world.now()
+                elif world.now() - at >= GO_S:
+                    world.event_log.record("order", f"accept {cell} {shown.count}")
+                    async with MemoryInstances(table.session()).transaction() as transaction:
+                        await transaction.accept_losses(shown, table.incarnation)
 
     async def release_quarantine(self) -> None:
         """Decide about what is in quarantine of an instance whose delete has waited long enough: destroy it, or, on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +16,11 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor import engine as conductor_engine
 from cell_conductor.domain import departure_rules, move_rules
-from cell_conductor.domain.events import ChangeEnded, DeleteRequested, Event
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.set_back import SetBack, is_unsearched
+from cell_conductor.domain.events import ChangeEnded
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
-from cell_conductor.search import MachineSearch, Searched
 from placement_worker.domain import claims
 from placement_worker.handlers import CellFollower
 from scheduler_worker import engine as scheduler_engine
@@ -147,43 +144,6 @@ GANGS_FOUND_BY: dict[str, int] = {
     "refused_gang_written_all_the_same": 27,
     "too_few_go_on": 11,
     "members_without_a_host_are_withdrawn": 11,
-}
-
-
-# --- deliberate defects of the search for machines of builds that a cell's database has forgotten. FOUND_BY: the seed
-# of
-
-
-def search_finds_nothing() -> AbstractContextManager[Any]:
-    """The compute services are not queried, as if none had a machine."""
-
-    async def find(*_arguments: Any, **_named: Any) -> Searched:
-        return Searched()
-
-    return patch.object(MachineSearch, "find", find)
-
-
-def deletes_are_not_searched() -> AbstractContextManager[Any]:
-    """A delete of an instance without a record is one that came before its build."""
-
-    def unsearched(instance: Instance, event: Event, set_back: SetBack, unexplained: Collection[str] = ()) -> bool:
-        is_delete = isinstance(event, DeleteRequested)
-        return not is_delete and is_unsearched(instance, event, set_back, unexplained)
-
-    return patch.object(conductor_engine, "is_unsearched", unsearched)
-
-
-MUTANTS_OF_FORGOTTEN_BUILDS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
-    search_finds_nothing,
-    deletes_are_not_searched,
-)
-BUILDS_FOUND_BY: dict[str, int] = {
-    "search_finds_nothing": 2,
-    "deletes_are_not_searched": 1,
-}
-BUILDS_BREAK: dict[str, str] = {
-    "search_finds_nothing": "never_running_unclaimed",
-    "deletes_are_not_searched": "liveness",
 }
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UNSURE, Unexplained, UnexplainedKind
+from cell_conductor.domain.report import RENUMBERED, Unexplained, UnexplainedKind
 from cell_conductor.store.safety import UnexplainedRecord
 from compute_sim.fleet import Guest
 from lab.simulation.draw import plan_of
@@ -86,7 +86,7 @@ class Stage:
 
     def quarantine(self, attempt: int = 1) -> None:
         """The cell has the machine on its list."""
-        listed = Unexplained(INSTANCE, attempt, self.host, UnexplainedKind.QUARANTINED, UNSURE)
+        listed = Unexplained(INSTANCE, attempt, self.host, UnexplainedKind.QUARANTINED, RENUMBERED)
         record = UnexplainedRecord(machine=listed, service=self.service, first_seen=1.0, last_seen=1.0)
         self.table.unexplained[record.place] = record
 

@@ -22,7 +22,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import ChangeKind
 from bus.contracts.stages import STAGES, durations
-from cell_conductor.domain import adopt_rules
+from cell_conductor.domain import build_repeat_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
@@ -203,7 +203,7 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     first announcement.
     """
     again: set[str] = set()
-    announce_again = adopt_rules._announce_again
+    announce_again = build_repeat_rules._announce_again
 
     def recorded(
         instance: Instance,
@@ -216,7 +216,7 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
         again.add(instance.uuid)
         return announce_again(instance, event, state, context, terminal=terminal)
 
-    monkeypatch.setattr(adopt_rules, "_announce_again", recorded)
+    monkeypatch.setattr(build_repeat_rules, "_announce_again", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     found = [event for event in found if event.instance_uuid not in again]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]

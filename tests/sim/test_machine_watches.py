@@ -14,6 +14,7 @@ from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet
 from lab.simulation.breaker_watch import BreakerWatch
@@ -46,6 +47,20 @@ async def test_a_breaker_that_its_cell_has_forgotten_holds_nothing(*, set_back: 
     now += RACE_S + 1.0
     table.instances[INSTANCE] = replace(active, state=State.FAILED, code="instance.lost")
     with breach("breaker_holds", when=not set_back):
+        watch.committed(table, ())
+
+
+@pytest.mark.parametrize(("accepts", "breaks"), [(True, False), (False, True)])
+@on_virtual_time
+async def test_a_recovery_loses_no_more_than_an_operator_has_accepted(*, accepts: bool, breaks: bool) -> None:
+    watch = BreakerWatch(replace(plan_of(1), breaker_limit=1, fault_events=()), lambda: 100.0)
+    table = MemoryInstanceTable(SimClock())
+    table.recovers, table.losses, table.accepts = True, Losses(2, (INSTANCE, LEFT)), accepts
+    table.instances.update({uuid: replace(instance(), uuid=uuid) for uuid in (INSTANCE, LEFT)})
+    watch.committed(table, ())
+    for uuid in (INSTANCE, LEFT):
+        table.instances[uuid] = replace(table.instances[uuid], state=State.RELEASING, code="instance.lost")
+    with breach("breaker_holds", when=breaks):
         watch.committed(table, ())
 
 
@@ -121,7 +136,7 @@ def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bo
     harm = HarmWatch(lambda: 0.0)
     harm.requested[INSTANCE] = None
     active, reclaiming = went_on(code)
-    for record in (active, replace(active, state=State.BUILDING, doubted=True), reclaiming):
+    for record in (active, replace(active, state=State.BUILDING), reclaiming):
         harm.record({INSTANCE: record})
     with breach("was active as attempt 1", when=breaks):
         harm.destroyed(HERE, guest())
@@ -163,7 +178,7 @@ def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
     watch = MachineWatch()
     watch.put(HERE, guest())
     watch.instances("c1", {INSTANCE: active})
-    watch.instances("c1", {INSTANCE: replace(active, state=State.BUILDING, doubted=True)})
+    watch.instances("c1", {INSTANCE: replace(active, state=State.BUILDING)})
     watch.runs = lambda _host, _instance: runs
     with breach("lost_was_lost", when=runs is not None):
         watch.instances("c1", {INSTANCE: reclaiming})
@@ -172,40 +187,18 @@ def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
         watch.instances("c1", {INSTANCE: replace(reclaiming, deadline=2.0)})
 
 
-@pytest.mark.parametrize(
-    ("on", "searched", "ended"),
-    [
-        pytest.param(LEFT, False, True, id="where the record had it before it was set back"),
-        pytest.param(HERE, True, True, id="where the record has it"),
-        pytest.param("", False, False, id="nowhere"),
-    ],
-)
-def test_what_was_moved_before_a_restore_is_searched_for_before_it_is_lost(
-    on: str, *, searched: bool, ended: bool
-) -> None:
+@pytest.mark.parametrize(("on", "breaks"), [(HERE, True), (LEFT, True), ("", False)])
+def test_what_was_moved_before_a_restore_is_lost_only_if_it_runs_nowhere(on: str, *, breaks: bool) -> None:
     """Seed 7, steered: the record is older than the move, and its old host has reported it lost."""
     watch = MachineWatch()
     for attempt, host in ((1, HERE), (2, LEFT)):
         watch.put(host, guest(host, attempt))
         watch.instances("c1", {INSTANCE: instance(on=chosen(host), attempt=attempt)})
     watch.runs = lambda host, _instance: {HERE: 1, LEFT: 2}[host] if host == on else None
-    lost = instance(State.RELEASING, then=State.FAILED, doubted=True, code="instance.lost")
-    with breach("lost_was_lost", when=searched):
+    restored = instance(on=chosen(HERE), attempt=1)
+    lost = replace(restored, state=State.RELEASING, then=State.FAILED, code="instance.lost")
+    with breach("lost_was_lost", when=breaks):
         watch.instances("c1", {INSTANCE: lost})
-    with breach("lost_was_lost", when=ended and not searched):
-        watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
-
-
-def test_a_host_may_be_restored_with_a_machine_that_is_searched_for() -> None:
-    """Seed 4700965: its host has answered that it is destroyed, and gets an older disk before the search has ended."""
-    watch = MachineWatch()
-    watch.put(HERE, guest(HERE, 1))
-    watch.instances("c1", {INSTANCE: instance(on=chosen(HERE), attempt=1)})
-    lost = instance(State.RELEASING, on=chosen(HERE), attempt=1, then=State.FAILED, doubted=True, code="instance.lost")
-    watch.instances("c1", {INSTANCE: lost})
-    watch.runs = lambda _host, _instance: 1
-    watch.instances("c1", {INSTANCE: replace(lost, deadline=2.0)})
-    watch.instances("c1", {INSTANCE: replace(lost, state=State.FAILED, then=None)})
 
 
 @pytest.mark.parametrize(
@@ -333,56 +326,30 @@ async def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machi
 
 
 @pytest.mark.parametrize(
-    ("has_second", "doubted", "quarantined", "attempt", "breaks"),
+    ("reason", "proves_from", "attempt", "quarantined", "breaks"),
     [
-        pytest.param(True, True, True, 1, False, id="the second service answered in doubt"),
-        pytest.param(False, True, True, 1, True, id="one service of the name"),
-        pytest.param(True, False, True, 1, True, id="not in doubt: it is over"),
-        pytest.param(True, True, False, 1, True, id="not listed"),
-        pytest.param(True, True, True, 2, True, id="another attempt"),
+        pytest.param("", 2000, 1, True, False, id="from before its cell has recovered, and listed"),
+        pytest.param("host_absent", 0, 1, True, False, id="it is not known yet what is true of it"),
+        pytest.param("", 2000, 1, False, True, id="not listed"),
+        pytest.param("", 0, 1, True, True, id="its cell has never recovered: it is over"),
+        pytest.param("", 2000, 2001, True, True, id="from after its cell has recovered"),
     ],
 )
 @on_virtual_time
-async def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
-    *, has_second: bool, doubted: bool, quarantined: bool, attempt: int, breaks: bool
+async def test_a_machine_from_before_a_recovery_may_run_in_quarantine(
+    reason: str, proves_from: int, attempt: int, *, quarantined: bool, breaks: bool
 ) -> None:
-    """Seed 1795370018: the cell was set back amid a build whose record the backup had as it was. A second service of
-    the name answered that it has no machine, so the build failed, and the first one came back with its machine.
+    """Seed 1795370018: a second service of the name answered that it has no machine, so the build failed, and the first
+    one came back with its machine.
     """
-    stage = Stage(duplicate=has_second)
+    stage = Stage()
     Fleet.put(stage.fleet, stage.host, guest(stage.host, attempt))
-    stage.table.instances[INSTANCE] = instance(State.FAILED, stage.selection(), doubted=doubted)
+    record = instance(State.FAILED, stage.selection(), blocked_reason=reason, proves_from=proves_from, newest=2001)
+    stage.table.instances[INSTANCE] = record
     if quarantined:
         stage.quarantine(attempt)
     runs = f"hosts_instances_allocations_agree: {INSTANCE}: runs, but is no active instance"
     assert (runs in _breaches(facts_of(stage.world, [], ()))) is breaks
-
-
-@pytest.mark.parametrize("state", [State.ACTIVE, State.FAILED])
-@pytest.mark.parametrize(
-    ("has_second", "reused_from", "quarantined", "tried", "breaks"),
-    [
-        pytest.param(True, 1, True, True, False, id="the second service answered in doubt"),
-        pytest.param(False, 1, True, True, False, id="one service of the name: it answered late"),
-        pytest.param(True, 0, True, True, True, id="never in doubt: it is over"),
-        pytest.param(True, 1, False, True, True, id="not listed"),
-        pytest.param(True, 1, True, False, True, id="not an attempt of the record"),
-    ],
-)
-@on_virtual_time
-async def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_beside_a_second_service(
-    *, state: State, has_second: bool, reused_from: int, quarantined: bool, tried: bool, breaks: bool
-) -> None:
-    """As in seed 1795370018, with an alternate: the record goes on as attempt 2, and proves nothing about attempt 1."""
-    stage = Stage(duplicate=has_second)
-    Fleet.put(stage.fleet, stage.host, guest(stage.host))
-    name = next(iter(stage.fleet.hosts)).plan.name
-    left = AttemptRecord(attempt=1, host=name if tried else "h", outcome="timed_out", code="spawn.timeout")
-    second = chosen("elsewhere", stage.world.plan.services[1][1])
-    stage.table.instances[INSTANCE] = instance(state, second, 2, history=(left,), reused_from=reused_from)
-    if quarantined:
-        stage.quarantine()
-    assert stage.counted() is breaks
 
 
 @pytest.mark.parametrize(

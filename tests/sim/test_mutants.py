@@ -15,7 +15,7 @@ from tests.sim import mutants_of_kinds as kinds
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.seeds_to_find import MAX_SEEDS, recorded
 from tests.sim.test_fences import KINDS
-from tests.sim.test_forgotten_builds import builds_forgotten, requests_forgotten, transfers
+from tests.sim.test_forgotten_builds import requests_forgotten, transfers
 
 # --- Deliberate defects are found, each within a bounded number of seeds (docs/contributing/simulation.md).
 
@@ -54,7 +54,6 @@ DEFECTS = [
     *rows(OF_CELLS, kinds.MUTANTS_OF_CELLS, kinds.CELLS_FOUND_BY),
     *rows(OF_GANGS, kinds.MUTANTS_OF_GANGS, kinds.GANGS_FOUND_BY),
     *rows(transfers, kinds.MUTANTS_OF_TRANSFERS, kinds.TRANSFERS_FOUND_BY),
-    *rows(builds_forgotten, kinds.MUTANTS_OF_FORGOTTEN_BUILDS, kinds.BUILDS_FOUND_BY, kinds.BUILDS_BREAK),
     *rows(requests_forgotten, kinds.MUTANTS_OF_FORGOTTEN_REQUESTS, kinds.REQUESTS_FOUND_BY, kinds.REQUESTS_BREAK),
 ]
 
