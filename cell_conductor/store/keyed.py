@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 MAX_TRIES = 10  # of one transaction
 MAX_LOSSES_NAMED = 1_000
+MAX_ABSENT = 10_000  # services; one beyond them is looked at with the instances that wait for it
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -100,13 +101,22 @@ class KeyedRows(Protocol):
 
 
 class Losses(Struct, frozen=True, omit_defaults=True):
-    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED."""
+    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED.
+    builds: that would fail beside.
+    """
 
     count: int = 0
     instances: tuple[str, ...] = ()
+    builds: int = 0
 
 
-class History(StrEnum):
+def absent_with(stated: Mapping[str, bool], silent: Collection[str], without: Collection[str] = ()) -> dict[str, bool]:
+    """The services that have not listed. stated: what operators have stated of them meanwhile."""
+    absent = sorted({*silent, *without})[:MAX_ABSENT]
+    return {name: name in without or stated.get(name, False) for name in absent}
+
+
+class DatabaseState(StrEnum):
     """What the database is, compared with what others state of it."""
 
     SAME = "same"
@@ -178,7 +188,7 @@ class DatabaseOutdated(DatabaseForbidden):
     code = "database.outdated"
 
 
-def history_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> History:
+def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> DatabaseState:
     """What the database is that has these marks on record. own: what this process knew before it read that.
     is_elsewhere: on another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
 
@@ -191,10 +201,10 @@ def history_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is
         )
     is_old = any(is_behind(recorded, one) for one in (own, *stated.marks))
     if not is_old and not is_elsewhere:
-        return History.SAME
+        return DatabaseState.SAME
     if not stated.is_known:
         raise Unrecognised
-    return History.BEHIND if is_old or not stated.is_whole else History.TAKEN_OVER
+    return DatabaseState.BEHIND if is_old or not stated.is_whole else DatabaseState.TAKEN_OVER
 
 
 class RowsContended(Transient):

@@ -81,7 +81,7 @@ class MoveWatch:
         """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
             before = self._seen.get(uuid)
-            if before is instance or instance.state is State.DEPARTED:
+            if before is instance or instance.state is State.DEPARTED or instance.blocked_reason:
                 continue
             self._owned_once(instances, instance)
             if instance.phase == LEAVES and (before is None or before.phase != LEAVES):

@@ -192,7 +192,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def sets_cells_back(self) -> bool:
         """Whether the database of a cell is set back."""
-        return any(one.action is Action.RESTORE and one.service.startswith("cell_") for one in self.orders)
+        return any(one.action is Action.RESTORE and one.uuid and one.service.startswith("cell_") for one in self.orders)
 
     @property
     def moves_across_cells(self) -> bool:

@@ -127,7 +127,7 @@ class _Runner:
         are_apart = any(cell.conductors > 1 for cell in plan.cells)
         # So does a scheduler's look after a build that is on record with another scheduler's time (seed 4100847).
         is_read = any(one.action is Action.RESTORE and one.service == "scheduler" for one in plan.orders)
-        # And the end of a doubt, which lasts from the time that the cell's database had when it was set back.
+        # And the next look at what is blocked.
         self._rest_s += 2 * plan.skew_s * (is_set or are_apart or is_read or plan.sets_cells_back)
         self.now = 0.0
         self.states: dict[str, int] = {}

@@ -222,8 +222,8 @@ class MachineWatch:
         """A conductor of a cell has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
             last = self._last.get((cell, uuid))
-            if last is instance:
-                continue
+            if last is instance or instance.blocked_reason:
+                continue  # of a blocked one it is not known what is true
             self._last[cell, uuid] = instance
             before = self._active.get(uuid, {}).get(cell)
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":

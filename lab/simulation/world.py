@@ -426,6 +426,17 @@ class World:
         if isinstance(table := self.databases.tables[schema], MemoryBookTable | MemoryInstanceTable):
             table.place += 1
 
+    def take_over(self, schema: str) -> None:
+        """Another server has a schema from now on, and lacks nothing of what its messages have shown."""
+        table = self.cells[schema.removeprefix("cell_")]
+        table.place += 1
+        table.on_commit.append(partial(self._committed, schema, partial(self._stays_open, table)))
+        self.event_log.record("restored", f"{schema} by another server")
+
+    def _stays_open(self, table: MemoryInstanceTable) -> None:
+        if table.recovers:
+            raise Breach("recovery_has_a_reason", f"incarnation {table.incarnation} recovers, and nothing was set back")
+
     def publish_foreign(self, messages: Sequence[Message]) -> None:
         """Messages of another client that are well formed: nothing strange about them."""
         self.event_log.record("others", " ".join(tag_of(type(message)) for message in messages))

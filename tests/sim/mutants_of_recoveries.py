@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.listing import ListedMachine
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Restate
@@ -16,12 +17,11 @@ from cell_conductor import recovery
 from cell_conductor.domain import reconcile, table
 from cell_conductor.domain.events import Event
 from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import InstanceFacts, KnownInstance, Reconciled
-from cell_conductor.domain.set_back import SetBack
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.known_reader import OwnInstances
 from cell_conductor.recovery import CellRecovery, MachineListing
-from cell_conductor.store import memory
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -56,11 +56,12 @@ def busy_ignored() -> AbstractContextManager[Any]:
 def incarnation_not_raised() -> AbstractContextManager[Any]:
     """A cell recovers under the number that the orders of its lost history have."""
 
-    def begin(table: memory.MemoryInstanceTable, now: SetBack) -> None:
-        begun(table, SetBack(table.incarnation))
+    highest = Stated.highest
 
-    begun = memory._begin_recovery
-    return patch.object(memory, "_begin_recovery", begin)
+    def unraised(self: Stated, *known: DatabaseMark) -> int:
+        return highest(self, *known) - 1
+
+    return patch.object(Stated, "highest", unraised)
 
 
 def blocked_taken() -> AbstractContextManager[Any]:

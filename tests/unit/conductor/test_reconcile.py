@@ -153,6 +153,8 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
         yield "a foreign machine is touched"
     if any(o.action is Action.DESTROY for o in result.orders) and not is_delete_recorded(record, known):
         yield "a machine is ordered away without a delete"
+    if any(o.action is Action.DESTROY for o in result.orders) and result.record is None:
+        yield "nobody awaits that it is destroyed"
     wanted = [one for one in own if (one.host_uuid, one.attempt) in wanted_of(result)]
     running = {one.host_uuid for one in wanted if one.complete and one.runs}
     running |= {order.machine.host_uuid for order in result.orders if order.action is Action.START}
@@ -170,6 +172,8 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
     own, after = [one for one in machines if not one.foreign], result.record
     if after is None or result.blocked_reason:
         return
+    if known is not None and known.is_deleted and desire_of(after).here is Wish.NONE and own:
+        yield "its delete is over, and it has a machine"
     if after.phase not in DESIRES:
         yield "no row of the desired states"
     row = desire_of(after)
@@ -278,6 +282,13 @@ def test_what_the_schedulers_have_only_just_given_to_the_cell_is_left_to_their_c
     result = reconcile(record, machines, known, hosts, None, incarnation=INCARNATION)
     is_blocked = isinstance(phase, str)
     assert (result.blocked_reason if is_blocked else result.record and result.record.phase) == phase
+
+
+@pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
+def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
+    machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
+    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
 
 
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:
