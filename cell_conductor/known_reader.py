@@ -17,6 +17,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import DatabaseMark
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import MAX_ASKED, CellKnown, CellRecovering
+from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import doubled_s
 
@@ -26,6 +27,7 @@ from .domain.reconcile import KnownInstance
 log = structlog.get_logger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 30.0  # for an answer; a scheduler that dies with it gives it to another
+MAX_PARTS = 20_000  # of some hundred instances each: no cell has so many
 MAX_OWN = 2_000  # of the cell's instances in one part
 LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
@@ -69,13 +71,14 @@ class KnownReader:
         return [Done()] * len(batch)
 
     async def parts(self, database_incarnation: int, own: OwnInstances) -> AsyncIterator[KnownPart]:
-        """The whole answer, in the order of uuids. Without a scheduler it waits, until cancelled. One at a time.
+        """The whole answer, in the order of uuids. Without a scheduler it waits, until cancelled. One at a time. Raises
+        Transient: it has no end.
 
         What schedulers have committed before this begins is in it. What they commit later is in it, or in a command
         that comes to `conductor.requests` and is carried out after it, or in both.
         """
         after = ""
-        while True:
+        for _ in range(MAX_PARTS):
             page = await self._ask(database_incarnation, after=after)
             mine = await own(after, page.last, MAX_OWN)
             last = mine[-1] if len(mine) == MAX_OWN else page.last
@@ -86,6 +89,7 @@ class KnownReader:
             if not last:
                 return
             after = last
+        raise Transient(f"{MAX_PARTS} pages have come, and there are more", code="known.endless")
 
     async def marks(self, database_incarnation: int) -> Collection[DatabaseMark]:
         """What the top has heard of the cell's database; none, if nobody answers at once. As `parts`, one at a time."""

@@ -23,6 +23,7 @@ from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Restate, RestateResult
 from bus.faults import Fault, Transient
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 
@@ -30,7 +31,7 @@ from .config import ConductorConfig
 from .domain.fences import fence_of
 from .domain.instance import Instance
 from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
-from .domain.recovered import is_lost, recovered, restatement
+from .domain.recovered import Loss, loss_of, recovered, restatement
 from .domain.steps import StepContext
 from .engine import FenceView, Sender
 from .known_reader import MAX_OWN, KnownReader, OwnInstances
@@ -44,6 +45,7 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.5  # between two looks whether there is something to do
 WORD_S = 10.0  # until it is looked whether an operator has accepted the losses
 AGAIN_S = 2.0  # a server or a service has not answered
+LATE_S = 30.0  # between two looks at what is listed late
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
 MAX_BATCH = 200  # instances of one transaction
 MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
@@ -53,13 +55,14 @@ VERBS = {DESTROY: Verb.DESTROY, KEEP: Verb.PROTECT, ADOPT: Verb.ADOPT}
 
 class MachineListing(Struct):
     """What the services of a cell have, who were asked under this incarnation of its database. hosts: that were read.
-    silent: services that have not listed.
+    silent: services that have not listed. without: that have nothing, by an operator's word.
     """
 
     incarnation: int
     machines: dict[str, list[ListedMachine]] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    without: set[str] = field(default_factory=set)
 
     def add(self, pages: Iterable[MachinesPage]) -> None:
         """Of one service, all of them."""
@@ -67,6 +70,10 @@ class MachineListing(Struct):
             self.hosts.update(page.hosts)
             for one in page.machines:
                 self.machines.setdefault(one.instance_uuid, []).append(one)
+
+    def of(self, services: Collection[str]) -> set[str]:
+        """The instances of which these have a machine."""
+        return {uuid for uuid, machines in self.machines.items() if any(one.service in services for one in machines)}
 
 
 class CellRecovery:
@@ -95,6 +102,10 @@ class CellRecovery:
         self._fences = fences
         self._context = context
         self._blocked: dict[str, None] = {}
+        # Services that had not listed when the last recovery ended (None: not read yet), of which incarnation.
+        self._unlisted: Collection[str] | None = None
+        self._unlisted_of = 0
+        self._late_at_s = 0.0
 
     def note_blocked(self, instances: Collection[str]) -> None:
         """They are to be looked at again."""
@@ -120,11 +131,36 @@ class CellRecovery:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_keeper:
             await self._recover()
-        elif self._blocked and not self._store.is_recovering:
-            blocked, self._blocked = sorted(self._blocked), {}
-            listing = await self._list()
-            known = await self._known.asked(self._store.set_back.incarnation, blocked)
-            await self._settle(blocked, known, listing)
+        elif not self._store.is_recovering:
+            await self._look_again()
+
+    async def _look_again(self) -> None:
+        """At what is blocked, and at all that a service has which lists for the first time since the last recovery."""
+        late = await self._late() if self._leases.is_keeper else set[str]()
+        if not self._blocked and not late:
+            return
+        blocked, self._blocked = set(self._blocked), {}
+        listing = await self._list()
+        late -= listing.silent
+        self._late_at_s = self._clock.monotonic() + LATE_S
+        uuids = sorted(blocked | listing.of(late))
+        known = await self._known.asked(listing.incarnation, uuids)
+        made = await self._settle(uuids, known, listing)
+        if late:
+            async with self._store.transaction() as transaction:
+                await transaction.note_listed(late)
+            self._unlisted = None
+            log.warning("recovery.late", services=sorted(late)[:LOGGED], instances=len(uuids), **made)
+
+    async def _late(self) -> set[str]:
+        """The services that have not listed since the last recovery, and are up now."""
+        if self._clock.monotonic() < self._late_at_s:
+            return set()
+        if self._unlisted is None or self._unlisted_of != self._store.set_back.incarnation:
+            async with self._store.transaction() as transaction:
+                self._unlisted = frozenset(await transaction.absent_services())
+            self._unlisted_of = self._store.set_back.incarnation
+        return set(self._unlisted).intersection(self._leases.up() or ())
 
     async def _recover(self) -> None:
         listing = await self._list()
@@ -162,24 +198,29 @@ class CellRecovery:
             made += await self._settle(here, part.instances, listing)
         async with self._store.transaction() as transaction:
             await transaction.expect_recovering()
-            await transaction.end_recovery()
+            await transaction.end_recovery(listing.silent, listing.without)
+        self._unlisted = None
         log.warning("recovery.ended", incarnation=incarnation, **made)
 
     async def _waits_for_word(self, incarnation: int, listing: MachineListing, own: OwnInstances) -> bool:
         """Whether this would end more instances than an operator has accepted: it may be the wrong database."""
-        lost = list[str]()
+        lost: dict[Loss, list[str]] = {Loss.INSTANCE: [], Loss.BUILD: []}
         async for part in self._known.parts(incarnation, own):
             here = sorted({*part.instances, *await own(part.after, part.last, MAX_OWN)})
             for start in range(0, len(here), MAX_BATCH):
                 found = await self._reconciled(here[start : start + MAX_BATCH], part.instances, listing)
-                lost += [uuid for uuid, (before, result) in found.items() if is_lost(before, result)]
-        losses = Losses(len(lost), tuple(lost[:MAX_LOSSES_NAMED]))
+                for uuid, (before, result) in found.items():
+                    if (loss := loss_of(before, result, part.instances.get(uuid))) is not None:
+                        lost[loss].append(uuid)
+        ended, builds = lost[Loss.INSTANCE], len(lost[Loss.BUILD])
+        losses = Losses(len(ended), tuple(ended[:MAX_LOSSES_NAMED]), builds)
         async with self._store.transaction() as transaction:
             await transaction.expect_recovering()
             if losses.count <= max(self._config.breaker_limit, await transaction.accepted_losses()):
                 return False
             await transaction.stop_recovery(losses)
-        log.error("recovery.stopped", incarnation=incarnation, losses=losses.count, first=losses.instances[:LOGGED])
+        first = losses.instances[:LOGGED]
+        log.error("recovery.stopped", incarnation=incarnation, losses=losses.count, builds=builds, first=first)
         return True
 
     async def _put_fences(self, decisions: Collection[CellFence]) -> None:
@@ -192,9 +233,13 @@ class CellRecovery:
 
     async def _list(self) -> MachineListing:
         """What each service that is up has. Those that are down, and may have hosts all the same, are silent."""
-        silent = set(self._leases.down()) - set(self._leases.forgotten())
-        listing = MachineListing(self._store.set_back.incarnation, silent=silent)
-        failed = set(self._leases.up() or ()) - listing.silent
+        failed = set(self._leases.up() or ())
+        incarnation, down = self._store.set_back.incarnation, set(self._leases.down())
+        async with self._store.transaction() as transaction:
+            absent = await transaction.absent_services()
+        without = {*self._leases.forgotten(), *(name for name, has_nothing in absent.items() if has_nothing)} - failed
+        silent = (down | absent.keys()) - failed - without
+        listing = MachineListing(incarnation, silent=silent, without=without)
         for _ in range(MAX_TRIES):
             left, failed = failed, set[str]()
             pages: dict[str, list[MachinesPage]] = {}
@@ -258,7 +303,9 @@ class CellRecovery:
         for one, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Fault):
                 raise Transient(f"placement has not restated {one.consumer}: {answer}", code=answer.code)
-            if answer.outcome != "restated":
+            if answer.over_capacity:
+                log.warning("recovery.over_capacity", instance=one.consumer, cause=one.consumer)
+            elif answer.outcome != "restated":
                 log.error("recovery.not_restated", instance=one.consumer, outcome=answer.outcome, cause=one.consumer)
             generations[one.consumer] = answer.consumer_generation
         return generations
@@ -296,7 +343,7 @@ class CellRecovery:
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
-            if uuid in unreadable or (not is_recovering and (record is None or not record.blocked_reason)):
+            if uuid in unreadable or (not is_recovering and record is not None and not record.blocked_reason):
                 continue
             word, machines = known.get(uuid), listing.machines.get(uuid, ())
             found[uuid] = (
@@ -313,14 +360,15 @@ class CellRecovery:
         return found
 
     def _absent(self, record: Instance | None, known: KnownInstance | None, listing: MachineListing) -> set[str]:
-        """The hosts that may have a machine of it, and have not listed. A fenced one is off. "": any of a silent
-        service.
+        """The hosts that may have a machine of it, and have not listed. A fenced one is off, and one of a service that
+        has nothing is empty. "": any of a silent service.
         """
-        places = {one.host_uuid for one in known.selections} if known is not None else set[str]()
+        selections = list(known.selections) if known is not None else []
         if record is not None:
-            places.update(one.host_uuid for one in record.selections)
+            selections += record.selections
             if record.move is not None and record.move.source is not None:
-                places.add(record.move.source.host_uuid)
+                selections.append(record.move.source)
+        places = {one.host_uuid for one in selections if one.service not in listing.without}
         return (places - listing.hosts - set(self._fences.known)) | ({""} if listing.silent else set())
 
     async def _record(
@@ -348,7 +396,12 @@ class CellRecovery:
                     OutboxMessage(self._bus.name, one, record.cause or uuid, record.traceparent, incarnation)
                     for one in step.commands
                 ]
-            await transaction.insert(inserts)
+            try:
+                await transaction.insert(inserts)
+            except Conflict:
+                raise Transient(
+                    "one of the instances has come on record meanwhile", code="instance.contended"
+                ) from None
             await transaction.update(updates)
             await transaction.send_later(outgoing)
         self._relay.send(transaction.rows, outgoing)

@@ -5,21 +5,30 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from bus.contracts.base import MAX_REASON
+from bus.contracts.objects import AuditRepair
 from bus.persistence.database import Database
 from bus.service.environment import Environment
+from cell_conductor.domain.leases import LeaseState
 from cell_conductor.store.keyed import Losses
-from cell_conductor.store.postgres import ACCEPT_LOSSES, RECOVERY
+from cell_conductor.store.postgres import ACCEPT_LOSSES, RECOVERY, STATE_WITHOUT
+from cell_conductor.store.postgres_keyed import PostgresKeyed
+from cell_conductor.store.safety import LeaseStore
 
 from .quarantine import CellNeverStarted, named_cells, on_database
+from .repairing import enter
 
 
 class Recovery(Struct, frozen=True):
-    """Of one cell. state: open, recovering or accepted. losses: that it waits for, or that were accepted."""
+    """Of one cell. state: open, recovering or accepted. losses: that it waits for, or that were accepted. absent: the
+    compute services that have not listed what they have; whether an operator has stated that they have nothing.
+    """
 
     cell: str
     state: str
     database_incarnation: int
     losses: Losses
+    absent: dict[str, bool] = {}
 
     @property
     def is_waiting(self) -> bool:
@@ -32,17 +41,20 @@ async def read(env: Environment, cell: str | None = None) -> list[Recovery]:
     found: list[Recovery] = []
     for name in await named_cells(env, cell):
         try:
-            state, incarnation, losses = await on_database(env, name, _row)
+            state, incarnation, losses, absent = await on_database(env, name, _row)
         except CellNeverStarted:
             if cell is not None:
                 raise
             continue
-        found.append(Recovery(name, state, incarnation, msgspec.json.decode(losses, type=Losses)))
+        lost = msgspec.json.decode(losses, type=Losses)
+        found.append(Recovery(name, state, incarnation, lost, msgspec.json.decode(absent, type=dict[str, bool])))
     return found
 
 
-async def accept(env: Environment, recovery: Recovery) -> bool:
-    """Accept the losses of one, as they were read. False: it waits for the word on others, or for none."""
+async def accept(env: Environment, recovery: Recovery, who: str, why: str) -> bool:
+    """Accept the losses of one, as they were read; that is in the log of changes after. False: it waits for the word on
+    others, or for none.
+    """
 
     async def accepted(database: Database) -> bool:
         async with database.raw() as connection:
@@ -50,10 +62,39 @@ async def accept(env: Environment, recovery: Recovery) -> bool:
             done: str = await connection.execute(ACCEPT_LOSSES, losses, recovery.database_incarnation)
             return done == "UPDATE 1"
 
-    return await on_database(env, recovery.cell, accepted)
+    if not await on_database(env, recovery.cell, accepted):
+        return False
+    lost = recovery.losses
+    found = f"a recovery would end {lost.count} instances and {lost.builds} builds: {', '.join(lost.instances)}"
+    await enter(env, {recovery.cell: _entry("recovery.accepted", found)}, who, why)
+    return True
 
 
-async def _row(database: Database) -> tuple[str, int, str]:
+async def state_without(env: Environment, cell: str, service: str, who: str, why: str) -> bool:
+    """State that a compute service of a cell has nothing; that is in the log of changes after. False: it is up, or
+    there are too many such words. Raises as `quarantine.read`.
+    """
+
+    async def stated(database: Database) -> bool:
+        leases = await LeaseStore(PostgresKeyed(database)).leases()
+        if any(one.service == service and one.state is LeaseState.UP for one in leases):
+            return False
+        async with database.raw() as connection:
+            done: str = await connection.execute(STATE_WITHOUT, service)
+            return done == "UPDATE 1"
+
+    (name,) = await named_cells(env, cell)
+    if not await on_database(env, name, stated):
+        return False
+    await enter(env, {name: _entry("recovery.without", f"the compute service {service} has not listed")}, who, why)
+    return True
+
+
+def _entry(finding: str, found: str) -> AuditRepair:
+    return AuditRepair(finding=finding, found=found[:MAX_REASON], proof="by an operator's word")
+
+
+async def _row(database: Database) -> tuple[str, int, str, str]:
     async with database.raw() as connection:
-        state, incarnation, losses = await connection.fetchrow(RECOVERY)
-        return state, incarnation, losses
+        state, incarnation, losses, absent = await connection.fetchrow(RECOVERY)
+        return state, incarnation, losses, absent

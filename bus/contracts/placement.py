@@ -449,11 +449,13 @@ class Restate(Message, frozen=True, kw_only=True, tag="placement.restate.v1"):
 
 
 class RestateResult(Message, frozen=True, kw_only=True, tag="placement.restate.result.v1"):
-    """outcome: restated | consumer_changed (a newer attempt, or another client, holds it) | full or gone: nothing was
-    changed. consumer_generation: of the instance now (None: it holds nothing).
+    """outcome: restated | consumer_changed (a newer attempt, or another client, holds it) | gone, full (nothing of the
+    class is there) or invalid: nothing was changed. over_capacity: its host has less than what is held there by now.
+    consumer_generation: of the instance now (None: it holds nothing).
     """
 
     outcome: str
+    over_capacity: bool = False
     consumer_generation: Generation | None = None
     sequence: int = 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum
 
 from msgspec.structs import replace
 
@@ -60,12 +61,25 @@ def _amounts(allocations: Allocations) -> Counter[str]:
     return total
 
 
-def is_lost(before: Instance | None, result: Reconciled) -> bool:
-    """Whether this ends what its client has not deleted."""
+class Loss(Enum):
+    """What its client has not deleted, and a recovery ends."""
+
+    INSTANCE = "instance"  # it was active, or asleep
+    BUILD = "build"
+
+
+def loss_of(before: Instance | None, result: Reconciled, known: KnownInstance | None) -> Loss | None:
+    """What of it is lost. before: on record."""
     record, failed = result.record, Condition.FAILED
     if record is None or result.blocked_reason is not None or desire_of(record).condition is not failed:
-        return False
-    return before is None or desire_of(before).condition is not failed
+        return None
+    row = None if before is None else desire_of(before)
+    if row is not None and row.condition is failed:
+        return None
+    was_active = known is not None and known.is_here and known.is_active
+    if was_active or (row is not None and row.work is not Work.BUILD and row.here is not Wish.UNKNOWN):
+        return Loss.INSTANCE
+    return Loss.BUILD
 
 
 def recovered(

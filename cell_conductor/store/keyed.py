@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 MAX_TRIES = 10  # of one transaction
 MAX_LOSSES_NAMED = 1_000
+MAX_ABSENT = 10_000  # services; one beyond them is looked at with the instances that wait for it
 
 Key = TypeVar("Key", bound="str | tuple[str, ...]")
 Value = TypeVar("Value", bound=Struct)
@@ -100,10 +101,19 @@ class KeyedRows(Protocol):
 
 
 class Losses(Struct, frozen=True, omit_defaults=True):
-    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED."""
+    """The instances that a recovery would end without a client's delete. instances: the first MAX_LOSSES_NAMED.
+    builds: that would fail beside.
+    """
 
     count: int = 0
     instances: tuple[str, ...] = ()
+    builds: int = 0
+
+
+def absent_with(stated: Mapping[str, bool], silent: Collection[str], without: Collection[str] = ()) -> dict[str, bool]:
+    """The services that have not listed. stated: what operators have stated of them meanwhile."""
+    absent = sorted({*silent, *without})[:MAX_ABSENT]
+    return {name: name in without or stated.get(name, False) for name in absent}
 
 
 class History(StrEnum):

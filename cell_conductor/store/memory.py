@@ -32,6 +32,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 
 from .keyed import (
+    MAX_ABSENT,
     History,
     Key,
     KeyedTable,
@@ -41,6 +42,7 @@ from .keyed import (
     Recovering,
     Unrecognised,
     Value,
+    absent_with,
     history_of,
 )
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
@@ -61,6 +63,7 @@ class MemoryInstanceTable(MemoryDatabase):
         "accepts",
         "losses",
         "ended_incarnations",
+        "absent",
         "sent",
         "lease_keeper",
         *(one.name for one in KEYED),
@@ -74,6 +77,7 @@ class MemoryInstanceTable(MemoryDatabase):
         self.recovers = self.accepts = False
         self.losses = Losses()
         self.ended_incarnations: dict[int, SentSequences] = {}
+        self.absent: dict[str, bool] = {}
         self.sent: SentSequences = (0,) * SENT_SLOTS
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
@@ -272,11 +276,33 @@ class MemoryTransaction:
         self._transaction.will(partial(setattr, table, "accepts", True))
         return True
 
-    async def end_recovery(self) -> None:
+    async def end_recovery(self, silent: Collection[str] = (), without: Collection[str] = ()) -> None:
         """One statement."""
+        self._write_absent(absent_with(self._table.absent, silent, without))
         self._transaction.will(partial(_await_word, self._table, Losses()))
         self._transaction.will(partial(setattr, self._table, "recovers", False))
         self._transaction.will(partial(setattr, self._seen, "is_recovering", False))
+
+    async def absent_services(self) -> dict[str, bool]:
+        """One statement."""
+        await self._transaction.lock(["identity"])
+        return dict(self._table.absent)
+
+    async def note_listed(self, services: Collection[str]) -> None:
+        """As in PostgreSQL."""
+        absent = await self.absent_services()
+        self._write_absent({name: word for name, word in absent.items() if name not in services})
+
+    async def state_without(self, service: str) -> bool:
+        """As in PostgreSQL."""
+        absent = await self.absent_services()
+        if service not in absent and len(absent) >= MAX_ABSENT:
+            return False
+        self._write_absent({**absent, service: True})
+        return True
+
+    def _write_absent(self, absent: dict[str, bool]) -> None:
+        self._transaction.will(partial(setattr, self._table, "absent", absent))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -402,6 +428,7 @@ def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> No
     _await_word(table, Losses())
     if not recovers:
         return
+    table.absent = {}
     table.outbox.clear()
     table.breakers.clear()
     _drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])

@@ -122,8 +122,21 @@ class LockingTransaction(Transaction, Protocol):
     async def accept_losses(self, losses: Losses, incarnation: int) -> bool:
         """An operator accepts what this recovery waits for. False: it does not wait, or for the word on others."""
 
-    async def end_recovery(self) -> None:
-        """The cell is open. After `expect_recovering`."""
+    async def end_recovery(self, silent: Collection[str] = (), without: Collection[str] = ()) -> None:
+        """The cell is open. After `expect_recovering`. silent: services that have not listed what they have;
+        without: that have nothing.
+        """
+
+    async def absent_services(self) -> dict[str, bool]:
+        """The services that have not listed since, locked until the end; whether an operator has stated that they have
+        nothing.
+        """
+
+    async def note_listed(self, services: Collection[str]) -> None:
+        """These have listed. After `absent_services`."""
+
+    async def state_without(self, service: str) -> bool:
+        """An operator states that this service has nothing. False: there are too many such words."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold, and those whose

@@ -40,7 +40,16 @@ from cell_conductor.domain.instance import (
 from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 
 from . import tables
-from .keyed import History, KnownDatabase, Losses, Recovering, Unrecognised, history_of
+from .keyed import (
+    MAX_ABSENT,
+    History,
+    KnownDatabase,
+    Losses,
+    Recovering,
+    Unrecognised,
+    absent_with,
+    history_of,
+)
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
 from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
@@ -73,7 +82,8 @@ NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 # One begins at a time, and no commit of the incarnation before is under way any more: it would raise its counters.
 HOLD = "SELECT FROM identity FOR UPDATE; LOCK TABLE sent IN SHARE ROW EXCLUSIVE MODE"
 BEGIN = f"""
-{NOTE_ORIGIN}, state = $1, losses = '{{}}', database_incarnation = $2, ended_incarnations = $3::text::json
+{NOTE_ORIGIN}, state = $1, losses = '{{}}', database_incarnation = $2, ended_incarnations = $3::text::json,
+    absent = CASE $1 WHEN 'open' THEN absent ELSE '{{}}' END
 """
 # What is kept stays so: nobody else has that on record, and a machine without it may be destroyed.
 FORGET_BEFORE = f"""
@@ -88,7 +98,12 @@ ACCEPT_LOSSES = """
 UPDATE identity SET state = 'accepted'
 WHERE state = 'recovering' AND losses::text = $1 AND database_incarnation = $2
 """
-RECOVERY = "SELECT state, database_incarnation, losses::text FROM identity"
+RECOVERY = "SELECT state, database_incarnation, losses::text, absent::text FROM identity"
+ABSENT = "SELECT absent::text FROM identity FOR UPDATE"
+STATE_WITHOUT = f"""
+UPDATE identity SET absent = (absent::jsonb || jsonb_build_object($1::text, true))::json
+WHERE absent::jsonb ? $1 OR (SELECT count(*) FROM json_object_keys(absent)) < {MAX_ABSENT}
+"""
 UUIDS = """
 SELECT uuid::text FROM instances WHERE ($1 = '' OR uuid > $1::text::uuid) AND ($2 = '' OR uuid <= $2::text::uuid)
 ORDER BY uuid LIMIT $3
@@ -149,6 +164,7 @@ DELETE FROM instances WHERE uuid IN (
 """
 
 
+_decode_absent = msgspec.json.Decoder(dict[str, bool]).decode
 _decode_ended = msgspec.json.Decoder(dict[int, SentSequences]).decode
 
 
@@ -315,10 +331,30 @@ class PostgresTransaction:
         done: str = await self._connection.execute(ACCEPT_LOSSES, tables.encode(losses), incarnation)
         return done == "UPDATE 1"
 
-    async def end_recovery(self) -> None:
-        """One statement."""
+    async def end_recovery(self, silent: Collection[str] = (), without: Collection[str] = ()) -> None:
+        """Three statements."""
         await self._connection.execute("UPDATE identity SET state = 'open', losses = '{}'")
+        absent = await self.absent_services()
+        await self._write_absent(absent_with(absent, silent, without))
         self.recovers = False
+
+    async def absent_services(self) -> dict[str, bool]:
+        """One statement."""
+        return _decode_absent(await self._connection.fetchval(ABSENT) or "{}")
+
+    async def note_listed(self, services: Collection[str]) -> None:
+        """Two statements."""
+        absent = await self.absent_services()
+        await self._write_absent({name: word for name, word in absent.items() if name not in services})
+
+    async def _write_absent(self, absent: Mapping[str, bool]) -> None:
+        record = msgspec.json.encode(absent).decode()
+        await self._connection.execute("UPDATE identity SET absent = $1::text::json", record)
+
+    async def state_without(self, service: str) -> bool:
+        """One statement."""
+        done: str = await self._connection.execute(STATE_WITHOUT, service)
+        return done == "UPDATE 1"
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""

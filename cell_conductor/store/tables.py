@@ -62,7 +62,8 @@ instances = Table(
 # never); one that was restored or promoted since has another. database_incarnation: the number of this history, which
 # every order and request of the cell carries. state: `open`, or `recovering`: no step is recorded; `accepted`: and an
 # operator has accepted `losses`, which are more than a recovery makes by itself.
-# ended_incarnations: {number: what `sent` had when this database left it}.
+# ended_incarnations: {number: what `sent` had when this database left it}. absent: {compute service: whether it has
+# nothing by an operator's word}, of those that had not listed when the last recovery ended.
 identity = identity_table(
     METADATA,
     needed("origin", Text, default=""),
@@ -70,6 +71,7 @@ identity = identity_table(
     needed("state", Text, default="open"),
     needed("losses", JSON, default=text("'{}'")),
     needed("ended_incarnations", JSON, default=text("'{}'")),
+    needed("absent", JSON, default=text("'{}'")),
 )
 
 # Each commit that waits for the disk raises one of these, and its messages state it afterwards. It takes one that is

@@ -33,6 +33,7 @@ CREATE TABLE identity (
     state TEXT DEFAULT 'open' NOT NULL,
     losses JSON DEFAULT '{}' NOT NULL,
     ended_incarnations JSON DEFAULT '{}' NOT NULL,
+    absent JSON DEFAULT '{}' NOT NULL,
     PRIMARY KEY (one)
 );
 

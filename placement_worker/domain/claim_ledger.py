@@ -4,7 +4,7 @@ decisions so far.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -48,7 +48,7 @@ class Decision(Struct, frozen=True):
     consumer; None: the row is deleted. used, generations: the new values of each changed provider. joined: the new
     members of each server group. lost: {place among the claims: (consumer,
     what it lacked)} of the first claims that found a provider full, at most MAX_LOST_NAMED: the holders are looked up
-    for these alone.
+    for these alone. above: the (provider, class) that may be above its capacity, as it runs there.
     """
 
     replies: list[ClaimReply]
@@ -57,6 +57,7 @@ class Decision(Struct, frozen=True):
     generations: dict[str, int]
     joined: dict[GroupKey, dict[str, None]] = {}
     lost: dict[int, tuple[str, Lacking]] = {}
+    above: Set[tuple[str, str]] = frozenset()
 
 
 class AnyGeneration(Struct, frozen=True):
@@ -114,10 +115,13 @@ class ClaimLedger:
         self.gang: Collection[str] = ()
         self.claims = 0  # how many are decided, or are about to be
         self.lost: dict[int, tuple[str, Lacking]] = {}
+        self.above = set[tuple[str, str]]()
 
     def decision(self, replies: list[ClaimReply]) -> Decision:
         """The replies, and the rows to write."""
-        return Decision(replies, self.changed_consumers, self.used, self.generations, self.joined, self.lost)
+        return Decision(
+            replies, self.changed_consumers, self.used, self.generations, self.joined, self.lost, self.above
+        )
 
     def trial(self, gang: Collection[str]) -> ClaimLedger:
         """Return a copy on which the claims of a gang are tried, so that the original stays as it is. gang: the
@@ -131,7 +135,7 @@ class ClaimLedger:
         copy.used = {uuid: dict(used) for uuid, used in self.used.items()}
         copy.generations = dict(self.generations)
         copy.gang = gang
-        copy.claims, copy.lost = self.claims, self.lost
+        copy.claims, copy.lost, copy.above = self.claims, self.lost, self.above
         return copy
 
     def adopt(self, trial: ClaimLedger) -> None:

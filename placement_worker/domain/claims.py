@@ -472,8 +472,8 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
 
 
 def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
-    """Have an instance hold what its cell says, and its former migrations nothing. Capacity is compared with the sum
-    that they hold before and after, as for a swap.
+    """Have an instance hold what its cell says, and its former migrations nothing. Its machine runs there: what is
+    above the capacity is said, and held.
     """
     known = ledger.consumer(item.consumer)
     held = holding_of(known)
@@ -489,8 +489,15 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
     if wanted == held and not over and (known is None or known.attempt == item.attempt):
         return RestateResult(outcome="restated", consumer_generation=generation)
     outcome = _fits(ledger, wanted, total_of((held, *over.values())), wanted)
-    if outcome is not _CLAIMED:
+    is_above = outcome is _FULL and all(
+        ledger.fit(uuid, name, amount, 0) in (Fit.FITS, Fit.FULL)
+        for uuid, resources in wanted.items()
+        for name, amount in resources.items()
+    )
+    if outcome is not _CLAIMED and not is_above:
         return RestateResult(outcome=outcome.value, consumer_generation=generation)
+    if is_above:
+        ledger.above.update((uuid, name) for uuid, resources in wanted.items() for name in resources)
     for uuid, holding in over.items():
         ledger.move(holding, NOTHING)
         ledger.write(uuid, None)
@@ -501,7 +508,7 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
         after = ConsumerState(known.generation + 1, item.attempt, *owner, wanted, known.run)
         ledger.write(item.consumer, after)
         generation = after.generation if wanted else None
-    return RestateResult(outcome="restated", consumer_generation=generation, sequence=CHANGED)
+    return RestateResult(outcome="restated", over_capacity=is_above, consumer_generation=generation, sequence=CHANGED)
 
 
 def _is_over(known: ConsumerState | None, ledger: ClaimLedger, item: Restate) -> TypeGuard[ConsumerState]:

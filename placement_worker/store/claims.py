@@ -35,9 +35,9 @@ WRITE = """
 SELECT write_claims($1::uuid[],
     $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::text[], $9::bool[],
     $10::uuid[], $11::uuid[], $12::bigint[], $13::int[], $14::bigint[],
-    $15::bigint[], $16::int[], $17::bigint[], $18::bigint[], $19::bigint[],
-    $20::bigint[], $21::bigint[], $22::bytea[],
-    $23::text[], $24::int[], $25::bigint[], $26::bigint[])
+    $15::bigint[], $16::int[], $17::bigint[], $18::bool[], $19::bigint[], $20::bigint[],
+    $21::bigint[], $22::bigint[], $23::bytea[],
+    $24::text[], $25::int[], $26::bigint[], $27::bigint[])
 """
 TAKE_NEW = """
 SELECT take_new_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[],
@@ -137,7 +137,7 @@ def written_columns(
         for name, amount in resources.items()
     ]
     used = [
-        (ids[provider], class_ids[name], amount)
+        (ids[provider], class_ids[name], amount, (provider, name) in decision.above)
         for provider, resources in decision.used.items()
         for name, amount in resources.items()
     ]
@@ -146,7 +146,7 @@ def written_columns(
     return (
         *(gone, *columns(kept), released),
         *(stale, *transposed(held, 4)),
-        *transposed(used, 3),
+        *transposed(used, 4),
         *transposed(generations, 2),
     )
 

@@ -257,7 +257,12 @@ class MemoryBookTransaction:
             for name, amount in used.items():
                 inventory = inventories.get(name)
                 before = 0 if known is None else known.used.get(name, 0)
-                if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
+                may_rise = (uuid, name) in decision.above
+                if (
+                    inventory is None
+                    or amount < 0
+                    or (amount > inventory.capacity and amount > before and not may_rise)
+                ):
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
     # --- trees

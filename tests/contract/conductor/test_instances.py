@@ -231,6 +231,40 @@ async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -
     assert await accepted() == 0 and not await accepts(later), "of the recovery before"
 
 
+async def test_services_that_have_not_listed_are_kept_until_they_have(make: Make) -> None:
+    one, operator = make(), make()
+    await one.open()
+    await operator.open()
+
+    async def absent() -> dict[str, bool]:
+        async with one.transaction() as transaction:
+            return await transaction.absent_services()
+
+    async def ends(silent: Sequence[str], without: Sequence[str] = ()) -> None:
+        async with one.transaction() as transaction:
+            await transaction.begin_recovery()
+        async with operator.transaction() as transaction:
+            assert await transaction.state_without("s3")
+        async with one.transaction() as transaction:
+            await transaction.expect_recovering()
+            await transaction.end_recovery(silent, without)
+
+    assert await absent() == {}
+    await ends(["s1", "s2", "s3"], ["s4"])
+    assert await absent() == {"s1": False, "s2": False, "s3": True, "s4": True}
+    async with operator.transaction() as transaction:
+        assert await transaction.state_without("s1")
+    async with one.transaction() as transaction:
+        await transaction.note_listed({"s2", "s9"})
+    assert await absent() == {"s1": True, "s3": True, "s4": True}
+    await restored(one)
+    async with one.transaction() as transaction:
+        await transaction.recognise(Stated(is_whole=True))
+    assert len(await absent()) == 3, "another server took over"
+    await ends(["s1"])
+    assert await absent() == {"s1": False}, "s3 has listed, whatever was said"
+
+
 async def test_a_recovery_that_is_set_back_itself_begins_anew(store: InstanceStore) -> None:
     for begun in (2, 3):
         await restored(store)

@@ -62,11 +62,21 @@ async def test_nothing_is_held_where_nothing_is_stated(store: ResourceBook) -> N
     assert late.outcome == "consumer_changed"
 
 
-async def test_a_host_that_is_full_changes_nothing(store: ResourceBook) -> None:
+async def test_what_runs_on_a_host_that_is_full_is_held_there_and_marked(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 1, 6))
     reply = await restated(store, stated(1))
-    assert (reply.outcome, reply.consumer_generation) == ("full", 1)
-    assert await used(store) == at(0, 4) | at(1, 6)
+    assert (reply.outcome, reply.over_capacity, reply.consumer_generation) == ("restated", True, 2)
+    assert await used(store) == at(1, 10)
+    (more,) = await claimed(store, build(2, 1))
+    assert more.outcome == "full"
+
+
+async def test_what_a_host_has_nothing_of_changes_nothing(store: ResourceBook) -> None:
+    await claimed(store, build(0, 0))
+    (host,) = option(1).allocations
+    reply = await restated(store, stated(allocations={host: {"CUSTOM_NOTHING": 1}}))
+    assert (reply.outcome, reply.over_capacity) == ("invalid", False)
+    assert await used(store) == at(0, 4)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
@@ -304,13 +304,13 @@ class Cell:
         listings = Listings()
         listings.note(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
         self.search = MachineSearch(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
+        self.leases = Leases()
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock)
         self.hosts = hosts_of(
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
-        self.leases, known = Leases(), KnownReader(self.bus)
-        leases: Any = self.leases
+        known, leases = KnownReader(self.bus), cast("Any", self.leases)
         self.recovery = CellRecovery(
             self.store,
             self.bus,
@@ -358,6 +358,7 @@ class Cell:
             config=self.config,
             cell=CELL,
             search=self.search,
+            leases=self.leases,
             blocked=self.note_blocked,
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))

@@ -38,6 +38,7 @@ from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -399,6 +400,15 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL_NAME)
     assert (status == 1 and "not_open" in output) or "is open" in output
 
+    for store in stores:
+        await store.close()
+
+
+@pytest.mark.postgres
+async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_url: str) -> None:
+    stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
+    for store in stores:
+        await store.open()
     status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
     assert (status, shown[0]["state"]) == (0, "open")
     async with stores[0].transaction() as transaction:
@@ -410,9 +420,28 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     for losses, says in (("5", "recovery.not_waiting"), ("6", "command.unconfirmed")):
         status, output = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", losses)
         assert status and says in output
-    status, _ = await berth(postgres_url, "recovery", "accept", CELL_NAME, "--losses", "6", "--yes")
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    status, _ = await berth(
+        postgres_url, "recovery", "accept", CELL_NAME, "--losses", "6", "--by", "ann", "--reason", "the disk", "--yes"
+    )
     async with stores[0].transaction() as transaction:
         assert (status, await transaction.accepted_losses()) == (0, 6)
+    term = await stores[0].leases.keep("p", 60.0, None)
+    assert term is not None and await stores[0].leases.record(term, [Lease(service="lives", epoch=1)])
+    for service, code, says in (("a b", 2, "1 to 64"), ("lives", 1, "recovery.not_without"), ("gone", 0, "gone")):
+        arguments = "recovery", "without", CELL_NAME, service, "--by", "ann", "--yes"
+        status, output = await berth(postgres_url, *arguments)
+        assert status == code and says in output
+    status, shown = await berth(postgres_url, "recovery", "show", "--cell", CELL_NAME, "--json")
+    assert shown[0]["absent"] == {"gone": True}
+    async with schedulers.raw() as connection:
+        rows = await connection.fetch("SELECT kind, name, who, why FROM object_log ORDER BY revision")
+    assert [tuple(row) for row in rows] == [
+        ("repair", CELL_NAME, "ann", "the disk"),
+        ("repair", CELL_NAME, "ann", ""),
+    ]
+    await schedulers.close()
     for store in stores:
         await store.close()
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import (
     CellBuild,
@@ -16,6 +17,7 @@ from bus.contracts.cell import (
 from bus.faults import DatabaseReplaced
 from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.marks import Stated
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.memory import MemoryBuilds
@@ -41,6 +43,7 @@ async def _active(cell: Cell) -> tuple[str, str]:
 
 
 async def _set_back(cell: Cell, record: str, *, origin: bool) -> None:
+    """To before the machine became active: on another server, or on this one, where a service states what it lacks."""
     async with cell.database.raw() as connection:
         await connection.execute(
             "UPDATE instances SET state = 'building', record = $1::text::json,"
@@ -49,17 +52,39 @@ async def _set_back(cell: Cell, record: str, *, origin: bool) -> None:
         )
         if origin:
             await connection.execute("UPDATE identity SET origin = 'another cluster'")
+            return
+        sent = await connection.fetchval("SELECT array_agg(sequence ORDER BY slot) FROM sent")
+        await connection.execute("UPDATE sent SET sequence = sequence - 1 WHERE slot = 0")
+    cell.store._seen.mark = DatabaseMark(1)  # of the commits before its process has started
+    cell.leases.stated = lambda: Stated((DatabaseMark(1, tuple(sent)),))
 
 
-async def test_a_machine_that_became_active_since_the_backup_is_kept_and_not_destroyed(cell: Cell) -> None:
+@pytest.mark.parametrize("origin", [True, False], ids=["restored elsewhere", "disk set back"])
+async def test_a_machine_that_became_active_since_the_backup_is_kept_and_not_destroyed(
+    cell: Cell, *, origin: bool
+) -> None:
+    """A copy of the volume that is put back under the running server is found by the next heartbeat."""
     uuid, record = await _active(cell)
-    await _set_back(cell, record, origin=True)
+    await _set_back(cell, record, origin=origin)
     cell.clock.offset += 61.0  # its deadline has passed
     with capture_logs() as logs:
         await cell.recover()
     assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.database_set_back"]
     assert await cell.state(uuid) is State.ACTIVE
     assert cell.around.running == {(cell.host(1), uuid): 1}
+    await cell.check_at_rest()
+
+
+async def test_a_service_that_was_away_begins_one_more_recovery_by_what_it_states(cell: Cell) -> None:
+    uuid, record = await _active(cell)
+    await _set_back(cell, record, origin=False)
+    await cell.recover()
+    marks = cell.leases.stated().marks
+    assert await cell.engine.sweep() == 0 and not cell.store.is_recovering, "it is on record"
+    cell.leases.stated = lambda: Stated((*marks, DatabaseMark(1, (1_000,))))
+    await cell.recover()
+    assert await cell.engine.sweep() == 0 and cell.store.set_back.incarnation == 3
+    assert await cell.state(uuid) is State.ACTIVE
     await cell.check_at_rest()
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
-from bus.contracts.base import Message, Meta
+from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
@@ -24,6 +24,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Released
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.domain.table import question_of, step
@@ -31,7 +32,7 @@ from cell_conductor.engine import context_of
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import MAX_TRIES, CellRecovery
-from cell_conductor.store.keyed import Losses, Recovering
+from cell_conductor.store.keyed import Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from scheduler_worker.domain.builds import RecordedBuild, announced_build
@@ -42,6 +43,7 @@ from tests.unit.conductor.world import Alone, Relay, engine_of, hosts_of, listin
 
 ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, newest=2)
 FLOOR = 2 * ATTEMPTS_PER_INCARNATION
+OTHER = "cccccccc-0000-4000-8000-00000000000c"
 
 
 def listed(n: int, attempt: int, **other: Any) -> ListedMachine:
@@ -83,6 +85,7 @@ class World:
         self.told = told or KnownRecord(instance_uuid=UUID)
         self.old = old
         self.fences: tuple[CellFence, ...] = ()
+        self.marks: tuple[DatabaseMark, ...] = ()
         self.services: set[str] = {"s1", "s2", "s3"}
         self.silent: set[str] = set()
         self.page: int | None = None
@@ -117,6 +120,7 @@ class World:
     async def publish(self, message: Message, **_: Any) -> None:
         if isinstance(message, CellRecovering):
             wanted = (self.told,) if message.after < UUID else ()
+            wanted += tuple(KnownRecord(instance_uuid=one) for one in message.asked if one != self.told.instance_uuid)
             page = CellKnown(
                 cell="c1",
                 process=self.process,
@@ -125,6 +129,7 @@ class World:
                 instances=wanted,
                 fences=() if message.asked else self.fences,
                 old=self.old,
+                marks=self.marks,
             )
             received = Received(page, Meta(id="m"), "c1", "conductor.known.conductor-1")
             await self.reader.handle([received])
@@ -140,7 +145,8 @@ class Cell(Alone):
         clock = world.clock
         self.world = world
         self.table = table or MemoryInstanceTable(clock)
-        self.table.made_at = 0.0
+        self.gone: tuple[str, ...] = ()
+        self.marks: list[DatabaseMark] = []
         self.store = MemoryInstances(self.table.session())
         self.relay: Any = Relay()
         leases: Any = self
@@ -183,7 +189,16 @@ class Cell(Alone):
         return {one: Lease(service=one, epoch=1) for one in {"s1", "s2", "s3"} - self.world.services}
 
     def forgotten(self) -> Collection[str]:
-        return ()
+        return self.gone
+
+    def wants_marks(self) -> bool:
+        return False
+
+    def stated(self) -> Stated:
+        return Stated(tuple(self.marks))
+
+    def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
+        self.marks.append(mark)
 
     # what happens
 
@@ -441,6 +456,122 @@ async def test_losses_above_the_limit_wait_for_an_operators_word() -> None:
         assert await transaction.accept_losses(Losses(1, (UUID,)), 2)
     found = await cell.recover()
     assert found is not None and found.phase == (State.RELEASING, State.FAILED)
+
+
+async def test_a_build_that_fails_is_no_loss_and_said_beside_the_losses() -> None:
+    world = World(told=replace(known(2), state=BuildState.BUILDING))
+    building = record(State.BUILDING, newest=2, image="")
+    cell = await cell_of(world, building, replace(ACTIVE, uuid=OTHER))
+    cell.recovery._config = replace(ConductorConfig(), breaker_limit=0)
+    await cell.set_back()
+    await cell.recovery.look()
+    assert cell.table.losses == Losses(1, (OTHER,), builds=1)
+    alone = await cell_of(world, building)
+    alone.recovery._config = replace(ConductorConfig(), breaker_limit=0)
+    found = await alone.recover()
+    assert found is not None and (found.phase, found.code) == ((State.RELEASING, State.FAILED), "build.lost")
+
+
+async def test_what_is_listed_late_without_a_record_is_taken_up_by_its_own_spec() -> None:
+    world = World(listed(3, 7), told=KnownRecord(instance_uuid=UUID, project_id="p"))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world)
+    assert await cell.recover() is None
+    assert cell.table.absent == {"s3": False}
+    world.services |= {"s3"}
+    world.silent = {"s3"}  # it is up, and does not list yet
+    await cell.recovery.look()
+    assert await cell.recorded() is None and cell.table.absent
+    world.silent = set()
+    cell.recovery._late_at_s = 0.0
+    await cell.recovery.look()
+    found = await cell.recorded()
+    assert found is not None and (found.state, found.host_uuid, found.attempt) == (State.ACTIVE, host(3), 7)
+    assert found.last_attempt == FLOOR and cell.table.absent == {}
+    before = len(world.queried)
+    await cell.recovery.look()
+    assert len(world.queried) == before, "it is looked at once"
+
+
+async def test_a_project_that_has_nothing_there_proves_no_machine_that_is_listed_late() -> None:
+    world = World(listed(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world)
+    await cell.recover()
+    world.services |= {"s3"}
+    await cell.recovery.look()
+    assert await cell.recorded() is None and cell.table.absent == {} and not cell.relay.sent
+
+
+async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_record_is_left_to_reports() -> None:
+    world = World(listed(3, 7), told=known(2))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world)
+    await cell.set_back()
+    async with cell.store.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.end_recovery(["s3"])
+    async with cell.store.transaction() as transaction:
+        await transaction.insert([ACTIVE])
+    other = await Cell(world, cell.table).open()
+    world.services |= {"s3"}
+    await other.recovery.look()
+    assert await other.recorded() == ACTIVE and cell.table.absent == {}
+
+
+@pytest.mark.parametrize("by", ["without", "forget"])
+async def test_a_service_that_has_nothing_by_an_operators_word_is_waited_for_by_nobody(by: str) -> None:
+    world = World(told=known(2))
+    world.services = {"s1", "s3"}
+    cell = await cell_of(world, replace(ACTIVE, selections=(replace(selection(2), service="s2"),), position=0))
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
+    if by == "forget":
+        cell.gone = ("s2",)
+    else:
+        async with cell.store.transaction() as transaction:
+            assert await transaction.state_without("s2")
+    settled = await cell.look_again()
+    assert settled is not None and (settled.phase, settled.code) == ((State.RELEASING, State.FAILED), "instance.lost")
+
+
+async def test_a_service_that_is_up_has_what_it_lists_whatever_was_said_of_it() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    async with cell.store.transaction() as transaction:
+        await transaction.state_without("s3")
+    world.services |= {"s3"}
+    found = await cell.recover()
+    assert found is not None and (found.state, found.host_uuid) == (State.ACTIVE, host(3))
+    assert cell.table.absent == {}
+
+
+async def test_what_the_top_has_heard_above_begins_the_recovery_anew() -> None:
+    """An order by a number that is in use elsewhere would be refused."""
+    world = World(listed(3, 7), told=known(3, 7))
+    world.marks = (DatabaseMark(5, (1,)), DatabaseMark(1, (1,)))
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    await cell.recovery.look()
+    assert cell.store.is_recovering and cell.store.set_back.incarnation == 6
+    assert await cell.recorded() == ACTIVE and not world.restated
+    found = await cell.recover()
+    assert found is not None and found.last_attempt == 6 * ATTEMPTS_PER_INCARNATION
+    assert cell.store.set_back.incarnation == 6
+
+
+async def test_a_recovery_that_begins_anew_records_nothing_of_the_one_before() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    listing = await cell.recovery._list()
+    async with cell.store.transaction() as transaction:
+        await transaction.begin_recovery(Stated((DatabaseMark(5),)))
+    with pytest.raises(Unrecognised):
+        await cell.recovery._settle([UUID], {}, listing)
+    assert await cell.recorded() == ACTIVE
 
 
 async def test_what_the_limit_allows_to_be_lost_waits_for_nobody() -> None:

@@ -292,11 +292,11 @@ $$ LANGUAGE plpgsql;
 
 -- Write absolute values, each row once: consumers that go and that change, what they no longer hold and what they hold,
 -- what is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage
--- may not rise past capacity, whatever the decision was; the caller compares.
+-- may not rise past capacity, whatever the decision was, but for what runs there (`above`); the caller compares.
 CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users text[], types text[],
     generations bigint[], attempts integer[], runs text[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
     held_classes integer[], amounts bigint[], used_of bigint[], used_classes integer[], used_now bigint[],
-    moved bigint[], moved_to bigint[], firsts bigint[], lasts bigint[], bodies bytea[],
+    above boolean[], moved bigint[], moved_to bigint[], firsts bigint[], lasts bigint[], bodies bytea[],
     usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
 DECLARE
     written bigint := 0;
@@ -324,8 +324,9 @@ BEGIN
         UPDATE providers p SET generation = n.generation, updated_at = now()
         FROM unnest(moved, moved_to) AS n (id, generation) WHERE p.id = n.id;
         UPDATE inventories i SET used = n.used
-        FROM unnest(used_of, used_classes, used_now) AS n (provider_id, class_id, used)
-        WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id AND (n.used <= i.capacity OR n.used <= i.used);
+        FROM unnest(used_of, used_classes, used_now, above) AS n (provider_id, class_id, used, above)
+        WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
+            AND (n.above OR n.used <= i.capacity OR n.used <= i.used);
         GET DIAGNOSTICS written = ROW_COUNT;
     END IF;
     PERFORM add_project_usage(usage_projects, usage_classes, usage_more, usage_most);
