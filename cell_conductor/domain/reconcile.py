@@ -137,6 +137,8 @@ class InstanceFacts:
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.record = None if record is None or desire_of(record).here is Wish.UNKNOWN else record
         self.base = _base(self.record, known)
+        if self.base is None and self.known is not None and self.known.is_deleted:
+            self.base = _to_destroy(self.known, self.own, self.unseen)
 
     @cached_property
     def desire(self) -> Desire:
@@ -263,7 +265,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         return facts.blocked(BlockedReason.CONFLICT)
     orders = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.own)
     if base is None:
-        return Reconciled(None, orders)
+        return Reconciled(None)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if base.phase not in AT_REST or facts.own or not is_by_record:
         is_gone = not facts.own and not may_be_absent
@@ -435,6 +437,23 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
 def _left(record: Instance, known: KnownInstance) -> Instance:
     kind, request_id = known.kind or MoveKind.UNSHELVE, known.request_id or record.uuid
     return left_for(record, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=record.since)
+
+
+def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Collection[str]) -> Instance | None:
+    """What no record has, and its client has deleted: as long as there is a machine, or may be one on a host that has
+    not listed, its delete is not over.
+    """
+    absent = tuple(one for one in known.selections if one.host_uuid in unseen)
+    spec = own[-1].spec if own else known.spec
+    if own:
+        uuid = own[-1].instance_uuid
+    elif absent and spec is not None:
+        uuid = spec.instance_uuid
+    else:
+        return None
+    state, then = DESTROYING_DELETED
+    made = Instance(uuid=uuid, state=state, then=then, spec=spec, attempt=known.attempt)
+    return replace(made, selections=absent[:1]) if absent else replace(made, **_place(own[-1], made))
 
 
 def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:

@@ -33,11 +33,17 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
         return None
     row, allocations = desire_of(record), None
     if row.here in WANTED and row.condition is not Condition.RESIZED:
-        wanted = record.here.allocations
-        held = [one.allocations for one in known.selections[: known.own_count]]
-        is_there = [one.host_uuid for one in known.selections[: known.own_count]] == [record.host_uuid]
         # The host may report the same inventories of other providers by now, where placement has moved it to.
-        allocations = None if is_there and _amounts(held[0]) == _amounts(wanted) else wanted
+        wanted = next(
+            (
+                one.allocations
+                for one in known.selections
+                if one.host_uuid == record.host_uuid and _amounts(one.allocations) == _amounts(record.here.allocations)
+            ),
+            record.here.allocations,
+        )
+        own = [(one.host_uuid, one.allocations) for one in known.selections[: known.own_count]]
+        allocations = None if own == [(record.host_uuid, wanted)] else wanted
     elif row.condition is Condition.OFFLOADED:
         allocations = {}
     elif row.source is not Wish.UNKNOWN or row.elsewhere:

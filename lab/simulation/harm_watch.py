@@ -89,7 +89,7 @@ class HarmWatch:
     def record(self, instances: Mapping[str, Instance]) -> None:
         """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
-            if self._records.get(uuid) is instance:
+            if self._records.get(uuid) is instance or instance.blocked_reason:
                 continue
             self._has_a_way_back(self._records.get(uuid), instance)
             self._records[uuid] = instance

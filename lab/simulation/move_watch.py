@@ -18,7 +18,7 @@ from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_over
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
-from lab.simulation.watch import Breach
+from lab.simulation.watch import Breach, is_open
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.store.memory_table import MemoryBookTable
 
@@ -38,6 +38,10 @@ NOT_ELSEWHERE = frozenset({State.CLAIMING, State.PREPARING, State.REVERTING, Sta
 EVACUATED = GIVES_UP_SOURCE | {(State.FINISHING, None), (State.RESIZED, None)}
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
 HAS_NOTHING = ELSEWHERE | {(one, None) for one in (State.ABSENT, State.TOMBSTONE, State.DELETED, State.FAILED)}
+
+
+def _counts_as_owned(instance: Instance) -> bool:
+    return instance.phase not in HAS_NOTHING and not instance.blocked_reason
 
 
 class MoveWatch:
@@ -77,7 +81,7 @@ class MoveWatch:
         """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
             before = self._seen.get(uuid)
-            if before is instance or instance.state is State.DEPARTED:
+            if before is instance or instance.state is State.DEPARTED or instance.blocked_reason:
                 continue
             self._owned_once(instances, instance)
             if instance.phase == LEAVES and (before is None or before.phase != LEAVES):
@@ -103,11 +107,12 @@ class MoveWatch:
 
     def _owned_once(self, instances: Mapping[str, Instance], instance: Instance) -> None:
         """At most one cell has an instance. Raises Breach."""
-        if instance.phase in HAS_NOTHING or instance.uuid in self.exempt:
+        if not _counts_as_owned(instance) or instance.uuid in self.exempt:
             return
         for cell, table in self._cells.items():
-            other = table.instances.get(instance.uuid) if table.instances is not instances else None
-            if other is not None and other.phase not in HAS_NOTHING:
+            is_another = table.instances is not instances and is_open(table)
+            other = table.instances.get(instance.uuid) if is_another else None
+            if other is not None and _counts_as_owned(other):
                 raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
 
     def _has_an_image(self, instance: Instance) -> None:
@@ -140,6 +145,15 @@ class MoveWatch:
         was, now = ((i.spec, i.power, i.image, i.attempt, i.host_uuid) for i in (before, instance))
         if was != now:
             raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
+
+    def forget(self, cell: str, before: Mapping[str, Instance], after: Mapping[str, Instance]) -> None:
+        """A cell was set back to before these requests had ended: a late copy is carried out."""
+        for uuid, instance in before.items():
+            known = after[uuid].ended if uuid in after else ()
+            for one in instance.ended:
+                if one not in known:
+                    self.refused.pop(one.request_id, None)
+                    self.ends.pop((cell, one.request_id), None)
 
     def on_event(self, event: MoveEvent, bus: str) -> None:
         """A conductor publishes, or a scheduler to clients. Raises Breach.

@@ -122,6 +122,46 @@ def requests_forgotten(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+def _copied(rng: random.Random, plan: Plan, at: float) -> tuple[Order, Order]:
+    """A copy of a cell's database, of which it is what it was then."""
+    schema, since = f"cell_{rng.choice(plan.cells).name}", rng.choice((0.0, rng.uniform(0.3 * at, at - 1.0)))
+    copied = Order(at=since, action=Action.BACKUP, service=schema, uuid=new_uuid(rng))
+    anew, absent_s = rng.randrange(2), rng.uniform(0.1, 2.0)
+    return copied, replace(copied, at=at, action=Action.RESTORE, seconds=absent_s, size=anew)
+
+
+def restored_twice(rng: random.Random, plan: Plan) -> Plan:
+    """From one copy, or another one that is made in between."""
+    copied, back = _copied(rng, plan, rng.uniform(12.0, 30.0))
+    again = replace(back, at=back.at + rng.choice((rng.uniform(3.0, 10.0), rng.uniform(15.0, 25.0))))
+    other = replace(copied, at=back.at + back.seconds + 0.1, uuid=new_uuid(rng))
+    if rng.random() < 0.5:
+        again = replace(again, uuid=other.uuid)
+    return replace(plan, orders=(*plan.orders, copied, back, other, again))
+
+
+def service_away(rng: random.Random, plan: Plan) -> Plan:
+    """It has machines of which the cell's record knows nothing, or an old truth."""
+    copied, back = _copied(rng, plan, rng.uniform(15.0, 40.0))
+    cell = next(one for one in plan.cells if copied.service == f"cell_{one.name}")
+    service, _ = rng.choice(cell.services)
+    away = Order(
+        at=back.at - rng.uniform(0.0, 4.0), action=Action.LEAVE, service=service, seconds=rng.uniform(10.0, 60.0)
+    )
+    others = [one for one in plan.orders if one.action is not Action.LEAVE]
+    return replace(plan, orders=(*others, copied, back, away))
+
+
+TAKES_OVER = "take-over"
+
+
+def taken_over(rng: random.Random, plan: Plan) -> Plan:
+    """A stand-by that has every commit."""
+    schema, at = f"cell_{rng.choice(plan.cells).name}", rng.uniform(10.0, LOAD_S - 5.0)
+    order = Order(at=at, action=Action.RESTORE, verb=TAKES_OVER, service=schema, seconds=rng.uniform(0.1, 5.0))
+    return replace(plan, orders=(*plan.orders, order))
+
+
 # Last digits of seeds with peers: two in five, and none of those then on record as finding deliberate defects.
 DIGITS = (0, 5, 8, 9)
 NONE_ALLOWED = "none"  # a project that may hold nothing

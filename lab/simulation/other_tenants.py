@@ -21,6 +21,7 @@ from compute_sim.domain.attempts import Entry
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.records import Key
 from lab.simulation.load import Client
+from lab.simulation.orders import TAKES_OVER
 from lab.simulation.plan import Action, Order
 from lab.simulation.rest_client import RestClient
 from lab.simulation.world import World
@@ -92,7 +93,19 @@ TYPES = (JSON, BATCH, "", "text/plain")
 
 # The part of a database that its server does not keep in tables, and the part that outlives a restore.
 KEPT = frozenset(
-    {"clock", "on_commit", "deadlocks", "taken_back", "holding", "_locks", "_image", "_last_row", "place", "histories"}
+    {
+        "clock",
+        "on_commit",
+        "deadlocks",
+        "taken_back",
+        "holding",
+        "_locks",
+        "_image",
+        "_last_row",
+        "place",
+        "servers",
+        "histories",
+    }
 )
 
 
@@ -345,11 +358,14 @@ class OtherTenants:
     async def _restore(self, order: Order) -> None:
         """A server is unavailable and comes back as it once was."""
         world, rows = self._world, self._backups.get(order.uuid)
-        if rows is None:
+        if rows is None and order.verb != TAKES_OVER:
             return
         up = world.databases.fall(order.service)
         await asyncio.sleep(order.seconds)
-        world.set_back(order.service, partial(restore, world.databases.tables[order.service], rows))
+        if rows is None:
+            world.take_over(order.service)
+        else:
+            world.set_back(order.service, partial(restore, world.databases.tables[order.service], rows))
         up()
         if order.size:  # its workers are started anew, too
             for name in world.readers_of(order.service):

@@ -15,7 +15,7 @@ from bus.contracts.placement import INSTANCES, GroupPolicy
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan
-from lab.simulation.watch import Breach
+from lab.simulation.watch import Breach, is_open
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
@@ -144,7 +144,7 @@ class PeerWatch:
         self._groups(
             {
                 uuid: instance.host_uuid
-                for table in self._cells.values()
+                for table in filter(is_open, self._cells.values())
                 for uuid, instance in table.instances.items()
                 if instance.state is State.ACTIVE and instance.host_uuid is not None
             }

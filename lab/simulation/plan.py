@@ -186,7 +186,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def through_schedulers(self) -> bool:
         """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
-        return "fences" in self.widenings or self.drains_by_schedulers or self.moves_across_cells
+        is_decided = "fences" in self.widenings or self.drains_by_schedulers or self.moves_across_cells
+        return is_decided or self.sets_cells_back  # a recovery is told of requests by the schedulers alone
+
+    @property
+    def sets_cells_back(self) -> bool:
+        """Whether the database of a cell is set back."""
+        return any(one.action is Action.RESTORE and one.uuid and one.service.startswith("cell_") for one in self.orders)
 
     @property
     def moves_across_cells(self) -> bool:

@@ -417,7 +417,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             if one.instance_uuid not in lost
             and world.harm.ours(one.instance_uuid)
             and not _is_old_copy(world, one)
-            and not _is_left_in_doubt(world, one)
+            and not _is_from_before(world, one)
             and not _is_untold_and_listed(world, one)
         ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
@@ -485,7 +485,7 @@ def _is_old_copy(world: World, one: RunningFact) -> bool:
     )
 
 
-def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
+def _is_from_before(world: World, one: RunningFact) -> bool:
     """Whether it is from before its cell has recovered, and its record does not name it: it is kept in quarantine."""
     found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(

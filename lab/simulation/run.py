@@ -117,8 +117,7 @@ class _Runner:
         self._event_log = event_log
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
-        is_set_back = any(one.action is Action.RESTORE and one.service.startswith("cell_") for one in plan.orders)
-        if is_set_back:
+        if plan.sets_cells_back:
             # What is blocked is looked at again the later, the longer that lasts.
             self._rest_s += BLOCKED_S
         self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
@@ -128,8 +127,8 @@ class _Runner:
         are_apart = any(cell.conductors > 1 for cell in plan.cells)
         # So does a scheduler's look after a build that is on record with another scheduler's time (seed 4100847).
         is_read = any(one.action is Action.RESTORE and one.service == "scheduler" for one in plan.orders)
-        # And the end of a doubt, which lasts from the time that the cell's database had when it was set back.
-        self._rest_s += 2 * plan.skew_s * (is_set or are_apart or is_read or is_set_back)
+        # And the next look at what is blocked.
+        self._rest_s += 2 * plan.skew_s * (is_set or are_apart or is_read or plan.sets_cells_back)
         self.now = 0.0
         self.states: dict[str, int] = {}
         self._last = random.Random(f"berth.sim.last {plan.seed}")

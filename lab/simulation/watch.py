@@ -13,6 +13,7 @@ from bus.contracts.cell import ComputeOutcome, ComputeResult
 from bus.contracts.queues import DEAD, EVENTS, Where
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.metrics import STEPS_FAILED
+from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest, Host
 from lab.simulation.loop import PROCESS, Process
 from lab.simulation.plan import MAX_FAULT_S
@@ -111,6 +112,11 @@ def failed_steps() -> int:
     return int(
         sum(one.value for metric in STEPS_FAILED.collect() for one in metric.samples if one.name.endswith("total"))
     )
+
+
+def is_open(table: MemoryInstanceTable) -> bool:
+    """Whether what a cell has on record counts: since it was set back, that is once it has recovered."""
+    return table.origin == table.place and not table.recovers
 
 
 class MachineWatch:
@@ -216,8 +222,8 @@ class MachineWatch:
         """A conductor of a cell has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
             last = self._last.get((cell, uuid))
-            if last is instance:
-                continue
+            if last is instance or instance.blocked_reason:
+                continue  # of a blocked one it is not known what is true
             self._last[cell, uuid] = instance
             before = self._active.get(uuid, {}).get(cell)
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":

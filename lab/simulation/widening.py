@@ -19,7 +19,10 @@ from lab.simulation.orders import (
     NONE_ALLOWED,
     builds_forgotten,
     requests_forgotten,
+    restored_twice,
+    service_away,
     set_backs,
+    taken_over,
     transfers,
     without_losses,
 )
@@ -65,12 +68,16 @@ class Widening(StrEnum):
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
     REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
     BUSES_APART = "buses-apart"  # queues of one bus are full while another bus is away, again and again
+    RESTORED_TWICE = "restored-twice"  # a cell's database is set back, and again while it recovers, or after it
+    SERVICE_AWAY = "service-away"  # as cell-restored, and a compute service is stopped meanwhile, and comes back
+    TAKEN_OVER = "taken-over"  # another server takes a cell's database over, and lacks nothing: no recovery begins
     DEADLINES = "deadlines"  # clients wait 50 ms to 10 s for an answer; then they request the same again, or give up
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
 WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.TRANSFERS_RESTORED}
 WIDENED -= {Widening.BUILDS_FORGOTTEN, Widening.REQUESTS_FORGOTTEN, Widening.NODE_POWER, Widening.BUSES_APART}
+WIDENED -= {Widening.RESTORED_TWICE, Widening.SERVICE_AWAY, Widening.TAKEN_OVER}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -583,5 +590,8 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
     Widening.BUILDS_FORGOTTEN: builds_forgotten,
     Widening.REQUESTS_FORGOTTEN: requests_forgotten,
+    Widening.RESTORED_TWICE: restored_twice,
+    Widening.SERVICE_AWAY: service_away,
+    Widening.TAKEN_OVER: taken_over,
     Widening.DEADLINES: _deadlines,
 }

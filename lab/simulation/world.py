@@ -21,6 +21,8 @@ from bus.persistence.memory_database import MemoryDatabase, MemorySession
 from bus.port import BusUnavailable, QueueMissing
 from bus.service.environment import Environment
 from bus.service.service import Service
+from cell_conductor.domain.desires import AT_REST, DELETE_REQUESTED
+from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
 from compute_sim.fleet import Guest, Host
@@ -40,7 +42,7 @@ from lab.simulation.move_watch import MoveWatch
 from lab.simulation.network import Broker, NetworkFaults, SimTransport
 from lab.simulation.peer_watch import PeerWatch
 from lab.simulation.plan import Cell, Plan
-from lab.simulation.watch import BookWatch, Breach, Listener, MachineWatch, SecondFleet, WatchedFleet
+from lab.simulation.watch import BookWatch, Breach, Listener, MachineWatch, SecondFleet, WatchedFleet, is_open
 from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
@@ -51,6 +53,7 @@ log = structlog.get_logger("sim")
 
 # Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
 MAX_CRASHES = 5
+OVER = AT_REST & (DELETE_REQUESTED | {(State.TOMBSTONE, None)})  # deletes of which a cell alone has a record
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
 
@@ -173,12 +176,16 @@ class World:
             look = _all_of(
                 partial(self.machines.instances, name, cell_table.instances),
                 self.peer_watch.machines,
-                partial(self.move_watch.instances, cell_table.instances),
+                partial(self._moved, cell_table),
                 partial(self.harm.record, cell_table.instances),
                 partial(self.last_machines.instances, cell_table.instances),
                 partial(self.breaker_watch.committed, cell_table, self.taken_back),
             )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
+
+    def _moved(self, table: MemoryInstanceTable) -> None:
+        if is_open(table):
+            self.move_watch.instances(table.instances)
 
     # --- processes
 
@@ -404,7 +411,11 @@ class World:
             if schema == "scheduler":
                 self.peer_watch.forget_refusals(differing)
             # What a cell has forgotten its recovery finds out; of the top, it is judged where a plan is made for it.
-            if not schema.startswith("cell_") and not self.plan.judges_forgotten:
+            if schema.startswith("cell_"):
+                self.move_watch.forget(schema.removeprefix("cell_"), before, after)
+                # But no recovery knows of a delete of which nobody has anything left: a late build is built after it.
+                differing = [uuid for uuid in differing if uuid in before and before[uuid].phase in OVER]
+            if not self.plan.judges_forgotten:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
@@ -414,6 +425,17 @@ class World:
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
         if isinstance(table := self.databases.tables[schema], MemoryBookTable | MemoryInstanceTable):
             table.place += 1
+
+    def take_over(self, schema: str) -> None:
+        """Another server has a schema from now on, and lacks nothing of what its messages have shown."""
+        table = self.cells[schema.removeprefix("cell_")]
+        table.place += 1
+        table.on_commit.append(partial(self._committed, schema, partial(self._stays_open, table)))
+        self.event_log.record("restored", f"{schema} by another server")
+
+    def _stays_open(self, table: MemoryInstanceTable) -> None:
+        if table.recovers:
+            raise Breach("recovery_has_a_reason", f"incarnation {table.incarnation} recovers, and nothing was set back")
 
     def publish_foreign(self, messages: Sequence[Message]) -> None:
         """Messages of another client that are well formed: nothing strange about them."""

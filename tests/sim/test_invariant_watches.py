@@ -87,8 +87,8 @@ async def test_no_build_goes_to_a_host_that_has_left_for_good(
     assert world.breach.done() is breaks
 
 
-async def test_a_build_that_a_restore_left_in_doubt_claims_what_was_chosen_before_a_host_left() -> None:
-    """It had waited for a search since its service was up, and rest does not wait for it (seed 4300607)."""
+async def test_a_build_that_schedulers_have_forgotten_claims_what_was_chosen_before_a_host_left() -> None:
+    """Rest does not wait for it (seed 4300607)."""
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.left[LEFT], world.taken_back[INSTANCE], world.probing = "dead", None, True
     MessageWatch(world).published(API, single(pack(claim(1), Meta(id="1")), "berth", "key"))

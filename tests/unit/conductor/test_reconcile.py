@@ -153,6 +153,8 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
         yield "a foreign machine is touched"
     if any(o.action is Action.DESTROY for o in result.orders) and not is_delete_recorded(record, known):
         yield "a machine is ordered away without a delete"
+    if any(o.action is Action.DESTROY for o in result.orders) and result.record is None:
+        yield "nobody awaits that it is destroyed"
     wanted = [one for one in own if (one.host_uuid, one.attempt) in wanted_of(result)]
     running = {one.host_uuid for one in wanted if one.complete and one.runs}
     running |= {order.machine.host_uuid for order in result.orders if order.action is Action.START}
@@ -170,6 +172,8 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
     own, after = [one for one in machines if not one.foreign], result.record
     if after is None or result.blocked_reason:
         return
+    if known is not None and known.is_deleted and desire_of(after).here is Wish.NONE and own:
+        yield "its delete is over, and it has a machine"
     if after.phase not in DESIRES:
         yield "no row of the desired states"
     row = desire_of(after)
