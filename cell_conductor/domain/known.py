@@ -14,10 +14,7 @@ from bus.contracts.operations import CellFence
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 
 from .instance import Power
-from .reconcile import KnownInstance
-
-# Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
-NO_SERVICE = "unknown"
+from .reconcile import NO_SERVICE, KnownInstance
 
 _POWERS = {
     Condition.ACTIVE: Power.RUNNING,

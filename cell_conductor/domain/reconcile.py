@@ -34,6 +34,8 @@ from .move_events import MOVE_LOST
 from .rules import LOST
 
 BUILD_LOST = "build.lost"
+# Of a host whose compute service no scheduler has heard of, in a record. The host's listing names its own.
+NO_SERVICE = "unknown"
 ATTEMPTS_PER_INCARNATION = 1000
 
 (RELEASING_FAILED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.FAILED)
@@ -274,6 +276,8 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
     if base is None:
         return Reconciled(None)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
+    if may_be_absent and base.selections and base.here.service == NO_SERVICE:
+        return facts.blocked(BlockedReason.HOST_ABSENT, orders)  # nobody could be commanded
     if base.phase not in AT_REST or facts.own or not is_by_record:
         is_gone = not facts.own and not may_be_absent
         base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)

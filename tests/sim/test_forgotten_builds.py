@@ -237,8 +237,10 @@ def a_cell_forgets_losses() -> Plan:
     uuids = [f"a0000000-0000-4000-8000-00000000000{number}" for number in range(4)]
     builds = [Order(at=5.0, action=Action.BUILD, uuid=uuid, flavor="m1.tiny", project="red") for uuid in uuids]
     copied = backups(15.0, "cell_cell0", first=1)
-    lost = [Order(at=15.1, action=Action.LOSE, service=service) for service in ("s00", "s01")]
-    plan = plan_of_case(1, (cell,), (*builds, *copied, *lost, *set_back(copied, 15.2)), (), builds_s=1.0)
+    later = replace(builds[0], at=15.1, uuid=builds[0].uuid.replace("a", "b"))  # whose order shows the set-back
+    lost = [Order(at=15.4, action=Action.LOSE, service=service) for service in ("s00", "s01")]
+    orders = (*builds, *copied, later, *lost, *set_back(copied, 15.5))
+    plan = plan_of_case(1, (cell,), orders, (), builds_s=1.0)
     return replace(plan, widenings=(Widening.CELL_RESTORED,), load_s=40.0, breaker_limit=1)
 
 

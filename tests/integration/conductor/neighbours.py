@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,7 @@ from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.leases import Lease
 from cell_conductor.engine import Engine, context_of
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import CellRecovery
@@ -58,13 +59,17 @@ HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
 
 
 class Leases(Alone):
-    """Of one service that is up, kept by this conductor."""
+    """Of one service, kept by this conductor."""
 
-    is_keeper = True
+    is_keeper, is_down = True, False
 
     def up(self) -> Collection[str]:
         """It alone."""
-        return ("s1",)
+        return () if self.is_down else ("s1",)
+
+    def down(self) -> Mapping[str, Lease]:
+        """It alone."""
+        return {"s1": Lease(service="s1", epoch=1)} if self.is_down else {}
 
     def forgotten(self) -> Collection[str]:
         """None."""
@@ -339,6 +344,10 @@ class Cell:
         for consumer in self.consumers:
             await consumer.drain(WAIT_S)
 
+    def note_blocked(self, instances: Collection[str]) -> None:
+        """As the recovery, which is made after the engine."""
+        self.recovery.note_blocked(instances)
+
     def new_engine(self) -> Engine:
         """Of a conductor, which searches in a task of its own."""
         engine = engine_of(
@@ -350,6 +359,7 @@ class Cell:
             cell=CELL,
             search=self.search,
             leases=self.leases,
+            blocked=self.note_blocked,
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
@@ -409,7 +419,7 @@ class Cell:
         assert held == {(host, uuid): claimed for uuid, host, _, claimed in rows}
 
 
-# What is active, and the attempt of its claim: a recovery claims under the newest number of the record, which fences the
+# What is active, and the attempt of its claim: a recovery claims under the newest number on record, which fences the
 # numbers that are lost.
 CLAIMED = """
 SELECT uuid, host_uuid, attempt,

@@ -29,6 +29,7 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
 from cell_conductor.domain.reconcile import (
     ATTEMPTS_PER_INCARNATION,
+    NO_SERVICE,
     Action,
     BlockedReason,
     KnownInstance,
@@ -248,6 +249,35 @@ def test_without_a_machine_a_delete_goes_on_and_an_image_is_kept(record: Instanc
     assert (result.record.phase, result.record.image) == (phase, image)
 
 
+@pytest.mark.parametrize(
+    ("service", "machines", "absent", "found"),
+    [
+        ("s", (listed("A", 1),), (), (State.DESTROYING, State.DELETED)),
+        ("s", (), (), None),
+        ("s", (), ("A",), (State.DESTROYING, State.DELETED)),
+        # Seed 39 of service-away: a service of this name was commanded for ever.
+        (NO_SERVICE, (), ("A",), BlockedReason.HOST_ABSENT),
+    ],
+)
+def test_a_delete_of_what_no_record_has_is_awaited_while_there_may_be_a_machine(
+    service: str, machines: Sequence[ListedMachine], absent: Sequence[str], found: Phase | BlockedReason | None
+) -> None:
+    known = known_at(attempt=1, is_deleted=True, selections=(replace(ON["A"], service=service),))
+    hosts = {ON[one].host_uuid for one in absent}
+    result = reconcile(None, machines, known, hosts, None, incarnation=INCARNATION)
+    assert (result.blocked_reason or (result.record and result.record.phase)) == found
+    again = reconcile(result.record, (listed("A", 1),), known, (), None, incarnation=INCARNATION)
+    assert again.record is not None and again.record.phase == (State.DESTROYING, State.DELETED)
+    assert again.record.here.service != NO_SERVICE and [one.action for one in again.orders] == [Action.DESTROY]
+
+
+@pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
+def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
+    machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
+    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
+
+
 TO_COME = known_at("A", attempt=1, is_active=False)
 ARRIVING = known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True, cell="c1")
 
@@ -282,13 +312,6 @@ def test_what_the_schedulers_have_only_just_given_to_the_cell_is_left_to_their_c
     result = reconcile(record, machines, known, hosts, None, incarnation=INCARNATION)
     is_blocked = isinstance(phase, str)
     assert (result.blocked_reason if is_blocked else result.record and result.record.phase) == phase
-
-
-@pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
-def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
-    machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
-    result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
-    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
 
 
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:

@@ -507,11 +507,12 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    keeper._may_act = True
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
         await keeper._fail_over(engine)
     async with store.transaction() as transaction:
-        await transaction.begin_recovery(0)
+        await transaction.begin_recovery()
     for _ in range(2):
         await keeper._fail_over(engine)
         keeper._fail_over_at = 0.0
