@@ -383,7 +383,8 @@ class Engine:
         )
         found = await transaction.unexplained({one.uuid for one in incoming})
         kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
-        quarantined = {one.machine.uuid for one in found if one.machine.kind is UnexplainedKind.QUARANTINED}
+        unknown = [one.machine for one in found if one.verdict != KEEP]
+        quarantined = {one.uuid for one in unknown if one.kind is UnexplainedKind.QUARANTINED}
         return replace(context, unexplained=quarantined, kept=kept)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:

@@ -61,7 +61,7 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
     project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
     of its newest event that the schedulers have had. spec: its present one. places: its own before those of its moves.
-    request_id, kind: of the move under way.
+    request_id, kind: of the move under way. arrives: it leads here from another cell, which has given the instance up.
     """
 
     instance_uuid: Uuid
@@ -75,6 +75,7 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
     request_id: Uuid | Literal[""] = ""
     kind: MoveKind | None = None
+    arrives: bool = False
 
 
 class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
-from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departure, MoveEvent, MoveState
+from bus.contracts.moves import ENDS_OF_MOVES, OTHER_ATTEMPT, Condition, Departure, MoveEvent, MoveKind, MoveState
 
 from . import steps
 from .desires import BUILT_ELSEWHERE, desire_of
@@ -158,20 +158,31 @@ def end_departure(instance: Instance, event: DepartureEnded, context: StepContex
         return Step(instance)
     left = instance
     if instance.departure is None:
-        departure = Departure(
-            cell=event.to_cell,
-            spec=instance.spec if instance.move is None else instance.move.spec,
-            image=instance.image,
-            last=instance.here,
-            attempt=event.attempt,
-            sequence=instance.sequence,
-            kind=event.kind,
-            is_stopped=instance.power is Power.STOPPED,
-            at=event.at,
-        )
-        left = _left(instance if instance.move is None else without_move(instance), departure, event.request_id)
+        kind, request_id = event.kind, event.request_id
+        left = left_for(instance, event.to_cell, event.attempt, kind=kind, request_id=request_id, at=event.at)
     state, then = BUILT_ELSEWHERE
     return Step(replace(left, state=state, then=then, newest=event.attempt, deadline=None, since=event.at))
+
+
+def left_for(instance: Instance, cell: str, attempt: int, *, kind: MoveKind, request_id: str, at: float) -> Instance:
+    """The record of one that another cell has built, from a record from before it left: what this cell announced then
+    is lost. attempt: the last one here.
+    """
+    spec = instance.spec if instance.move is None else instance.move.spec
+    assert spec is not None
+    departure = Departure(
+        cell=cell,
+        spec=spec,
+        image=instance.image,
+        last=instance.here,
+        attempt=attempt,
+        sequence=instance.sequence,
+        kind=kind,
+        is_stopped=instance.power is Power.STOPPED,
+        at=at,
+    )
+    left = _left(instance if instance.move is None else without_move(instance), departure, request_id)
+    return replace(left, state=BUILT_ELSEWHERE[0], then=BUILT_ELSEWHERE[1])
 
 
 def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> Step:

@@ -78,6 +78,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         is_active=is_mapped and state is BuildState.ACTIVE,
         is_deleted=state in _DELETED,
         is_elsewhere=is_mapped and record.cell != page.cell,
+        cell=record.cell or "",
         attempt=record.attempt,
         sequence=record.sequence,
         project_id=record.project_id,
@@ -86,6 +87,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         power=_POWERS.get(record.condition) if state is BuildState.ACTIVE else None,
         request_id=record.request_id,
         kind=record.kind,
+        arrives=record.arrives,
         own_count=sum(one.migration is None for one in record.places),
         migrations=tuple(dict.fromkeys(one.migration for one in record.places if one.migration is not None)),
     )

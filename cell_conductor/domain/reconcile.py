@@ -16,6 +16,7 @@ from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import CHOOSES_HOSTS, Condition, MoveKind, MoveState
 
+from .departure_rules import left_for
 from .desires import (
     AT_REST,
     DELETE_REQUESTED,
@@ -43,10 +44,10 @@ ATTEMPTS_PER_INCARNATION = 1000
 class KnownInstance(Struct, frozen=True, kw_only=True):
     """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
 
-    attempt: the highest that map and placement have. sequence: of its newest event there. selections: where it has
-    allocations, its own before those of its migration; project_id is theirs. power: in the map (None: not known).
-    request_id, kind: of the request under way. own_count: how many of the selections the instance holds itself;
-    migrations: that hold the others.
+    cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
+    selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
+    map (None: not known). request_id, kind: of the request under way; arrives: by that another cell has given it up for
+    this one. own_count: how many of the selections the instance holds itself; migrations: that hold the others.
     """
 
     is_old: bool = False
@@ -54,6 +55,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     is_active: bool = True
     is_deleted: bool = False
     is_elsewhere: bool = False
+    cell: str = ""
     attempt: int = 0
     sequence: int = 0
     project_id: str = ""
@@ -62,6 +64,7 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     power: Power | None = None
     request_id: str = ""
     kind: MoveKind | None = None
+    arrives: bool = False
     own_count: int = 0
     migrations: tuple[str, ...] = ()
 
@@ -113,7 +116,7 @@ class Reconciled(Struct, frozen=True):
 
 class InstanceFacts:
     """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's mark
-    about which no operator has decided, the newest last. base: the record, or what the top knows newer.
+    about which no operator has decided, the newest last. record: on record. base: that, or what the top knows newer.
     """
 
     def __init__(
@@ -132,7 +135,8 @@ class InstanceFacts:
         self.decision = decision
         # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
-        self.base = _base(None if record is None or desire_of(record).here is Wish.UNKNOWN else record, known)
+        self.record = None if record is None or desire_of(record).here is Wish.UNKNOWN else record
+        self.base = _base(self.record, known)
         if self.base is None and self.known is not None and self.known.is_deleted:
             self.base = _to_destroy(self.known, self.own, self.unseen)
 
@@ -220,16 +224,29 @@ def wait_until_quiet(facts: InstanceFacts) -> Reconciled | None:
 
 
 def depart(facts: InstanceFacts) -> Reconciled | None:
-    """3: another cell has it by a later attempt."""
+    """3: another cell has it by a later attempt. The request by which it left ends there."""
     known, base = facts.known, facts.base
     if known is None or not known.is_elsewhere or known.attempt <= (0 if base is None else base.last_attempt):
         return None
     if facts.complete:
         return facts.blocked(BlockedReason.CONFLICT)
-    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED:
+    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED or not base.selections:
         return Reconciled(base, facts.orders())
-    ended = _ends_of(facts)
-    return _ended(Reconciled(replace(base, state=State.DEPARTED, then=None, move=None), facts.orders(), ended))
+    return Reconciled(_left(base, known), facts.orders())
+
+
+def await_command(facts: InstanceFacts) -> Reconciled | None:
+    """Of 3: they have given it to this cell, which has nothing of it yet: the command waits, or is queried."""
+    known, record = facts.known, facts.record
+    if known is None or not known.is_here or facts.own or facts.may_be_absent:
+        return None
+    if record is None:
+        is_first = not known.is_active and known.attempt <= 1
+        return Reconciled(None) if known.arrives or is_first else None
+    is_begun = record.move is not None and record.move.request_id == known.request_id
+    if not known.arrives or is_begun or known.attempt <= record.last_attempt or record.phase in DELETE_REQUESTED:
+        return None
+    return Reconciled(record if record.phase in ELSEWHERE or not record.selections else _left(record, known))
 
 
 def delete(facts: InstanceFacts) -> Reconciled | None:
@@ -350,8 +367,8 @@ def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
 
 Rule = Callable[[InstanceFacts], Reconciled | None]
 RULES: tuple[Rule, ...] = (
-    adopt_decided, wait_until_quiet, depart, delete, keep, wait_for_hosts, activate, build_on, end_without_machine,
-    take_up_unrecorded,
+    adopt_decided, wait_until_quiet, depart, await_command, delete, keep, wait_for_hosts, activate, build_on,
+    end_without_machine, take_up_unrecorded,
 )  # fmt: skip
 
 
@@ -415,6 +432,11 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
         of_map, state=state, then=None, spec=known.spec, selections=known.selections[:1], position=0,
         attempt=known.attempt, code="", departure=None,
     )  # fmt: skip
+
+
+def _left(record: Instance, known: KnownInstance) -> Instance:
+    kind, request_id = known.kind or MoveKind.UNSHELVE, known.request_id or record.uuid
+    return left_for(record, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=record.since)
 
 
 def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Collection[str]) -> Instance | None:

@@ -16,8 +16,8 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from bus.contracts.moves import ChangeKind, ChangeMachine, Condition
 from bus.contracts.placement import MAX_RESTATED, Restate
 
-from .desires import WANTED, Wish, Work, desire_of
-from .instance import FIRST_SEQUENCE, Instance, State
+from .desires import PURGED, PURGED_FAILED, WANTED, Wish, Work, desire_of
+from .instance import FIRST_SEQUENCE, Instance
 from .move_events import after, tell_end
 from .reconcile import ATTEMPTS_PER_INCARNATION, Action, KnownInstance, Reconciled, RecoveryOrder
 from .steps import Step, StepContext, announce
@@ -133,7 +133,7 @@ def _deadline(record: Instance, at: float, context: StepContext) -> float | None
     if row.condition is Condition.RESIZED:
         confirm_s = None if record.move is None else record.move.auto_confirm_s
         return None if confirm_s is None else at + confirm_s
-    if row.ends or record.phase == (State.TOMBSTONE, None):
+    if row.ends or record.phase in PURGED | PURGED_FAILED:
         return None
     return at  # what it waits for is commanded, or asked of placement, once more
 

@@ -370,6 +370,11 @@ def _next_of(transfer: Transfer, departure: Departure, hosts_of: HostsOf) -> Tra
     return replace(transfer, command=replace(home, departure=failed, sequence=departure.sequence))
 
 
+def arrives(move: RecordedMove) -> bool:
+    """Whether its cell is to build the instance, which the other one has given up."""
+    return move.transfer is not None and isinstance(move.transfer.command, CellMove)
+
+
 def departure_ended(move: RecordedMove) -> OutboxMessage | None:
     """That the cell which has given the instance up for the one of this move need not keep that on record any more."""
     transfer = move.transfer

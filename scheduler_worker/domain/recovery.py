@@ -23,7 +23,7 @@ from bus.contracts.recovery import (
 )
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of, image_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, arrives, flavor_of, image_of
 
 
 class UuidRange(Struct, frozen=True):
@@ -89,11 +89,12 @@ def known_record(
         state=build.state,
         condition=build.now.condition,
         cell=build.cell,
-        attempt=max(record.attempt, build.attempt),
+        attempt=max(record.attempt, build.attempt, build.now.first_attempt),
         sequence=build.sequence,
         spec=instance_spec(request, config),
         request_id=build.now.under_way or "",
         kind=None if under_way is None else under_way.kind,
+        arrives=under_way is not None and arrives(under_way),
     )
 
 

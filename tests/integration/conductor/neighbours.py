@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,7 @@ from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.leases import Lease
 from cell_conductor.engine import Engine, context_of
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import CellRecovery
@@ -58,13 +59,17 @@ HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
 
 
 class Leases(Alone):
-    """Of one service that is up, kept by this conductor."""
+    """Of one service, kept by this conductor."""
 
-    is_keeper = True
+    is_keeper, is_down = True, False
 
     def up(self) -> Collection[str]:
         """It alone."""
-        return ("s1",)
+        return () if self.is_down else ("s1",)
+
+    def down(self) -> Mapping[str, Lease]:
+        """It alone."""
+        return {"s1": Lease(service="s1", epoch=1)} if self.is_down else {}
 
     def forgotten(self) -> Collection[str]:
         """None."""
@@ -339,6 +344,10 @@ class Cell:
         for consumer in self.consumers:
             await consumer.drain(WAIT_S)
 
+    def note_blocked(self, instances: Collection[str]) -> None:
+        """As the recovery, which is made after the engine."""
+        self.recovery.note_blocked(instances)
+
     def new_engine(self) -> Engine:
         """Of a conductor, which searches in a task of its own."""
         engine = engine_of(
@@ -350,6 +359,7 @@ class Cell:
             cell=CELL,
             search=self.search,
             leases=self.leases,
+            blocked=self.note_blocked,
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
@@ -403,12 +413,19 @@ class Cell:
     async def check_at_rest(self) -> None:
         """Invariant 3: what runs = what instances record = what is allocated."""
         async with self.database.raw() as connection:
-            rows = await connection.fetch("SELECT uuid, host_uuid, attempt FROM instances WHERE state = 'active'")
-        instances = {(row[1], row[0]): row[2] for row in rows}
-        assert self.around.running == instances
-        assert {(host, uuid) for uuid, (_, host, _) in self.around.held.items()} == set(instances)
-        # A recovery fences the claims of the numbers that are lost.
-        assert all(self.around.held[uuid][0] >= attempt for (_, uuid), attempt in instances.items())
+            rows = await connection.fetch(CLAIMED)
+        assert self.around.running == {(host, uuid): attempt for uuid, host, attempt, _ in rows}
+        held = {(host, uuid): attempt for uuid, (attempt, host, _) in self.around.held.items()}
+        assert held == {(host, uuid): claimed for uuid, host, _, claimed in rows}
+
+
+# What is active, and the attempt of its claim: a recovery claims under the newest number on record, which fences the
+# numbers that are lost.
+CLAIMED = """
+SELECT uuid, host_uuid, attempt,
+    CASE WHEN attempt < coalesce(record ->> 'proves_from', '0')::bigint THEN newest ELSE attempt END
+FROM instances WHERE state = 'active'
+"""
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -103,6 +103,40 @@ async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up
     )
 
 
+@pytest.mark.parametrize("asked", ["query", "build", "delete"])
+async def test_nothing_is_released_or_ended_while_a_service_is_down(cell: Cell, asked: str) -> None:
+    """A delete is on record, and everything else waits: its machine may run there."""
+    build = replace(cell.build(1, 2), requested_at=cell.clock.time())
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    cell.leases.is_down = True
+    await cell.sql("DELETE FROM instances", "DELETE FROM handled", "UPDATE identity SET origin = 'another cluster'")
+    await cell.recover()
+    if asked == "delete":
+        await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True, attempt=1))
+    elif asked == "query":
+        await ask(cell, build, 10)
+    else:
+        await cell.around.bus.publish(build)
+    await cell.drain()
+    async with cell.store.transaction() as transaction:
+        (record,) = (await transaction.lock([uuid])).values()
+    assert record.blocked_reason == "host_absent" and (record.then is State.DELETED) is (asked == "delete")
+    assert cell.around.held[uuid][:2] == (1, cell.host(1)) and cell.around.running and not cell.around.destroys
+    assert BuildState.FAILED not in cell.around.ends(uuid)
+    cell.leases.is_down = False
+    await cell.sql("UPDATE instances SET deadline = 0")
+    await cell.engine.sweep()
+    await cell.recovery.look()
+    if asked == "delete":
+        await until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
+        assert not cell.around.held
+    else:
+        assert await cell.state(uuid) is State.ACTIVE
+    await cell.check_at_rest()
+
+
 # --- The schedulers query a build that has had no event: it is answered from the record, or ends if there is
 # nothing.
 

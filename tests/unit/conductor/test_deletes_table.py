@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.base import Refusal
+from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
-from bus.contracts.cell import FoundMachine
+from bus.contracts.cell import InstanceSpec
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, State
+from cell_conductor.domain.instance import BlockedReason, EndedMove, Instance, State
 from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
@@ -23,6 +24,7 @@ from tests.unit.conductor.records import (
     GONE,
     SOURCE_GONE,
     Case,
+    after,
     at_source,
     case,
     changing,
@@ -35,6 +37,7 @@ from tests.unit.conductor.records import (
 from tests.unit.conductor.scenario import (
     PATIENCE,
     RELEASED,
+    SPEC,
     UUID,
     claimed,
     failed,
@@ -50,18 +53,18 @@ from tests.unit.conductor.scenario import (
 K, S = MoveKind, State
 ABSENT = Instance(uuid=UUID)
 TOMB = Instance(uuid=UUID, state=S.TOMBSTONE)
-MACHINE = FoundMachine(
-    instance_uuid=UUID, host_uuid=host(3), host="host-3", service="s1", attempt=5, project_id="p", built=True
-)
-ON_HOST_2 = replace(MACHINE, attempt=6, host_uuid=host(2))
-ON_HOST_1 = replace(MACHINE, attempt=4, host_uuid=host(1))
 DELETING = record(S.DESTROYING, S.DELETED)
 HELD = replace(DELETING, code="destroy.busy", reason="r")
+ABSENT_HOST = BlockedReason.HOST_ABSENT.value
 UNDESTROYED = e.SpawnFailed(at=220.0, attempt=2, host_uuid=host(2), code="destroy.busy", reason="r")
 
 
 def deletes(**other: Any) -> e.DeleteRequested:
     return replace(e.DeleteRequested(at=120.0, project_id="p"), **other)
+
+
+def blocked(state: State, then: State | None = None) -> Instance:
+    return record(state, then, blocked_reason=ABSENT_HOST)
 
 
 def build(**other: Any) -> e.BuildRequested:
@@ -295,12 +298,9 @@ def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() ->
     assert isinstance(release, Release) and (release.attempt or 0) > record(S.FAILED).next_attempt
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [{"code": "build.machine_exists"}],
-)
-def test_a_build_that_begins_anew_keeps_what_the_one_before_has_not_commanded(kept: dict[str, Any]) -> None:
-    """There is another project's."""
+@pytest.mark.parametrize("kept", [{"code": "build.machine_exists"}, {"proves_from": 1000}], ids=str)
+def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before(kept: dict[str, Any]) -> None:
+    """There is another project's; or it is from before a recovery, which has left a machine of it in quarantine."""
     before = record(S.FAILED, **kept)
     assert not any(is_over(known, 1, host(1)) for known in (before, *begun_anew(before, renewed(attempt=5))))
 
@@ -315,9 +315,70 @@ def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones()
     assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
 
 
-THERE = replace(selection(3), allocations={host(3): {}}, shapes={})
-TAKES = {host(3): {"VCPU": 7}}
 NUMBERED = {"sequence": 21, "build_sequence": 20}
+BEGUN = {
+    "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 11,
+    "build_sequence": 10, "then": S.DELETED, "state": S.RELEASING, "deadline": 135.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "changes"),
+    [
+        (ABSENT, deletes(cause="c"), {"state": S.TOMBSTONE, "since": 120.0, "cause": "c"}),
+        (replace(ABSENT, cause="old"), deletes(begun=True, attempt=3, cause="c"), {**BEGUN, "newest": 3, "cause": "c"}),
+        (replace(TOMB, cause="old"), deletes(cause="c"), {}),
+        (replace(TOMB, cause="old"), build(),
+         {"state": S.RELEASING, "then": S.DELETED, "since": 100.0, "deadline": 115.0, "spec": SPEC, "attempt": 1,
+          "selections": (selection(1),), "consumer_generation": 7, "build_timeout_s": 60.0}),
+        (record(S.ACTIVE), deletes(cause="c"),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0, "cause": "c"}),
+        (record(S.ACTIVE), deletes(),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0}),
+        (record(S.CLAIMING, S.BUILDING), deletes(cause="c"), {**NUMBERED, "then": S.DELETED, "cause": "c"}),
+        (record(S.CLAIMING, S.BUILDING), deletes(), {**NUMBERED, "then": S.DELETED}),
+        (record(S.OFFLOADED), deletes(cause="c"),
+         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0, "cause": "c"}),
+        (record(S.OFFLOADED), deletes(),
+         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0}),
+        (at_source({"answered": True}), deletes(), {**NUMBERED, "move_delete": True}),
+        (at_source({"answered": True}), deletes(cause="c"), {**NUMBERED, "move_delete": True, "cause": "c"}),
+        (record(S.FAILED), deletes(cause="c"),
+         {**NUMBERED, "state": S.DELETED, "since": 120.0, "cause": "c", "deadline": None}),
+        (record(S.FAILED), deletes(), {**NUMBERED, "state": S.DELETED, "since": 120.0, "deadline": None}),
+        (DELETING, UNDESTROYED, {**NUMBERED, "code": "destroy.busy", "reason": "r"}),
+        (DELETING, GONE, {"state": S.RELEASING, "since": 310.0, "deadline": 325.0}),
+        (moving(S.DESTROYING, S.DELETED), GONE, {"move_here_gone": True}),
+        (moving(S.DESTROYING, S.ACTIVE), GONE, {}),
+        (moving(S.DESTROYING, S.DELETED), SOURCE_GONE, {"move_source_gone": True}),
+        (record(S.BUILDING), build(is_query=True, sequence=19), NUMBERED),
+        (record(S.BUILDING), build(is_query=True, sequence=20), {"sequence": 22, "build_sequence": 21}),
+        (record(S.DELETED), build(is_query=True, sequence=19), NUMBERED),
+        (record(S.DELETED), build(is_query=True, sequence=18), {}),
+        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=15), NUMBERED),
+        (record(S.DELETED, build_sequence=15), build(is_query=True, sequence=14), {}),
+        (record(S.DELETED), build(sequence=30), {}),
+        (DELETING, deletes(), NUMBERED),
+        (blocked(S.ACTIVE), deletes(cause="c"),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "deadline": 120.0, "newest": 4, "cause": "c"}),
+        (blocked(S.ACTIVE), deletes(attempt=9),
+         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "deadline": 120.0, "newest": 9}),
+        (at_source(blocked_reason=ABSENT_HOST), deletes(), {**NUMBERED, "move_delete": True, "deadline": 120.0}),
+        (blocked(S.DESTROYING, S.DELETED), deletes(attempt=9), {**NUMBERED, "newest": 9}),
+    ],
+)  # fmt: skip
+def test_a_delete_or_a_build_that_comes_again_changes_this_of_its_record(
+    before: Instance, event: e.Event, changes: dict[str, Any]
+) -> None:
+    assert step(before, event, PATIENCE).instance == after(before, changes)
+
+
+@pytest.mark.parametrize("attempt", [1_000_000, MAX_ATTEMPT])
+def test_what_follows_from_the_attempt_that_a_delete_names_is_what_placement_reads(attempt: int) -> None:
+    """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
+    deleted = step(ABSENT, deletes(begun=True, attempt=attempt), PATIENCE).instance
+    asked = msgspec.json.decode(msgspec.json.encode(question_of(deleted)), type=Release)
+    assert asked.attempt == min(attempt + 1, MAX_ATTEMPT)
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,13 @@ def test_what_no_host_takes_leaves_again_or_rests_offloaded(is_stopped: bool) ->
         assert (departure.attempt, departure.is_stopped, departure.code) == (10, is_stopped, "max_retries_exceeded")
 
 
+@pytest.mark.parametrize("kept", [{"code": "build.machine_exists"}, {"proves_from": 1000}], ids=str)
+def test_an_arrival_proves_no_more_about_machines_than_the_former_record(kept: dict[str, Any]) -> None:
+    former = replace(GONE, **kept)
+    here = step(former, ARRIVES, PATIENCE).instance
+    assert not any(is_over(known, 1, host(1)) for known in (former, here))
+
+
 # --- What the former cell answers.
 
 
@@ -348,6 +355,25 @@ def test_the_former_cell_answers_with_the_departure_and_an_end_of_its_own(
     is_new = answer is not None and not known
     kept = (EndedMove(OTHER, last.kind, *answer),) if is_new and answer is not None else known
     assert stepped.instance == replace(before, ended=kept)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "begun", "phase"),
+    [
+        (0, True, (State.DEPARTED, None)),
+        (7, True, (State.DEPARTED, None)),
+        (8, True, (State.RELEASING, State.DELETED)),
+        (8, False, (State.TOMBSTONE, None)),
+    ],
+)
+def test_a_delete_of_a_later_attempt_than_it_has_left_with_is_carried_out(
+    attempt: int, begun: bool, phase: Phase
+) -> None:
+    """It has come back since, and the record of that is lost."""
+    stepped = step(GONE, replace(DELETE, begun=begun, attempt=attempt), PATIENCE)
+    assert stepped.instance.phase == phase
+    if phase == (State.DEPARTED, None):
+        assert told(stepped) == [GONE_TOLD]
 
 
 def test_so_many_ends_are_kept() -> None:

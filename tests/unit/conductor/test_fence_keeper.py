@@ -15,7 +15,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
 from bus.contracts.moves import MoveKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
@@ -33,9 +33,10 @@ from cell_conductor.fences import FenceKeeper
 from cell_conductor.guard import Guard
 from cell_conductor.lease_keeper import LeaseKeeper
 from cell_conductor.store.memory import MemoryInstances
+from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
-from tests.unit.conductor.scenario import PATIENCE, UUID, host
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host
 from tests.unit.conductor.test_single_conditions import fences_on
 from tests.unit.conductor.world import (
     Queried,
@@ -46,6 +47,7 @@ from tests.unit.conductor.world import (
     hosts_of,
     insert,
     listing,
+    opened,
     opened_store,
     put,
 )
@@ -443,6 +445,33 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     async with store.transaction() as transaction:
         states = {uuid: one.state for uuid, one in (await transaction.lock([UUID, SECOND])).items()}
     assert states == {UUID: State.REVERTING, SECOND: State.FINISHING}
+
+
+@pytest.mark.parametrize("kept", ["before", "after", ""])
+async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(kept: str) -> None:
+    """The host was ordered to destroy it once it was back, and the operator's word went with the machine. A word that
+    came after the delete was not asked for.
+    """
+    conductor = await opened()
+    await conductor.store.fences.put(Fence(host_uuid=host(1), host="h1", version=1))
+    keeper = keeper_of(HeldReads(conductor.store))
+    await keeper.load()
+    conductor.engine._fences = keeper
+    failed = Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(ON_1,), attempt=1)
+    await insert(conductor.store, failed)
+    await conductor.keep(1, KEEP if kept == "before" else "")
+    await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.state is State.DELETED
+    await conductor.keep(1, KEEP if kept == "after" else "")
+    await keeper.load()
+    config, relay = ConductorConfig(), conductor.relay
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
+    runs = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    before = len(relay.sent)
+    await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
+    orders = [one for one in cast(list[OutboxMessage], relay.sent)[before:] if isinstance(one.message, Destroy)]
+    assert len(orders) == (0 if kept else 1)
 
 
 # --- A conductor that has just started: what it does not know yet is neither up, nor free of a fence.

@@ -24,6 +24,7 @@ from cell_conductor.domain.instance import (
     Instance,
     Move,
     State,
+    summary_of,
     why_not_claimed,
 )
 from cell_conductor.domain.leases import Lease, LeaseState
@@ -96,6 +97,22 @@ def tried(attempt: int, outcome: str = "failed", **more: Any) -> AttemptRecord:
 
 
 @pytest.mark.parametrize(
+    ("history", "words"),
+    [
+        ((), "0 of 3 hosts tried, none is left. "),
+        ((tried(1),), "1 of 3 hosts tried, none is left. host-1: failed"),
+        ((tried(1, NOT_TRIED), tried(2)), "1 of 3 hosts tried, none is left. host-1: not_tried; host-2: failed"),
+        ((tried(4, NOT_TRIED), tried(5, NOT_TRIED)), "0 of 5 hosts tried, none is left. host-4: not_tried; "
+         "host-5: not_tried"),
+        ((tried(1, code="x", reason="why"), tried(2, code="y")), "2 of 3 hosts tried, none is left. "
+         "host-1: failed, x, why; host-2: failed, y"),
+    ],
+)  # fmt: skip
+def test_the_history_of_an_instance(history: tuple[AttemptRecord, ...], words: str) -> None:
+    assert summary_of(replace(BUILT, history=history)) == words
+
+
+@pytest.mark.parametrize(
     ("outcomes", "reason", "why"),
     [
         ((ClaimOutcome.FULL,), "its own", ("max_retries_exceeded", "tries")),
@@ -109,6 +126,20 @@ def test_why_no_host_could_be_claimed(outcomes: tuple[ClaimOutcome, ...], reason
 
 
 # --- the smallest steps
+
+
+def test_a_state_that_waits_has_its_deadline_and_what_follows() -> None:
+    asked = steps.ask(BUILT, State.REVERTING, 50.0, CONTEXT)
+    assert (asked.phase, asked.deadline, asked.since) == ((State.REVERTING, None), 65.0, 50.0)
+    rows = [
+        (steps.claiming(BUILT, State.BUILDING, 50.0, CONTEXT), (State.CLAIMING, State.BUILDING), 65.0),
+        (steps.releasing(BUILT, State.FAILED, 50.0, CONTEXT), (State.RELEASING, State.FAILED), 65.0),
+        (steps.destroying(BUILT, State.DELETED, 50.0, CONTEXT), (State.DESTROYING, State.DELETED), 80.0),
+    ]
+    for instance, phase, deadline in rows:
+        assert (instance.phase, instance.deadline, instance.since) == (phase, deadline, 50.0)
+    after = steps.released_after(rows[-1][0], 60.0, CONTEXT)
+    assert (after.phase, after.deadline) == ((State.RELEASING, State.DELETED), 75.0)
 
 
 @pytest.mark.parametrize(("claimed", "state"), [(None, State.DELETED), (True, State.RELEASING)])

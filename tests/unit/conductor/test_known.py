@@ -141,7 +141,8 @@ NOWHERE: dict[str, Any] = {"exists": False, "is_active": False}
 def test_the_tops_word_as_reconcile_takes_it(record: dict[str, Any], expected: dict[str, Any]) -> None:
     found = told(ASKS, page(ASKS, KnownRecord(instance_uuid=uuid(1), **record)))
     assert found is not None
-    assert found.instances[uuid(1)] == KnownInstance(**{"attempt": record.get("attempt", 0), **expected})
+    named = {"attempt": record.get("attempt", 0), "cell": record.get("cell", "")}
+    assert found.instances[uuid(1)] == KnownInstance(**named, **expected)
 
 
 def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
@@ -156,7 +157,7 @@ def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
     assert found is not None
     selections = (replace(at, shapes={}), replace(source, shapes={}, service=NO_SERVICE))
     expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12, is_old=True)
-    expected = replace(expected, own_count=1, migrations=(uuid(9),))
+    expected = replace(expected, cell="c1", own_count=1, migrations=(uuid(9),))
     assert found.instances[uuid(1)] == expected
 
 

@@ -109,6 +109,8 @@ WORDS = (
     known_at("B", "A", attempt=2, request_id=MOVE, kind=MoveKind.MIGRATE, power=Power.RUNNING),
     known_at("A", attempt=2, request_id=OTHER, kind=MoveKind.STOP, power=Power.RUNNING),
     known_at("C", attempt=7, is_active=False),
+    known_at("A", attempt=1, is_active=False),
+    known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True),
     known_at(attempt=2, is_deleted=True),
     known_at(attempt=9, is_deleted=True),
     known_at(attempt=9, is_elsewhere=True),
@@ -251,6 +253,42 @@ def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
     machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
     result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
     assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
+
+
+TO_COME = known_at("A", attempt=1, is_active=False)
+ARRIVING = known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True, cell="c1")
+
+
+@pytest.mark.parametrize(
+    ("record", "machines", "known", "absent", "phase"),
+    [
+        (None, (), TO_COME, "", None),
+        (None, (), replace(TO_COME, attempt=2), "", (State.RELEASING, State.FAILED)),
+        (None, (), TO_COME, "A", "host_absent"),
+        (None, (listed("A", 1, complete=False),), TO_COME, "", (State.BUILDING, None)),
+        (None, (), ARRIVING, "", None),
+        (None, (), ARRIVING, "B", "host_absent"),
+        (None, (listed("B", 9),), ARRIVING, "", (State.ACTIVE, None)),
+        (record_of((State.DEPARTED, None)), (), ARRIVING, "", (State.DEPARTED, None)),
+        (record_of((State.ACTIVE, None)), (), ARRIVING, "", (State.DEPARTED, State.ABSENT)),
+        (record_of((State.ACTIVE, None)), (), ARRIVING, "B", "host_absent"),
+        (record_of((State.ACTIVE, None)), (listed("B", 9),), ARRIVING, "", (State.ACTIVE, None)),
+        (record_of((State.DELETED, None)), (), ARRIVING, "", "conflict"),
+        (record_of((State.FINISHING, None), image="kept"), (), ARRIVING, "", (State.OFFLOADED, None)),
+    ],
+)
+def test_what_the_schedulers_have_only_just_given_to_the_cell_is_left_to_their_command(
+    record: Instance | None,
+    machines: Sequence[ListedMachine],
+    known: KnownInstance,
+    absent: str,
+    phase: Phase | str | None,
+) -> None:
+    """A build whose command waited had failed when that came, and what comes from another cell was lost."""
+    hosts = {ON[absent].host_uuid} if absent else set[str]()
+    result = reconcile(record, machines, known, hosts, None, incarnation=INCARNATION)
+    is_blocked = isinstance(phase, str)
+    assert (result.blocked_reason if is_blocked else result.record and result.record.phase) == phase
 
 
 def test_over_everything_that_may_be_recorded_listed_and_known() -> None:

@@ -21,16 +21,21 @@ from bus.contracts.placement import Release, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.events import Released
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.table import question_of, step
 from cell_conductor.engine import context_of
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import MAX_TRIES, CellRecovery
 from cell_conductor.store.keyed import Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
+from scheduler_worker.domain.builds import RecordedBuild, announced_build
 from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import moving, record
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
@@ -354,6 +359,34 @@ async def test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_rep
     await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
     assert [one.machine.attempt for one in await cell.store.safety.records()] == [1]
     assert not cell.sent(Destroy)
+
+
+@pytest.mark.parametrize("verdict", [DESTROY, ADOPT, KEEP])
+async def test_of_an_operators_words_only_that_a_machine_is_kept_outlives_a_recovery(verdict: str) -> None:
+    """The machine may have been given to its instance since, and the restored record has the earlier word."""
+    world = World(listed(2, 2), listed(3, 1), told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    await cell.store.safety.record("s3", [Unexplained(UUID, 1, host(3), UnexplainedKind.QUARANTINED, "older")], 1.0)
+    await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
+    found = await cell.recover()
+    assert found is not None and (found.host_uuid, found.attempt) == (host(2), 2)
+    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
+    assert not cell.sent(Destroy)
+    assert [one.verdict for one in await cell.store.safety.records()] == [KEEP if verdict == KEEP else ""]
+
+
+async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_active() -> None:
+    """They ignore numbers that they have had: the cell's own began again from 10."""
+    cell = await cell_of(World(told=known(2)))
+    found = await cell.recover()
+    assert found is not None and found.phase == (State.RELEASING, State.FAILED)
+    asked = question_of(found)
+    assert isinstance(asked, Release)
+    (event,) = step(found, Released(at=1e9, attempt=asked.attempt or 0), context_of(ConductorConfig(), "c1")).commands
+    assert isinstance(event, BuildEvent)
+    top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=40, cell="c1")
+    assert announced_build(top, event)[0].state is BuildState.FAILED
 
 
 async def test_a_fenced_host_counts_as_empty() -> None:

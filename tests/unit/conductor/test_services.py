@@ -35,6 +35,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
 from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
+from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
     SILENT,
@@ -492,6 +493,37 @@ async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_
 
 
 # --- A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot.
+
+
+async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() -> None:
+    """The keeper failed builds over from restored leases and records."""
+    table, relay, config = MemoryInstanceTable(SystemClock()), Relay(), ConductorConfig()
+    bus: Any = Queried()
+    store = MemoryInstances(table.session())
+    await store.open()
+    keeper = LeaseKeeper(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
+    engine = engine_of(store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=keeper)
+    await insert(store, run(on("s1", "s2")).instance)
+    (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    keeper._may_act = True
+    table.place += 1  # an operator restores a backup
+    with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
+        await keeper._fail_over(engine)
+    async with store.transaction() as transaction:
+        await transaction.begin_recovery()
+    for _ in range(2):
+        await keeper._fail_over(engine)
+        keeper._fail_over_at = 0.0
+    assert table.instances[UUID].state is State.BUILDING
+    assert not relay.sent, "nothing is destroyed"
+    async with store.transaction() as transaction:
+        await transaction.expect_recovering()
+        await transaction.end_recovery()
+    keeper._may_act = True
+    await keeper._fail_over(engine)
+    assert table.instances[UUID].state is State.CLAIMING
 
 
 async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Received
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, RescanHosts, Running, Spawn
@@ -21,12 +21,15 @@ from cell_conductor.domain import desires
 from cell_conductor.domain import events as e
 from cell_conductor.domain.desires import in_sql, in_text, states_where
 from cell_conductor.domain.instance import Instance, Move, Phase, State
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.rules import _spawn
 from cell_conductor.domain.table import _without_kept
-from cell_conductor.store.safety import KEEP
+from cell_conductor.store.memory import MemoryInstanceTable
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.move_scenario import begun, claimed
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host, queried, selection
 from tests.unit.conductor.world import (
+    BUILD,
     Conductor,
     Quiet,
     hosts_of,
@@ -316,6 +319,134 @@ async def test_a_build_that_wants_what_is_kept_waits_for_its_host() -> None:
     """Its order to end what is not complete yet would end it."""
     after, destroyed = await over(BUILDING)
     assert (after.state, after.queried, destroyed) == (State.BUILDING, True, [])
+
+
+# --- A build or a delete of what the cell has no record of, beside a machine of it in quarantine.
+
+
+DELETE_BEGUN = CellDelete(instance_uuid=UUID, project_id=SPEC.project_id, begun=True)
+OWN = {"instance_uuid": UUID, "attempt": 1}
+
+
+def orders(conductor: Conductor) -> list[type[Message]]:
+    return [type(one.message) for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+
+
+async def deleted_beside(word: str = KEEP, table: MemoryInstanceTable | None = None) -> Conductor:
+    """A delete has come of an instance that is not on record, and of which host 1 has a machine in quarantine."""
+    conductor = await opened(table=table)
+    await conductor.keep(1, word)
+    assert isinstance(await conductor.request(DELETE_BEGUN), Done)
+    return conductor
+
+
+@pytest.mark.parametrize(("word", "reason"), [(KEEP, ""), ("", "conflict")])
+async def test_a_delete_waits_for_the_machine_in_quarantine_unless_an_operator_keeps_it(word: str, reason: str) -> None:
+    """Its claim was released while the machine ran on; or a kept one held it up for ever."""
+    conductor = await deleted_beside(word)
+    recorded = await conductor.recorded()
+    assert recorded is not None and recorded.blocked_reason == reason
+    assert recorded.phase == (State.DESTROYING if reason else State.RELEASING, State.DELETED)
+    assert Destroy not in orders(conductor)
+
+
+async def test_a_machine_that_an_operator_keeps_stays_when_its_instance_is_deleted() -> None:
+    """The next report listed it, and its record, which was deleted by then, proved it to be over."""
+    conductor = await deleted_beside()
+    own, bus = Running(deployment=conductor.store.deployment, **OWN), Quiet()
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), bus)
+    conductor.relay.sent.clear()
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    assert not conductor.relay.sent
+    (record,) = await conductor.store.safety.records()
+    assert (record.place, record.verdict) == ((host(1), UUID), KEEP)
+    await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,), sequence=2), Meta(id="s"), "c1", "conductor.hosts.p")])
+    assert orders(conductor) == [Destroy]
+
+
+@pytest.mark.parametrize("outcome", [ComputeOutcome.ACTIVE, ComputeOutcome.FAILED])
+async def test_a_machine_that_an_operator_keeps_stays_when_its_host_answers_late(outcome: ComputeOutcome) -> None:
+    """It was not complete yet: the result of its build was the proof, and no report was asked."""
+    conductor = await deleted_beside()
+    conductor.relay.sent.clear()
+    await conductor.requests.results([Received(result(outcome), Meta(id="r"), "c1", "conductor.results")])
+    assert not conductor.relay.sent
+    await conductor.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 3.0)
+    await conductor.requests.results([Received(result(outcome), Meta(id="s"), "c1", "conductor.results")])
+    assert orders(conductor) == [Destroy]
+
+
+async def test_a_report_to_a_conductor_that_was_cut_off_destroys_nothing_that_an_operator_keeps() -> None:
+    """It had not seen the machine come into quarantine, and by its deleted record it was over."""
+    other = await opened()
+    hosts = hosts_of(other.engine, other.store, SystemClock(), ConductorConfig(), Quiet())
+    await hosts.hosts([Received(listing("s1", 1), Meta(id="r"), "c1", "conductor.hosts.p")])
+    conductor = await deleted_beside(table=other.table)
+    own = Running(deployment=conductor.store.deployment, **OWN)
+    for sequence in (2, 3):
+        report = listing("s1", 1, runs=(own,), sequence=sequence)
+        await hosts.hosts([Received(report, Meta(id=str(sequence)), "c1", "conductor.hosts.p")])
+        assert not other.relay.sent
+        (record,) = await conductor.store.safety.records()
+        assert (record.place, record.verdict) == ((host(1), UUID), KEEP)
+
+
+@pytest.mark.parametrize("n", [1, 2], ids=["its first host", "its alternate"])
+async def test_no_build_leads_to_a_host_that_has_a_machine_which_an_operator_keeps(n: int) -> None:
+    conductor = await opened()
+    await conductor.keep(n, KEEP)
+    assert isinstance(await conductor.request(replace(BUILD, attempt=2)), Done)
+    if n == 2:
+        ended = result(ComputeOutcome.FAILED, attempt=2)
+        await conductor.requests.results([Received(ended, Meta(id="r"), "c1", "conductor.results")])
+        granted = e.Claimed(at=2.0, attempt=3, option=0, consumer_generation=9)
+        await conductor.engine.take([e.InstanceEvent(UUID, granted)], source="placement")
+    recorded = await conductor.recorded()
+    assert recorded is not None
+    expected = ((State.CLAIMING, State.BUILDING), ["host-2"]) if n == 1 else ((State.RELEASING, State.FAILED), [])
+    assert (recorded.phase, [one.host for one in recorded.alternates]) == expected
+    assert [one.code for one in recorded.history if one.host == f"host-{n}"] == ["host.machine_kept"]
+    started = [one.message for one in conductor.relay.sent if isinstance(one, OutboxMessage)]
+    assert host(n) not in {one.host_uuid for one in started if isinstance(one, Spawn)}
+
+
+async def test_the_build_of_a_machine_that_an_operator_keeps_is_repeated_on_its_host() -> None:
+    """Its host has that attempt, and only answers."""
+    conductor = await opened()
+    await conductor.keep(1, KEEP)
+    assert isinstance(await conductor.request(BUILD), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None and (recorded.state, recorded.attempt) == (State.BUILDING, 1)
+    assert Spawn in orders(conductor)
+
+
+async def test_a_build_beside_a_machine_in_quarantine_is_refused_and_proves_nothing_about_it() -> None:
+    """A later attempt of it, on the same host, proved the machine to be over."""
+    conductor = await opened()
+    await conductor.keep(3)
+    assert isinstance(await conductor.request(BUILD), Done)
+    recorded = await conductor.recorded()
+    assert recorded is not None
+    assert (recorded.phase, recorded.code) == ((State.RELEASING, State.FAILED), "build.machine_exists")
+    assert Spawn not in orders(conductor) and not is_over(recorded, 1, host(3))
+
+
+async def test_a_report_of_a_machine_whose_delete_is_under_way_begins_no_transaction() -> None:
+    """Each page of a drain paid for one, to ask whether an operator keeps the machine."""
+    conductor = await opened()
+    await insert(conductor.store, replace(UP, state=State.DESTROYING, then=State.DELETED))
+    begun, begin = list[None](), conductor.store.transaction
+
+    def counted() -> Any:
+        begun.append(None)
+        return begin()
+
+    conductor.store.transaction = counted  # type: ignore[method-assign]
+    own = Running(deployment=conductor.store.deployment, **OWN)
+    hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), ConductorConfig(), Quiet())
+    await hosts.hosts([Received(listing("s1", 1, runs=(own,)), Meta(id="r"), "c1", "conductor.hosts.p")])
+    assert not begun
 
 
 # --- No machine is begun in its place.

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.cell import UNKNOWN_ATTEMPT, Selection
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DESIRES, in_text, of_text
-from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
+from cell_conductor.domain.desires import DELETE_REQUESTED, DESIRES, in_text, of_text
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import (
+    FIRST_SEQUENCE,
+    MACHINE_EXISTS,
+    BlockedReason,
+    Brief,
+    Instance,
+    Move,
+    Phase,
+    State,
+)
+from cell_conductor.domain.orders import orders_of, with_orders
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import TABLE, IllegalStep, question_of, rules_of, step
+from cell_conductor.domain.table import BLOCKED, TABLE, ByThen, IllegalStep, question_of, rules_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, request, unbegun
 from tests.unit.conductor.move_scenario import claimed as move_claimed
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,
+    SPEC,
     TIMED_OUT,
     UUID,
     announced,
@@ -35,6 +50,18 @@ from tests.unit.conductor.scenario import (
 )
 
 # --- The instance state machine, pair by pair: its table as a whole.
+
+
+def test_total_over_states_and_events() -> None:
+    assert set(TABLE) == set(State)
+    assert set(BLOCKED) == set(e.EVENTS)
+    for state, row in TABLE.items():
+        assert set(row) == set(e.EVENTS), state
+        follow = {then for known, then in DESIRES if known is state and then is not None}
+        for event, cell in row.items():
+            if isinstance(cell, ByThen):
+                assert cell.rules.keys() <= follow, (state, event)
+                assert all(cell.of(then) is not None for then in follow), (state, event)
 
 
 def test_every_state_is_reached_and_left() -> None:
@@ -100,6 +127,72 @@ HERE, SOURCE, ELSEWHERE = "here", "source", "elsewhere"
 # The current attempt is 3, its move's source has 2, and 5 was the last that was given out.
 ATTEMPTS = (UNKNOWN_ATTEMPT, 1, 2, 3, 4, 6)
 IN_PLACE, NO_SOURCE = "in place", "none"
+SOURCES = (NO_SOURCE, SOURCE, IN_PLACE)
+WAITS: dict[Phase, str] = {
+    (State.CLAIMING, State.BUILDING): "reclaiming",
+    (State.CLAIMING, State.DELETED): "abandoning",
+    (State.CLAIMING, State.PREPARING): "claiming",
+    (State.RELEASING, State.FAILED): "giving_up",
+    (State.RELEASING, State.DELETED): "releasing",
+    (State.RELEASING, State.OFFLOADED): "vacating",
+    (State.RELEASING, State.ACTIVE): "releasing_source",
+    (State.DESTROYING, State.DELETED): "deleting",
+    (State.DESTROYING, State.ACTIVE): "confirming",
+    (State.DESTROYING, State.REVERTING): "undoing",
+    (State.DESTROYING, State.OFFLOADED): "offloading",
+}
+NAMES: dict[Phase, str] = {
+    **WAITS,
+    **{(state, None): state.value for state in State if state not in {waiting for waiting, _ in WAITS}},
+    (State.DEPARTED, State.ABSENT): "departed",
+}
+PHASES = tuple(NAMES)
+
+
+def facts(phase: Phase, source: str, *, code: str = "", proves_from: int = 0) -> Brief:
+    """What the proof reads of a record."""
+    is_there, source_attempt = source == SOURCE, 0 if source == NO_SOURCE else 2
+    return Brief(
+        "i", phase[0], HERE, "s1", 3, 0.0, newest=5, source_host_uuid=SOURCE if is_there else None,
+        source_attempt=source_attempt, code=code, then=phase[1], proves_from=proves_from,
+    )  # fmt: skip
+
+
+def frozen_over(phase: Phase) -> dict[tuple[Brief, int, str], bool]:
+    """The frozen answers, of records from no earlier incarnation of the database. The values are also of facts that no
+    record has any more: doubted, reused_from, and untried.
+    """
+    frozen, booleans, over = FROZEN[NAMES[phase]], (False, True), {}
+    bits = f"{int(frozen, 16):b}".zfill(len(frozen) * 4)
+    columns = product(SOURCES, booleans, (0, 2, 4), booleans, booleans, ATTEMPTS, (HERE, SOURCE, ELSEWHERE))
+    for (source, doubted, reused, exists, untried, attempt, at), bit in zip(columns, bits, strict=True):
+        if not (doubted or reused or untried):
+            record = facts(phase, source, code=MACHINE_EXISTS if exists else "")
+            over[record, attempt, at] = bit == "1"
+    return over
+
+
+def is_named(record: Brief, attempt: int) -> bool:
+    return attempt == record.attempt or (record.source_host_uuid is not None and attempt == record.source_attempt)
+
+
+@pytest.mark.parametrize("proves_from", [0, 1, 2, 4, 6])
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_over_has_not_changed(phase: Phase, proves_from: int) -> None:
+    """But that a number from before the last recovery proves only what the record names, or its client has deleted."""
+    wrong = [
+        (record, attempt, at)
+        for (record, attempt, at), was in frozen_over(phase).items()
+        if is_over(replace(record, proves_from=proves_from), attempt, at)
+        is not (was and (attempt >= proves_from or is_named(record, attempt) or phase in DELETE_REQUESTED))
+    ]
+    assert not wrong, wrong[:3]
+
+
+def test_every_state_is_frozen() -> None:
+    kept = {"reassigning", "releasing_kept", "clearing", "leaving", "kept", "adopting"}
+    assert set(FROZEN) - kept == set(NAMES.values()) and len(FROZEN) == 33 and len(NAMES) == 28
+    assert sum(sum(frozen_over(phase).values()) for phase in PHASES) > 0
 
 
 # --- The table of desires is total, and the orders that follow from it destroy nothing that is wanted.
@@ -113,9 +206,135 @@ def at(host: str) -> Selection:
     return Selection(host_uuid=host, host=host, service="s1", allocations={host: {}})
 
 
+def test_every_state_has_a_desire_and_at_most_nineteen_are_there() -> None:
+    assert set(DESIRES) == set(PHASES)
+    assert {state for state, _ in DESIRES} == set(State) and len(State) <= 19
+
+
 def test_a_state_has_the_same_name_in_the_database_and_back() -> None:
     assert [of_text(in_text(phase)) for phase in DESIRES] == list(DESIRES)
     assert len({in_text(phase) for phase in DESIRES}) == len(DESIRES)
+
+
+def records(phase: Phase) -> Iterator[tuple[Instance, Brief]]:
+    """Records in this state, of every shape of a move, each with the facts that the frozen values are of."""
+    (state, then), here, source = phase, at(HERE), at(SOURCE)
+    booleans = (False, True)
+    for kind, is_queried, is_deleted, has_move in product(SOURCES, booleans, booleans, booleans):
+        if state is State.HANDING_OVER and kind != SOURCE:
+            continue  # it is the source that hands over
+        origin = {NO_SOURCE: None, SOURCE: source, IN_PLACE: here}[kind]
+        move = Move(
+            request_id="r",
+            kind=MoveKind.RESIZE if phase in RESIZES else MoveKind.STOP,
+            source=origin,
+            source_attempt=0 if origin is None else 2,
+            spec=SPEC,
+            delete=is_deleted,
+        )
+        instance = Instance(
+            uuid="i",
+            state=state,
+            then=then,
+            spec=SPEC,
+            selections=(origin or here, here),
+            position=1,
+            attempt=3,
+            newest=5,
+            queried=is_queried,
+            move=move if has_move or origin is not None else None,
+        )
+        yield instance, facts(phase, kind)
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_order_destroys_what_was_wanted_before_there_were_desires(phase: Phase, fenced: bool) -> None:
+    """But unless it is complete, which a host that is queried decides."""
+    fences = {host: Fence(host_uuid=host, host=host, version=1) for host in (HERE, SOURCE) if fenced}
+    context, over, ordered = replace(PATIENCE, fences=fences), frozen_over(phase), 0
+    for instance, known in records(phase):
+        for order in orders_of(instance, context):
+            if isinstance(order, Destroy) and not order.unless_built:
+                ordered += 1
+                assert over[known, order.attempt, order.host_uuid], (instance, order)
+    assert bool(ordered) is (phase[0] is State.DESTROYING)
+
+
+def test_a_machine_under_another_service_gets_its_orders_there() -> None:
+    """In every state that has orders for the machine that was found."""
+    found = 0
+    for phase in PHASES:
+        for instance, _ in records(phase):
+            moved = replace(instance, selections=tuple(replace(one, service="s9") for one in instance.selections))
+            before, after = orders_of(instance, PATIENCE), orders_of(moved, PATIENCE)
+            stepped = with_orders(instance, Step(moved), PATIENCE)
+            assert stepped.commands == tuple(one for one in after if one not in before)
+            found += len(stepped.commands)
+    assert found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_orders_are_sent_when_a_state_is_entered_and_not_once_more_within_it(phase: Phase) -> None:
+    for instance, _ in records(phase):
+        other = State.ACTIVE if phase[0] is not State.ACTIVE else State.ABSENT
+        elsewhere = replace(instance, state=other, then=None)
+        assert with_orders(elsewhere, Step(instance), PATIENCE).commands == orders_of(instance, PATIENCE)
+        assert with_orders(instance, Step(instance), PATIENCE).commands == ()
+        assert with_orders(instance, Step(instance, again=True), PATIENCE).commands == orders_of(instance, PATIENCE)
+
+
+def test_orders_are_sent_again_when_something_else_follows() -> None:
+    """A source that was to be destroyed for its move is commanded once more for the delete of its instance."""
+    confirming, deleting = ((State.DESTROYING, then) for then in (State.ACTIVE, State.DELETED))
+    sent = 0
+    for instance, _ in records(confirming):
+        after = replace(instance, then=deleting[1])
+        assert with_orders(instance, Step(after), PATIENCE).commands == orders_of(after, PATIENCE)
+        sent += len(orders_of(after, PATIENCE))
+    assert sent
+
+
+# --- A record with a blocked reason, in every state: one gate.
+
+
+JUDGED_BY = {
+    e.Claimed: claimed(3),
+    e.ClaimRefused: refused(3),
+    e.Released: RELEASED,
+    e.Reverted: e.Reverted(at=120.0, attempt=3),
+    e.RevertRefused: e.RevertRefused(at=120.0, attempt=3, outcome="x"),
+    e.Spawned: replace(spawned(3), host_uuid=HERE),
+    e.SpawnFailed: replace(failed(3), host_uuid=HERE),
+    e.Destroyed: e.Destroyed(at=120.0, attempt=3, host_uuid=HERE, service="s1"),
+    e.HostRuns: e.HostRuns(at=125.0, attempt=1, host_uuid=ELSEWHERE, service="s1"),
+    e.HostMissing: e.HostMissing(at=900.0, host_uuid=HERE, service="s1"),
+    e.ServiceLost: e.ServiceLost(at=900.0, service="s1", code="x"),
+    e.ChangeEnded: e.ChangeEnded(at=120.0, attempt=3, order=0, host_uuid=HERE, service="s1", done=True),
+    e.HostFenced: e.HostFenced(at=120.0, host_uuid=HERE),
+}
+
+
+@pytest.mark.parametrize("event", JUDGED_BY.values(), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_report_answer_or_fence_judges_what_is_blocked(phase: Phase, event: e.Event) -> None:
+    for instance, _ in records(phase):
+        blocked = replace(instance, blocked_reason=BlockedReason.HOST_ABSENT)
+        assert step(blocked, event, PATIENCE) == Step(blocked)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_nothing_is_ordered_or_asked_for_what_is_blocked_and_its_delete_is_on_record(phase: Phase) -> None:
+    for instance, _ in records(phase):
+        blocked = replace(instance, blocked_reason=BlockedReason.HOST_ABSENT)
+        assert question_of(blocked) is None
+        timed_out, deleted = (step(blocked, event, PATIENCE) for event in (TIMED_OUT, replace(DELETE, project_id="p")))
+        assert (timed_out.instance.phase, timed_out.commands) == (phase, ())
+        assert [type(one).__name__ for one in deleted.commands] == ["BuildEvent"]
+        after = deleted.instance
+        assert after.blocked_reason and (
+            after.phase in DELETE_REQUESTED or (after.move is not None and after.move.delete)
+        )
 
 
 # --- A scheduler without news of a request queries its cell: the answer begins nothing, and always leads to an end.

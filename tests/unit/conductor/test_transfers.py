@@ -8,7 +8,8 @@ from unittest.mock import ANY
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.cell import Destroy, FoundMachine, InstanceSpec
+from bus.contracts.cell import Destroy, InstanceSpec
+from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import (
     CellDepart,
     ChangeKind,
@@ -21,13 +22,20 @@ from bus.contracts.moves import (
 )
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain import rules
 from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.reconcile import (
+    ATTEMPTS_PER_INCARNATION,
+    KnownInstance,
+    OperatorDecision,
+    Verb,
+    reconcile,
+)
+from cell_conductor.domain.recovered import recovered
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import departure_event
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, spawned
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request, unbegun
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, selection, spawned
 
 THERE = replace(PATIENCE, cell="c2")
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
@@ -254,31 +262,242 @@ def test_a_delete_ends_it_on_its_way(is_begun: bool) -> None:
     assert made.instance.state is State.DELETED and made.instance.departure is None
 
 
-# --- a cell's database is set back in the middle: what is in doubt is held until hosts, a client or an operator decide
+# --- a cell's database is set back in the middle: what hosts list and the schedulers have decides
 
 
-def machine(attempt: int, n: int = 3, **fields: object) -> FoundMachine:
-    made = FoundMachine(
-        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s1", attempt=attempt, project_id="p"
-    )
-    return replace(made, **fields)  # type: ignore[arg-type]
+INCARNATION = 2
+FLOOR = INCARNATION * ATTEMPTS_PER_INCARNATION
 
 
-def orders(made: Scenario) -> list[Destroy]:
-    return [one for one in made.commands if isinstance(one, Destroy)]
+def machine(attempt: int, n: int = 3, **fields: Any) -> ListedMachine:
+    known = {"instance_uuid": UUID, "host": f"host-{n}", "service": "s1", "project_id": "p", **fields}
+    return ListedMachine(attempt=attempt, host_uuid=host(n), **known)
+
+
+def here(attempt: int, *hosts: int, **fields: Any) -> KnownInstance:
+    """The map has it in this cell, and placement on these hosts; its move is under way."""
+    places = tuple(selection(n) for n in hosts)
+    under_way = {"request_id": MOVE, "kind": MoveKind.MIGRATE, "spec": active().spec, "own_count": len(hosts)}
+    return KnownInstance(attempt=attempt, project_id="p", selections=places, sequence=50, **{**under_way, **fields})
+
+
+def elsewhere(attempt: int, **fields: Any) -> KnownInstance:
+    return here(attempt, is_elsewhere=True, cell="c2", **fields)
+
+
+def recover(
+    made: Scenario, *machines: ListedMachine, known: KnownInstance | None, absent: tuple[int, ...] = (), **given: Any
+) -> Scenario:
+    """Its record is as it is, and these machines are listed."""
+    made.commands.clear()
+    record, silent = replace(made.instance, blocked_reason=""), [host(n) for n in absent]
+    found = reconcile(record, machines, known, silent, given.get("decision"), incarnation=INCARNATION)
+    stepped = recovered(made.instance, found, known, 1_600.0, made.context, incarnation=INCARNATION)
+    assert stepped is not None
+    made.instance, made.commands = stepped.instance, [*stepped.commands]
+    return made
+
+
+def orders(made: Scenario) -> list[tuple[int, str, bool]]:
+    return [(one.attempt, one.host_uuid, one.unless_built) for one in made.commands if isinstance(one, Destroy)]
+
+
+def arrived() -> Scenario:
+    """It is being built in the next cell."""
+    return building(in_next_cell(arrives(departed()[1])))
 
 
 # --- the next cell was set back
 
 
+@pytest.mark.parametrize("n", [2, 3], ids=["the claimed host", "another host"])
+def test_a_complete_machine_of_an_arrival_is_the_instances(n: int) -> None:
+    there = arrived()
+    attempt = there.instance.attempt + (n == 3)
+    incomplete = machine(attempt, n, complete=False)
+    recover(there, incomplete, known=here(attempt, n))
+    assert (there.instance.state, there.instance.blocked_reason) == (State.FINISHING, "incomplete")
+    assert (orders(there), there.terminals) == ([(attempt, host(n), True)], [])
+    recover(there, replace(incomplete, complete=True), known=here(attempt, n))
+    now = there.instance
+    assert (now.state, now.attempt, now.host_uuid, now.blocked_reason) == (State.ACTIVE, attempt, host(n), "")
+    assert (there.terminals, orders(there)) == ([(MoveKind.MIGRATE, MoveState.DONE, "")], [])
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
+    """It became the destination that is given up."""
+    there, kept = arrived(), OperatorDecision(Verb.PROTECT, host(3))
+    recover(there, machine(9, complete=complete), known=here(9, 3), decision=kept)
+    assert there.instance.host_uuid != host(3) and orders(there) == []
+
+
+@pytest.mark.parametrize(
+    ("known", "absent", "reason"),
+    [
+        (here(3, 2), (), ""),
+        (here(3, 2), (9,), ""),
+        (here(3, 2), (2,), "host_absent"),
+        (here(4, 5), (5,), "host_absent"),
+        (None, (), "top_silent"),
+        (None, (9,), "host_absent"),
+        (here(3, 2, is_old=True), (), "top_silent"),
+    ],
+)
+def test_an_arrival_is_offloaded_once_its_hosts_have_listed_that_none_is_there(
+    known: KnownInstance | None, absent: tuple[int, ...], reason: str
+) -> None:
+    """Not before: its image would be started a second time."""
+    there = recover(arrived(), known=known, absent=absent)
+    assert there.instance.blocked_reason == reason
+    if reason:
+        assert (there.instance.state, there.commands) == (State.FINISHING, [])
+    else:
+        assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
+        assert there.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
+
+
+@pytest.mark.parametrize(("absent", "is_blocked"), [((1,), True), ((2,), True), ((9,), False)])
+def test_a_move_with_a_source_waits_for_its_two_hosts_and_no_others(absent: tuple[int, ...], is_blocked: bool) -> None:
+    checking = begun(MoveKind.MIGRATE, 2)
+    checking.apply(claimed())
+    left = [machine(1, n, allocations={host(n): {}}) for n in {1} - set(absent)]
+    recover(checking, *left, known=here(2, 2, 1, own_count=1), absent=absent)
+    assert bool(checking.instance.blocked_reason) is is_blocked
+    if not is_blocked:
+        assert (checking.instance.state, checking.instance.host_uuid) == (State.ACTIVE, host(1))
+        assert checking.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
+
+
 # --- the former cell was set back
 
 
-def lost(given: Scenario, context: StepContext) -> Scenario:
-    """A report of its host lacks it, after the database was set back."""
-    given.context = context
-    given.instance = rules.give_up_lost(given.instance, 1_350.0, context, code="instance.lost", reason="x").instance
-    return given
+def before_it_left() -> list[Scenario]:
+    """Records that a backup may have of one that is in the next cell."""
+    kept = leaving()
+    kept.end(1, 1, image="snapshot-1", runs=False)
+    holds = leaving()
+    holds.end(1, 1, image="snapshot-1", runs=False)
+    holds.apply(gone(holds.instance, 1))
+    return [Scenario(active()), leaving(), kept, holds]
+
+
+@pytest.mark.parametrize("known", [None, elsewhere(9, is_old=True)])
+def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewhere(known: KnownInstance | None) -> None:
+    for made in before_it_left():
+        before = made.instance.phase
+        recover(made, known=known)
+        assert (made.instance.phase, made.instance.blocked_reason) == (before, "top_silent")
+        assert made.commands == [] and question_of(made.instance) is None
+
+
+@pytest.mark.parametrize("under_way", [{}, {"request_id": "", "kind": None}], ids=["under way", "over"])
+def test_a_record_from_before_its_departure_gives_it_up_and_leaves_the_move_to_the_next_cell(
+    under_way: dict[str, Any],
+) -> None:
+    """Its attempts stay those of the next cell, and an end of the move would be a second one."""
+    for made in before_it_left():
+        recover(made, known=elsewhere(9, **under_way))
+        now = made.instance
+        assert now.phase == (State.DEPARTED, State.ABSENT) and question_of(now) is None
+        assert (made.commands, now.deadline, now.last_attempt < FLOOR) == ([], None, True)
+        recover(made, known=elsewhere(9, **under_way))
+        assert (made.instance, made.commands) == (now, []), "it is not made again"
+
+
+def test_what_the_next_cell_gives_back_after_a_set_back_of_the_former_one_is_built_there() -> None:
+    """The move had ended by the record, so it rested offloaded, without an end."""
+    for made in before_it_left():
+        recover(made, known=elsewhere(9))
+        back = replace(departed()[1], cell="c1", attempt=9, code="image.broken")
+        made.apply(arrives(back, MoveKind.MIGRATE, 1, to_cell=None))
+        building(made, 1).apply(spawned(n=1, attempt=made.instance.attempt, at=1_700.0))
+        assert made.instance.state is State.ACTIVE
+        assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "image.broken")]
+
+
+def test_schedulers_that_were_set_back_as_well_are_referred_to_the_next_cell() -> None:
+    """Any request of theirs ended the conductor: the record had no departure."""
+    for made in before_it_left():
+        recover(made, known=elsewhere(9))
+        for event in (e.DeleteRequested(at=1_700.0, project_id="p", attempt=1), queried(), request(MoveKind.STOP)):
+            made.commands.clear()
+            made.apply(event)
+            assert departure_of(made).cell == "c2"
+
+
+@pytest.mark.parametrize("listed", [(machine(1, 1),), (machine(9),)])
+def test_what_has_a_machine_here_as_well_is_decided_by_nobody_else_than_an_operator(
+    listed: tuple[ListedMachine, ...],
+) -> None:
+    made = recover(leaving(), *listed, known=elsewhere(9))
+    assert (made.instance.blocked_reason, orders(made), made.terminals) == ("conflict", [], [])
+
+
+def test_what_had_no_machine_any_more_rests_offloaded_and_leaves_by_the_next_request() -> None:
+    for made in before_it_left()[2:]:
+        recover(made, known=here(made.instance.last_attempt))
+        assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "snapshot-1")
+        assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
+        made.apply(departs(made.instance, MoveKind.UNSHELVE, request_id=OTHER))
+        assert made.instance.state is State.DEPARTED and departure_of(made).cell == "c2"
+
+
+@pytest.mark.parametrize("is_query", [False, True])
+def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_without_an_end(*, is_query: bool) -> None:
+    """The cell was set back to before the departure, and its schedulers to before the move."""
+    made = Scenario(active())
+    over = CellDepart(
+        request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=2, ended=True
+    )
+    made.apply(departure_event(over, 1_700.0))
+    assert made.instance.phase == (State.DEPARTED, State.ABSENT)
+    asked = departs(active())
+    assert isinstance(asked, e.MoveRequested)
+    for _ in range(2):
+        made.apply(unbegun(asked) if is_query else asked)
+    end = (MoveState.FAILED, "move.lost") if is_query else (MoveState.REFUSED, "instance.departed")
+    assert made.terminals == [(MoveKind.MIGRATE, *end)] * 2
+
+
+def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_attempt() -> None:
+    there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", begun=True, attempt=1_501))
+    released(there)
+    assert there.instance.state is State.DELETED
+    _, departure = departed()
+    there.apply(arrives(replace(departure, attempt=1_500)))
+    assert there.instance.state is State.DELETED
+
+
+def test_what_came_here_and_went_on_outranks_no_later_cell() -> None:
+    """It is in a third cell by the next attempts: what comes back from there is built."""
+    there = arrived()
+    attempt = there.instance.last_attempt
+    recover(there, known=elsewhere(attempt + 3))
+    assert there.instance.phase == (State.DEPARTED, State.ABSENT) and question_of(there.instance) is None
+    newest = replace(departed()[1], attempt=attempt + 5, image="newest", at=2_000.0)
+    there.apply(arrives(newest, request_id=OTHER))
+    assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
+
+
+def test_one_that_was_resized_in_place_keeps_no_move_where_a_later_machine_is_its_own() -> None:
+    """Every later delete waited for the end of a move that nothing ended."""
+    resized = begun(MoveKind.RESIZE, 1)
+    resized.apply(claimed(resized.instance.next_attempt))
+    resized.end(1, 1)
+    assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
+    recover(resized, machine(5, 3, allocations={host(3): {}}), known=here(5, 3, request_id="", kind=None))
+    now = resized.instance
+    assert (now.state, now.host_uuid, now.move, now.last_attempt) == (State.ACTIVE, host(3), None, FLOOR)
+
+
+def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
+    given, _ = departed()
+    given.instance = replace(given.instance, newest=3_000)
+    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, attempt=3_001))
+    question = question_of(given.instance)
+    assert isinstance(question, Release) and question.attempt is not None
+    assert question.attempt > 3_001
 
 
 def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:

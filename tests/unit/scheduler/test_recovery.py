@@ -15,7 +15,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import CellDepart, CellMove, Condition, MoveKind, MoveState
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import (
     MAX_KNOWN,
@@ -29,7 +29,7 @@ from bus.contracts.recovery import (
 )
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
 from scheduler_worker.domain.recovery import InstanceSources, KnownPage, UuidRange, joined, known_record
 
 
@@ -218,6 +218,30 @@ def test_a_build_is_told_in_whatever_state(state: BuildState) -> None:
     assert (found.state, found.cell, found.attempt, found.sequence, found.project_id) == (state, "c1", 2, 9, "p")
     assert found.spec is not None and (found.spec.flavor, found.spec.root_gb) == ("small", 5)
     assert (found.spec.image, found.spec.image_source) == ("i", REQUEST.image_source)
+
+
+def test_what_has_come_from_another_cell_is_told_with_the_first_attempt_that_it_may_have_here() -> None:
+    """Neither its build nor placement has one above those of the former cell yet, which would take it for its own."""
+    assert told(build_of(attempt=1, instance=SinceBuild(first_attempt=6))).attempt == 6
+    assert told(build_of(attempt=8, instance=SinceBuild(first_attempt=6))).attempt == 8
+
+
+@pytest.mark.parametrize(
+    ("command", "arrives"),
+    [
+        (
+            CellDepart(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=1),
+            False,
+        ),
+        (CellMove(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE), True),
+    ],
+)
+def test_what_its_former_cell_has_given_up_arrives(command: CellDepart | CellMove, arrives: bool) -> None:
+    build = CellMove(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE)
+    leads = replace(moved(M1), transfer=Transfer(home="c1", away="c2", build=build, command=command))
+    at = SinceBuild(under_way=M1)
+    assert told(build_of(instance=at), moves=[leads]).arrives is arrives
+    assert not told(build_of(instance=at), moves=[moved(M1)]).arrives
 
 
 def test_the_spec_is_the_present_one() -> None:
