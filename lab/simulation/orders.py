@@ -156,9 +156,10 @@ TAKES_OVER = "take-over"
 
 
 def taken_over(rng: random.Random, plan: Plan) -> Plan:
-    """A stand-by that has every commit."""
+    """A stand-by that has every commit; all services are heard, so that nothing is missing by what they state."""
     schema, at = f"cell_{rng.choice(plan.cells).name}", rng.uniform(10.0, LOAD_S - 5.0)
     order = Order(at=at, action=Action.RESTORE, verb=TAKES_OVER, service=schema, seconds=rng.uniform(0.1, 5.0))
+    plan = without_losses(plan.without_faults())
     return replace(plan, orders=(*plan.orders, order))
 
 

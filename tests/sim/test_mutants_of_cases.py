@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming import consumer, in_flight
+from bus.contracts.moves import MoveKind
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.rules import Step
@@ -33,15 +34,26 @@ from scheduler_worker.store.memory_units import MemoryUnit
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.contract.conductor import test_instances as cell_stores
 from tests.sim import mutants_of_cases as defects
+from tests.sim import mutants_of_recoveries as recoveries
 from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_disks import unwatched
 from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
 from tests.sim.plans import held, plan_of_case
 from tests.sim.test_fences import DRAINS, SEED, hosts_are_fenced, hosts_burn_while_fenced
-from tests.sim.test_forgotten_builds import CELL_RESTORED, a_cell_forgets, requesters_give_up
+from tests.sim.test_forgotten_builds import (
+    CELL_RESTORED,
+    a_cell_forgets,
+    a_cell_forgets_losses,
+    moved_since_the_backup,
+    requesters_give_up,
+    returns_forgotten,
+    service_away,
+)
 from tests.sim.test_other_tenants import hosts_come_back, machines_are_lost_at_once, nodes_come_again
 from tests.unit.compute import test_outdated_orders as outdated_orders
 from tests.unit.conductor import test_moves as moves
+from tests.unit.conductor import test_reconcile as reconciled
+from tests.unit.conductor import test_recovery as recovering
 
 
 def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
@@ -134,6 +146,18 @@ DEFECTS: list[tuple[Callable[[], Plan], Mutant, str]] = [
 ]
 
 
+AWAY = partial(service_away, 7)
+MIGRATED = partial(moved_since_the_backup, 2, MoveKind.MIGRATE)
+DEFECTS += [
+    (AWAY, recoveries.barrier_opens_one_service_early, "lost_was_lost"),
+    (AWAY, recoveries.absent_hosts_have_nothing, "lost_was_lost"),
+    (MIGRATED, recoveries.older_machine_chosen, "never_two_running"),
+    (a_cell_forgets_losses, recoveries.losses_need_no_word, "breaker_holds"),
+    (partial(a_cell_forgets, 2), recoveries.allocations_not_restated, "claims_have_owners"),
+    (partial(returns_forgotten, 1), recoveries.the_top_is_not_heard, "built_once"),
+]
+
+
 @pytest.mark.parametrize(("plan", "mutant", "breach"), DEFECTS, ids=[one.__name__ for _, one, _ in DEFECTS])
 def test_a_defect_is_found(plan: Callable[[], Plan], mutant: Mutant, breach: str) -> None:
     with mutant():
@@ -184,6 +208,35 @@ def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
     held(plan_of(seed, kinds))
     with mutant():
         assert simulate(seed, kinds).breach
+
+
+# --- defects of a recovery that no plan shows, as another part mends what they do: each by a test of its part
+
+
+IS_LATER = recovering.test_what_has_come_later_than_the_record_is_recorded_and_placement_follows
+BY_ONE_TEST: list[tuple[Mutant, Callable[[], Any]]] = [
+    (recoveries.busy_ignored, partial(reconciled.test_what_is_being_changed_is_waited_for, None)),
+    (recoveries.incarnation_not_raised, IS_LATER),
+    (recoveries.numbers_not_raised, IS_LATER),
+    (recoveries.requests_not_ended, recovering.test_a_request_of_which_the_end_is_lost_ends),
+    (recoveries.fences_not_told, recovering.test_a_fenced_host_counts_as_empty),
+]
+
+
+@pytest.mark.parametrize(("mutant", "test"), BY_ONE_TEST, ids=[one.__name__ for one, _ in BY_ONE_TEST])
+def test_a_defect_of_a_recovery_is_found_by_a_test_of_its_part(mutant: Mutant, test: Callable[[], Any]) -> None:
+    def tried() -> None:
+        if (running := test()) is not None:
+            asyncio.run(running)
+
+    tried()
+    with mutant(), pytest.raises((AssertionError, IndexError, ValueError)):
+        tried()
+
+
+def test_each_defect_of_a_recovery_is_found() -> None:
+    found = {one for _, one, _ in DEFECTS} | {one for one, _ in BY_ONE_TEST}
+    assert found >= set(recoveries.MUTANTS_OF_RECOVERIES)
 
 
 # --- defects of moves: each by the seed on record, or another of the first with moves in it

@@ -248,6 +248,13 @@ def test_without_a_machine_a_delete_goes_on_and_an_image_is_kept(record: Instanc
     assert (result.record.phase, result.record.image) == (phase, image)
 
 
+@pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
+def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
+    machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
+    result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
+    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
+
+
 TO_COME = known_at("A", attempt=1, is_active=False)
 ARRIVING = known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True, cell="c1")
 
