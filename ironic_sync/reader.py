@@ -152,49 +152,44 @@ class Reader:
 
     async def _read(self, uuid: str) -> None:
         with self._sync_state.read_in_flight() as seq:
-            await self._read_at(uuid, seq)
-
-    async def _read_at(self, uuid: str, seq: int) -> None:
-        try:
-            with self._sync_state.traces.reading(uuid):
-                node = await self._source.get_node(uuid)
-        except Fault as fault:
-            if self.reachable:
-                self.read_all()  # fails, too, if Ironic is away; then its first answer is waited for
-            self.reachable = False
-            metrics.READS.labels(fault.code).inc()
-            log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)
-            self._sync_state.apply_failure(uuid)
-            return
-        self.reachable = True
-        if node is None:
-            metrics.READS.labels("gone").inc()
-            self._sync_state.apply_removed(uuid, seq=seq)
-            return
-        metrics.READS.labels("unreadable" if isinstance(node, Unreadable) else "read").inc()
-        self._sync_state.apply_read(node, seq=seq)
+            try:
+                with self._sync_state.traces.reading(uuid):
+                    node = await self._source.get_node(uuid)
+            except Fault as fault:
+                if self.reachable:
+                    self.read_all()  # fails, too, if Ironic is away; then its first answer is waited for
+                self.reachable = False
+                metrics.READS.labels(fault.code).inc()
+                log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)
+                self._sync_state.apply_failure(uuid)
+                return
+            self.reachable = True
+            if node is None:
+                metrics.READS.labels("gone").inc()
+                self._sync_state.apply_removed(uuid, seq=seq)
+                return
+            metrics.READS.labels("unreadable" if isinstance(node, Unreadable) else "read").inc()
+            self._sync_state.apply_read(node, seq=seq)
 
     async def _read_all(self) -> bool:
         """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
-        with self._sync_state.read_in_flight() as first:
-            return await self._read_list(first)
-
-    async def _read_list(self, first: int) -> bool:
-        sync_state, began, seq = self._sync_state, self._clock.monotonic(), first
-        try:
-            async for page in self._source.list_nodes():
-                for node in page:
-                    sync_state.apply_read(node, seq=seq)
-                seq = sync_state.next_seq()
-                await asyncio.sleep(0)  # a page is some milliseconds of work; notifications go in between
-        except Fault as fault:
-            self.reachable = False
-            metrics.RESYNCS.labels(fault.code).inc()
-            log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
-            return False
-        self.reachable = True
-        for uuid in sync_state.unlisted(first):
-            sync_state.schedule_read(uuid)
+        sync_state, began = self._sync_state, self._clock.monotonic()
+        with sync_state.read_in_flight() as first:
+            seq = first
+            try:
+                async for page in self._source.list_nodes():
+                    for node in page:
+                        sync_state.apply_read(node, seq=seq)
+                    seq = sync_state.next_seq()
+                    await asyncio.sleep(0)  # a page is some milliseconds of work; notifications go in between
+            except Fault as fault:
+                self.reachable = False
+                metrics.RESYNCS.labels(fault.code).inc()
+                log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
+                return False
+            self.reachable = True
+            for uuid in sync_state.unlisted(first):
+                sync_state.schedule_read(uuid)
         self.last_all_at = self._clock.time()
         self._report_all(self._clock.monotonic() - began)
         return True

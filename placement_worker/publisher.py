@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import msgspec
 import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.contracts.base import Message
 from bus.contracts.feed import FeedChanges, changes_in
 from bus.faults import Transient
-from bus.port import BusError, BusForbidden
+from bus.port import BusError, BusForbidden, PublishRefused
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
@@ -70,7 +72,7 @@ class FeedPublisher:
                 if newest.renewed:
                     log.warning("feed.new_history")  # restored, or its standby promoted: replicas load snapshots
                 metrics.HEAD.set(newest.head.sequence)
-                await self._bus.publish(newest.head)
+                await self._publish(newest.head)
                 if newest.unpublished:
                     self.wake()
             except (Transient, BusError) as error:
@@ -129,7 +131,12 @@ class FeedPublisher:
         causes |= {""} if len(caused) < len(changes.rows) else set()
         # A message names one cause or none; each change in it names its own.
         cause = causes.pop() if len(causes) == 1 else ""
-        await self._bus.publish(changes, cause=cause)
+        await self._publish(changes, cause)
+
+    async def _publish(self, message: Message, cause: str = "") -> None:
+        """Where one queue is full, the others have it; and who has missed some reads them from the book."""
+        with suppress(PublishRefused):
+            await self._bus.publish(message, cause=cause)
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):

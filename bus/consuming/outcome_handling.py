@@ -37,12 +37,14 @@ CANNOT_APPLY = "outcome.not_applied"
 
 class OutcomeMessage(NamedTuple):
     """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
-    time-out when it is lost. letter: the dead letter that it is.
+    time-out when it is lost. is_event: a full queue of another program that refuses it holds up nothing: the item
+    becomes a dead letter. letter: the dead letter that it is.
     """
 
     item: InFlightMessage
     post: Callable[[Waiter], None]
     is_reply: bool = False
+    is_event: bool = False
     letter: Packed | None = None
 
 
@@ -108,7 +110,8 @@ class OutcomeHandler:
             for message, error in await self._send_once(left):
                 if isinstance(error, BusForbidden):
                     raise error
-                (waits if passes_with_time(error) else failed).append((message, error))
+                ends = message.is_event and isinstance(error, PublishRefused)
+                (waits if passes_with_time(error) and not ends else failed).append((message, error))
             left = [message for message, _ in waits]
             if waits:
                 raise waits[0][1]
@@ -246,7 +249,7 @@ class OutcomeHandler:
         """
         cause = bad.meta.cause or bad.meta.id
         answers = [
-            OutcomeMessage(item, partial(self._post_answer, answer, cause))
+            OutcomeMessage(item, partial(self._post_answer, answer, cause), is_event=True)
             for answer in self._answers(structs.replace(bad, queue=self.queue))
         ]
         if not answers or bad.meta.reply_to is not None:

@@ -50,8 +50,9 @@ from bus.port import UNREAD, BusForbidden
 
 log = structlog.get_logger("bus.rabbitmq")
 
-# The versions whose private parts were read. pyproject.toml has the same bounds.
-KNOWN = {"aio-pika": "10.", "aiormq": "7.2.", "pamqp": "4.0."}
+# The versions in which these private parts may be as they were read; whether they are, `install` tries. pyproject.toml
+# has the same bounds.
+KNOWN = {"aio-pika": "10.", "aiormq": "7.", "pamqp": "4."}
 
 _BLOCKED, _UNBLOCKED = "_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked"
 _PRIVATE: tuple[tuple[object, str], ...] = (
@@ -60,8 +61,6 @@ _PRIVATE: tuple[tuple[object, str], ...] = (
     (Channel, "_on_deliver_frame"),
     (Connection, _BLOCKED),
     (Connection, _UNBLOCKED),
-    (pamqp.frame, "_unmarshal_method_frame"),
-    (pamqp.frame, "_unmarshal_header_frame"),
     (decode, "METHODS"),
     (Basic.Properties, "unmarshal"),
     (commands.Connection.Open, "valid_responses"),
@@ -120,6 +119,31 @@ def install() -> None:
     Basic.Properties.unmarshal = _properties  # type: ignore[method-assign, assignment]
     FrameReceiver.get_frame = _get_frame  # type: ignore[method-assign, assignment]
     commands.Connection.Open.valid_responses.append(commands.Connection.Close.name)
+    _try()
+
+
+def _try() -> None:
+    """Read frames as a broker sends them, one of a hostile client's message among them. Raises UnknownLibrary."""
+    properties = Basic.Properties(message_id="%", headers={"a": ["b", 1]})
+    sent = (
+        Basic.Deliver("tag", 7, True, "exchange", "key"),
+        ContentHeader(0, 1, properties),
+        ContentBody(b"x"),
+        Basic.Ack(7, True),
+        commands.Channel.Close(404, "gone", 60, 40),
+    )
+    raw = b"".join(pamqp.frame.marshal(one, 1) for one in sent)
+    cut, hostile = Cut(), Cut()
+    cut.feed(raw)
+    hostile.feed(raw.replace(b"%", b"\xff"))
+    try:
+        if b"".join(pamqp.frame.marshal(cut.next()[2], 1) for _ in sent) != raw:  # type: ignore[index]
+            raise UnknownLibrary("pamqp's frames are others than berth knows")
+        _, header = hostile.next(), hostile.next()
+        if header is None or header[2].properties.message_id != "\udcff":
+            raise UnknownLibrary("pamqp reads a message's properties by another function than berth knows")
+    except (AttributeError, TypeError, InvalidFrameError) as error:
+        raise UnknownLibrary(f"pamqp's frames are others than berth knows: {error}") from error
 
 
 def listen_for_alarms(connection: AbstractConnection, on_alarm: Callable[[str], None]) -> None:
@@ -265,10 +289,12 @@ def _frame(kind: int, payload: bytes) -> Any:
             if payload.startswith(_ACK_METHOD):
                 _, tag, bits = _ACK.unpack(payload)
                 return Basic.Ack(tag, bool(bits & 1))
-            return pamqp.frame._unmarshal_method_frame(payload)
+            return pamqp.frame.unmarshal(_HEAD.pack(_METHOD, 0, len(payload)) + payload + bytes((_END,)))[2]
         if kind == _HEADER:
-            return pamqp.frame._unmarshal_header_frame(payload)
-    except (PAMQPException, struct.error, IndexError) as error:
+            header = ContentHeader()
+            header.unmarshal(payload)
+            return header
+    except (PAMQPException, struct.error, IndexError, ValueError) as error:
         raise InvalidFrameError(str(error)) from error
     if kind == _HEARTBEAT and not payload:
         return Heartbeat()

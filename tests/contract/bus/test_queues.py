@@ -21,7 +21,17 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import door_destination
-from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD, DEAD_LETTERS, QUEUES, REQUEST_QUEUES, QueueKind, Where
+from bus.contracts.queues import (
+    BY_QUEUE,
+    COMMANDS,
+    DEAD,
+    DEAD_LETTERS,
+    EVENTS,
+    QUEUES,
+    REQUEST_QUEUES,
+    QueueKind,
+    Where,
+)
 from bus.port import Outgoing, PublishRefused, Transport
 from bus.published_key import CODE
 from bus.rabbitmq.transport import RabbitTransport
@@ -460,6 +470,25 @@ async def test_unreadable_messages_of_one_round_are_settled_together(
     await house.consume(bus, REQUESTS, Answering(), on_malformed=refused, concurrency=1)
     await settled(bus, dead=count)
     assert most >= count // 2
+
+
+@KINDS
+async def test_a_full_queue_of_another_program_holds_up_no_request(house: House) -> None:
+    """Two malformed requests, about which an event was published, stopped every scheduler for ever."""
+    bus = await house.bus()
+    full = structs.replace(BY_QUEUE["client.record.{process}"], max_length=1)
+    await bus.transport.declare_queue(full, "client.record.full", ((EVENTS, "build.event.#"),))
+    for _ in range(100):  # a quorum queue's bound is not exact
+        await bus.publish_each([(event(boot().instance_uuid), "")] * 20)
+    got = Answering()
+    await house.consume(
+        bus, REQUESTS, got, on_malformed=lambda _bad: [event(boot().instance_uuid)], concurrency=1, max_batch=1
+    )
+    for _ in range(2):
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{", mandatory=True))
+    await bus.publish(boot())
+    await got.wait(1)
+    await settled(bus, dead=2)
 
 
 def event(instance: str) -> BuildEvent:

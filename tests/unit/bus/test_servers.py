@@ -531,13 +531,21 @@ def test_a_library_without_a_part_that_is_reached_for_is_a_coded_error(
         RabbitTransport("amqp://127.0.0.1", name="api")
 
 
+def test_a_library_that_reads_frames_in_another_way_is_a_coded_error(
+    monkeypatch: pytest.MonkeyPatch, not_installed: None
+) -> None:
+    """As of a version that calls no `unmarshal` of the properties, so that hostile ones end a connection."""
+    monkeypatch.setattr(patches.ContentHeader, "unmarshal", lambda _header, _data: None)
+    with pytest.raises(UnknownLibrary):
+        RabbitTransport("amqp://127.0.0.1", name="api")
+
+
 def test_the_known_versions_are_those_that_may_be_installed() -> None:
     wanted = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     bounds = {text.partition(">=")[0]: text.partition(">=")[2] for text in wanted}
     for name, known in KNOWN.items():
-        *above, last = known.removesuffix(".").split(".")
-        upper = ".".join([*above, str(int(last) + 1)])
-        assert bounds[name] == f"{known.removesuffix('.')},<{upper}"
+        lower, _, upper = bounds[name].partition(",<")
+        assert lower.startswith(known.removesuffix(".")) and int(upper) == int(known.removesuffix(".")) + 1
 
 
 # --- a connection that is given up, or takes nothing

@@ -15,6 +15,7 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.feed import FeedChanges
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.queues import BY_QUEUE, EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusForbidden
 from bus.service.environment import Environment
@@ -122,6 +123,22 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert sent == [1, 2]
+
+
+async def test_a_full_queue_of_another_program_holds_up_no_feed() -> None:
+    clock = HandClock()
+    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    await bus.open()
+    full = replace(BY_QUEUE["client.record.{process}"], max_length=1)
+    await bus.transport.declare_queue(full, "client.record.full", ((EVENTS, "placement.event.#"),))
+    publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
+    for version in range(1, 4):
+        inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
+        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(inventory,))])
+        await publisher._publish_all()
+    assert not (await store.newest()).unpublished and await bus.transport.depth("client.record.full") == 1
+    await bus.close()
 
 
 async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
