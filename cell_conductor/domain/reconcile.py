@@ -362,7 +362,7 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         offloaded = replace(base, state=State.OFFLOADED, then=None, power=Power.SHELVED, image=image, move=None)
         return _ended(Reconciled(offloaded, orders, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
-        return facts.blocked(BlockedReason.CONFLICT, orders)
+        return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, orders)
     code = BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
     return _ended(Reconciled(lost, orders, ended))

@@ -62,6 +62,10 @@ def departed(kind: MoveKind = MoveKind.MIGRATE) -> tuple[Scenario, Departure]:
     return made, departure_of(made)
 
 
+def given() -> Departure:
+    return departed()[1]
+
+
 def released(made: Scenario) -> None:
     question = question_of(made.instance)
     assert isinstance(question, Release)
@@ -409,7 +413,7 @@ def test_what_the_next_cell_gives_back_after_a_set_back_of_the_former_one_is_bui
     """The move had ended by the record, so it rested offloaded, without an end."""
     for made in before_it_left():
         recover(made, known=elsewhere(9))
-        back = replace(departed()[1], cell="c1", attempt=9, code="image.broken")
+        back = replace(given(), cell="c1", attempt=9, code="image.broken")
         made.apply(arrives(back, MoveKind.MIGRATE, 1, to_cell=None))
         building(made, 1).apply(spawned(n=1, attempt=made.instance.attempt, at=1_700.0))
         assert made.instance.state is State.ACTIVE
@@ -475,7 +479,7 @@ def test_what_came_here_and_went_on_outranks_no_later_cell() -> None:
     attempt = there.instance.last_attempt
     recover(there, known=elsewhere(attempt + 3))
     assert there.instance.phase == (State.DEPARTED, State.ABSENT) and question_of(there.instance) is None
-    newest = replace(departed()[1], attempt=attempt + 5, image="newest", at=2_000.0)
+    newest = replace(given(), attempt=attempt + 5, image="newest", at=2_000.0)
     there.apply(arrives(newest, request_id=OTHER))
     assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
 
