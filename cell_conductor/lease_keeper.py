@@ -7,6 +7,7 @@ A service that an operator has stated to be gone for good is forgotten: nothing 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -129,7 +130,7 @@ class LeaseKeeper:
         self._listens_since: float | None = None
         self._server = 0
         self._may_act = self._is_asked = False
-        self._later_since: float | None = None
+        self._later_since = math.inf
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
@@ -153,25 +154,28 @@ class LeaseKeeper:
             self._listens_since, self._server = now_s, self._store.servers
             self._may_act = self._is_asked = False
             table.hear_anew()
-        recorded = self._store.recorded
-        self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
-        own = recorded.own.database_incarnation
-        if all(one.database_incarnation <= own for one in self._above.values()):
-            self._later_since = None
-        elif self._later_since is None:
-            self._later_since = now_s
+        is_later = self._forget_recorded(now_s)
         listened_s = -1.0 if self._listens_since is None else now_s - self._listens_since
         if table.listens and listened_s >= table.beats_s and not self._above:
             self._may_act = True
+        # Also of a service that is not on record.
+        listens_s = max(table.listens_s, table.beats_s, LISTEN_BEATS * DEFAULT_BEAT_S)
         return Stated(
             marks=tuple(self._above.values()),
             conductor=self._conductor,
-            # Also of one that is not on record.
-            is_known=listened_s >= max(table.listens_s, table.beats_s, LISTEN_BEATS * DEFAULT_BEAT_S)
-            and (self._later_since is None or now_s - self._later_since >= RIVAL_S),
+            is_known=listened_s >= listens_s and (not is_later or now_s - self._later_since >= RIVAL_S),
             is_whole=table.listens and not table.unheard,
-            may_act=self._may_act and self._later_since is None,
+            may_act=self._may_act and not is_later,
         )
+
+    def _forget_recorded(self, now_s: float) -> bool:
+        """Drop the marks that are on record by now. Whether one of those left is of a later incarnation."""
+        recorded = self._store.recorded
+        self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
+        own = recorded.own.database_incarnation
+        is_later = any(one.database_incarnation > own for one in self._above.values())
+        self._later_since = min(self._later_since, now_s) if is_later else math.inf
+        return is_later
 
     def wants_marks(self) -> bool:
         """Whether the schedulers and placement are to be asked: once for each server of the database."""

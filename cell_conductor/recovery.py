@@ -333,12 +333,7 @@ class CellRecovery:
             await transaction.expect_recovering()
         else:
             await transaction.recognise()
-        try:
-            records = await transaction.lock(instances)
-            unreadable = frozenset[str]()
-        except UnreadableRecords as error:  # nothing is decided about them
-            unreadable = error.uuids
-            records = await transaction.lock(sorted(set(instances) - unreadable))
+        records, unreadable = await _locked(transaction, instances)
         decisions = _decisions(await transaction.unexplained(instances))
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
@@ -406,6 +401,16 @@ class CellRecovery:
             await transaction.send_later(outgoing)
         self._relay.send(transaction.rows, outgoing)
         return made
+
+
+async def _locked(
+    transaction: LockingTransaction, instances: Sequence[str]
+) -> tuple[dict[str, Instance], Collection[str]]:
+    """The records of these, and those that cannot be read: nothing is decided about them."""
+    try:
+        return await transaction.lock(instances), ()
+    except UnreadableRecords as error:
+        return await transaction.lock(sorted(set(instances) - error.uuids)), error.uuids
 
 
 def _decisions(machines: Iterable[UnexplainedRecord]) -> dict[str, OperatorDecision]:

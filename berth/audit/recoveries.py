@@ -66,7 +66,7 @@ async def accept(env: Environment, recovery: Recovery, who: str, why: str) -> bo
         return False
     lost = recovery.losses
     found = f"a recovery would end {lost.count} instances and {lost.builds} builds: {', '.join(lost.instances)}"
-    await enter(env, {recovery.cell: _entry("recovery.accepted", found)}, who, why)
+    await enter(env, {recovery.cell: _entry("losses accepted", found)}, who, why)
     return True
 
 
@@ -86,7 +86,7 @@ async def state_without(env: Environment, cell: str, service: str, who: str, why
     (name,) = await named_cells(env, cell)
     if not await on_database(env, name, stated):
         return False
-    await enter(env, {name: _entry("recovery.without", f"the compute service {service} has not listed")}, who, why)
+    await enter(env, {name: _entry("goes on without", f"the compute service {service} has not listed")}, who, why)
     return True
 
 

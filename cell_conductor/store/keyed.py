@@ -116,7 +116,7 @@ def absent_with(stated: Mapping[str, bool], silent: Collection[str], without: Co
     return {name: name in without or stated.get(name, False) for name in absent}
 
 
-class History(StrEnum):
+class DatabaseState(StrEnum):
     """What the database is, compared with what others state of it."""
 
     SAME = "same"
@@ -188,7 +188,7 @@ class DatabaseOutdated(DatabaseForbidden):
     code = "database.outdated"
 
 
-def history_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> History:
+def state_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is_elsewhere: bool) -> DatabaseState:
     """What the database is that has these marks on record. own: what this process knew before it read that.
     is_elsewhere: on another server than recorded. Raises DatabaseOutdated, and Unrecognised: it is not known yet.
 
@@ -201,10 +201,10 @@ def history_of(recorded: RecordedMarks, stated: Stated, own: DatabaseMark, *, is
         )
     is_old = any(is_behind(recorded, one) for one in (own, *stated.marks))
     if not is_old and not is_elsewhere:
-        return History.SAME
+        return DatabaseState.SAME
     if not stated.is_known:
         raise Unrecognised
-    return History.BEHIND if is_old or not stated.is_whole else History.TAKEN_OVER
+    return DatabaseState.BEHIND if is_old or not stated.is_whole else DatabaseState.TAKEN_OVER
 
 
 class RowsContended(Transient):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
 
 from msgspec import convert
 from msgspec.structs import replace
@@ -14,77 +13,56 @@ from bus.contracts.base import SENT_SLOTS, DatabaseMark, SentSequences
 from bus.contracts.operations import FenceState
 from bus.persistence.database import check_identity
 from bus.persistence.guarded_statement import Conflict, PreconditionFailed
-from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
+from bus.persistence.memory_database import MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
-from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import (
-    AT_REST,
     EXPECTED_HERE,
     LEFT_WITH_ITS_SERVICE,
     REFUSED,
 )
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Brief, Instance, Phase
-from cell_conductor.domain.leases import Keeper, Lease
 from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-from cell_conductor.domain.move_steps import is_evacuated_from
 from cell_conductor.domain.report import is_at
 
 from .keyed import (
     MAX_ABSENT,
-    History,
-    Key,
-    KeyedTable,
+    DatabaseState,
     KnownDatabase,
-    Lock,
     Losses,
     Recovering,
     Unrecognised,
-    Value,
     absent_with,
-    history_of,
+    state_of,
 )
+from .memory_keyed import MemoryKeyed, MemoryKeyedRows, MemoryKeyedTable, drop, is_known
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
-from .safety import KEEP, KEYED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
+from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
 
 HANDLER = "conductor"
 
 
-class MemoryInstanceTable(MemoryDatabase):
+class MemoryInstanceTable(MemoryKeyedTable):
     """The committed instances of one cell; it outlives the conductors."""
 
     ROWS = (
-        *MemoryDatabase.ROWS,
-        "instances",
-        "origin",
-        "incarnation",
+        *MemoryKeyedTable.ROWS,
         "recovers",
         "accepts",
         "losses",
         "ended_incarnations",
         "absent",
         "sent",
-        "lease_keeper",
-        *(one.name for one in KEYED),
     )
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
-        self.origin = self.place
-        self.incarnation = 1
+        super().__init__(*arguments, **named)
         self.recovers = self.accepts = False
         self.losses = Losses()
         self.ended_incarnations: dict[int, SentSequences] = {}
         self.absent: dict[str, bool] = {}
         self.sent: SentSequences = (0,) * SENT_SLOTS
-        self.instances: dict[str, Instance] = {}
-        self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
-        self.breakers: dict[str, Breaker] = {}
-        self.leases: dict[str, Lease] = {}
-        self.lease_keeper = Keeper()
-        self.fences: dict[str, Fence] = {}
 
     @property
     def marks(self) -> RecordedMarks:
@@ -95,109 +73,6 @@ class MemoryInstanceTable(MemoryDatabase):
     def fenced(self) -> dict[str, Fence]:
         """The fences in force, by host."""
         return {host: one for host, one in self.fences.items() if one.state is not FenceState.LIFTED}
-
-
-class MemoryKeyedRows:
-    """The rows of one transaction."""
-
-    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
-        self._table = table
-        self._transaction = transaction
-        self._seen = seen
-
-    async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
-        """One statement."""
-        await self._transaction.statement()
-        return [value for _, value in sorted(self._rows(table).items(), key=lambda row: row[0])][:limit]
-
-    async def find(
-        self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE
-    ) -> dict[Key, Value]:
-        """One statement. It locks absent rows too: who inserts one that another inserts waits for its end."""
-        await self._transaction.statement()
-        rows, ordered = self._rows(table), sorted(set(keys))
-        if lock:
-            await self._transaction.lock([(table.name, key) for key in ordered])
-        return {key: rows[key] for key in ordered if key in rows}
-
-    async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
-        """One statement."""
-        await self._transaction.statement()
-        self._transaction.will(partial(self._rows(table).update, {table.key(value): value for value in values}))
-
-    async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
-        """One statement."""
-        await self._transaction.statement()
-        self._transaction.will(partial(_drop, self._rows(table), list(keys)))
-
-    async def expect_known(self) -> None:
-        """One statement. Raises Unrecognised."""
-        await self._transaction.statement()
-        if not _is_known(self._table, self._seen):
-            raise Unrecognised
-
-    async def incarnation(self) -> int:
-        """One statement."""
-        await self._transaction.statement()
-        return self._table.incarnation
-
-    async def is_needed(self, fence_of: str) -> bool:
-        """One statement."""
-        await self._transaction.statement()
-        return any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
-
-    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
-        """One statement; all of them are looked at."""
-        await self._transaction.statement()
-        return [
-            uuid
-            for uuid, one in sorted(self._table.instances.items())
-            if uuid > after and one.phase not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
-        ][:limit]
-
-    def _rows(self, table: KeyedTable[Key, Value]) -> dict[Key, Value]:
-        rows: dict[Key, Value] = getattr(self._table, table.name)
-        return rows
-
-
-class MemoryKeyed:
-    """In a cell's tables."""
-
-    def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: KnownDatabase) -> None:
-        self._table = table
-        self._session = session
-        self._seen = seen
-
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[MemoryKeyedRows]:
-        """Commits at the end, rolls back on an exception."""
-        async with self._session.transaction() as transaction:
-            yield MemoryKeyedRows(self._table, transaction, self._seen)
-
-    async def keeper(self) -> tuple[Keeper, float]:
-        """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            return self._table.lease_keeper, self._table.clock.time()
-
-    async def keep(self, before: Keeper, after: Keeper) -> bool:
-        """One transaction."""
-        write = partial(setattr, self._table, "lease_keeper", after)
-        return await self._where(lambda on_record: on_record == before, write)
-
-    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
-        """One transaction."""
-        writes = partial(self._table.leases.update, leases), partial(_drop, self._table.leases, list(gone))
-        return await self._where(lambda on_record: on_record.term == term, *writes)
-
-    async def _where(self, is_met: Callable[[Keeper], bool], *writes: Callable[[], None]) -> bool:
-        async with self._session.transaction() as transaction:
-            await transaction.lock(["lease_keeper"])
-            if not _is_known(self._table, self._seen) or not is_met(self._table.lease_keeper):
-                return False
-            for write in writes:
-                transaction.will(write)
-            return True
 
 
 class MemoryTransaction:
@@ -214,10 +89,10 @@ class MemoryTransaction:
         """Compare the table with what others state of it. Raises Unrecognised and Recovering."""
         table, seen, own = self._table, self._seen, self._seen.mark  # as of before the row is read
         await self._transaction.statement()
-        if self._history(stated, own) is not History.SAME:
+        if self._state(stated, own) is not DatabaseState.SAME:
             await self._hold()
-            if (history := self._history(stated, own)) is not History.SAME:
-                return self._begin(stated, own, recovers=table.recovers or history is History.BEHIND)
+            if (history := self._state(stated, own)) is not DatabaseState.SAME:
+                return self._begin(stated, own, recovers=table.recovers or history is DatabaseState.BEHIND)
         _see(seen, table.marks, table.recovers)
         if table.recovers:
             raise Recovering
@@ -228,7 +103,7 @@ class MemoryTransaction:
         table, own = self._table, self._seen.mark
         await self._transaction.statement()
         await self._hold()
-        if self._history(stated, own) is History.SAME and table.recovers:
+        if self._state(stated, own) is DatabaseState.SAME and table.recovers:
             self._transaction.will(partial(_see, self._seen, table.marks, True))
             return table.incarnation
         return self._begin(stated, own, recovers=True).incarnation
@@ -236,10 +111,10 @@ class MemoryTransaction:
     async def _hold(self) -> None:
         await self._transaction.lock(["identity", *(("sent", slot) for slot in range(SENT_SLOTS))])
 
-    def _history(self, stated: Stated, own: DatabaseMark) -> History:
+    def _state(self, stated: Stated, own: DatabaseMark) -> DatabaseState:
         table = self._table
         check_identity(table.deployment, self._seen.deployment)
-        return history_of(table.marks, stated, own, is_elsewhere=table.origin != table.place)
+        return state_of(table.marks, stated, own, is_elsewhere=table.origin != table.place)
 
     def _begin(self, stated: Stated, own: DatabaseMark, *, recovers: bool) -> DatabaseChange:
         table, recorded = self._table, self._table.marks
@@ -254,7 +129,7 @@ class MemoryTransaction:
         """One statement, under a lock. Raises Unrecognised."""
         await self._transaction.statement()
         await self._transaction.lock(["identity"])
-        if not _is_known(self._table, self._seen) or not self._table.recovers:
+        if not is_known(self._table, self._seen) or not self._table.recovers:
             raise Unrecognised
 
     async def accepted_losses(self) -> int:
@@ -365,7 +240,7 @@ class MemoryTransaction:
     async def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
         await _raise_sent(self._table, self._transaction, self._seen)
-        if not _is_known(self._table, self._seen):
+        if not is_known(self._table, self._seen):
             raise Unrecognised
 
 
@@ -392,7 +267,7 @@ class MemoryInstanceRows:
         table = self._table
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            if not _is_known(table, self._seen) or table.recovers:
+            if not is_known(table, self._seen) or table.recovers:
                 raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
@@ -412,14 +287,10 @@ class MemoryInstanceRows:
             _keep(table, transaction, [*writes.inserts, *writes.updates])
             if writes.durable:
                 await _raise_sent(table, transaction, self._seen)
-                if not _is_known(table, self._seen):  # its counter was waited for
+                if not is_known(table, self._seen):  # its counter was waited for
                     raise PreconditionFailed
             rows = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, rows)
-
-
-def _is_known(table: MemoryInstanceTable, seen: KnownDatabase) -> bool:
-    return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
 
 
 def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> None:
@@ -431,7 +302,7 @@ def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> No
     table.absent = {}
     table.outbox.clear()
     table.breakers.clear()
-    _drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
+    drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
 
 
 def _await_word(table: MemoryInstanceTable, losses: Losses) -> None:
@@ -496,7 +367,7 @@ class MemoryInstances(SeenStore):
         async with self._session.transaction() as transaction:
             await transaction.statement()
             deadlines = (one.deadline for one in self._table.instances.values())
-            is_open = _is_known(self._table, self._seen) and not self._table.recovers
+            is_open = is_known(self._table, self._seen) and not self._table.recovers
             return not is_open or any(at is not None and at <= now for at in deadlines)
 
     @asynccontextmanager
@@ -560,7 +431,7 @@ class MemoryInstances(SeenStore):
             over = [i for i in instances.values() if i.phase in phases and i.since < before]
             gone = [i.uuid for i in over if transaction.is_free(("instance", i.uuid))][:limit]
             await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
-            transaction.will(partial(_drop, instances, gone))
+            transaction.will(partial(drop, instances, gone))
             return len(gone)
 
 
@@ -568,8 +439,3 @@ def _brief(instance: Instance, table: MemoryInstanceTable) -> Brief:
     kept = [host for (host, uuid), one in table.unexplained.items() if uuid == instance.uuid and one.verdict == KEEP]
     brief = replace(convert(instance, Brief, from_attributes=True), kept=kept)
     return brief if instance.phase in REFUSED else replace(brief, code="")
-
-
-def _drop(rows: dict[Any, Any], keys: Sequence[Any]) -> None:
-    for key in keys:
-        rows.pop(key, None)

@@ -42,13 +42,13 @@ from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 from . import tables
 from .keyed import (
     MAX_ABSENT,
-    History,
+    DatabaseState,
     KnownDatabase,
     Losses,
     Recovering,
     Unrecognised,
     absent_with,
-    history_of,
+    state_of,
 )
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
@@ -266,12 +266,12 @@ class PostgresTransaction:
         """Compare the database with what others state of it. Raises Unrecognised and Recovering."""
         seen, own = self._seen, self._seen.mark  # as of before the row is read
         recorded, is_elsewhere, is_recovering = await self._identity()
-        if history_of(recorded, stated, own, is_elsewhere=is_elsewhere) is not History.SAME:
+        if state_of(recorded, stated, own, is_elsewhere=is_elsewhere) is not DatabaseState.SAME:
             await self._hold()
             recorded, is_elsewhere, is_recovering = await self._identity()
-            history = history_of(recorded, stated, own, is_elsewhere=is_elsewhere)
-            if history is not History.SAME:
-                recovers = is_recovering or history is History.BEHIND
+            history = state_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+            if history is not DatabaseState.SAME:
+                recovers = is_recovering or history is DatabaseState.BEHIND
                 return await self._begin(recorded, stated, own, recovers=recovers)
         seen.adopt(recorded)
         seen.is_recovering = is_recovering
@@ -284,8 +284,8 @@ class PostgresTransaction:
         own = self._seen.mark
         await self._hold()
         recorded, is_elsewhere, is_recovering = await self._identity()
-        history = history_of(recorded, stated, own, is_elsewhere=is_elsewhere)
-        if is_recovering and history is History.SAME:
+        history = state_of(recorded, stated, own, is_elsewhere=is_elsewhere)
+        if is_recovering and history is DatabaseState.SAME:
             self.recognised, self.recovers = recorded, True
             return recorded.own.database_incarnation
         return (await self._begin(recorded, stated, own, recovers=True)).incarnation

@@ -1,0 +1,158 @@
+"""Keyed rows of a cell in memory, and the keeper of its leases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.desires import AT_REST
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.move_steps import is_evacuated_from
+
+from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
+from .safety import KEYED, UnexplainedRecord
+
+
+class MemoryKeyedTable(MemoryDatabase):
+    """The rows of one cell that are values under keys, and what guards them."""
+
+    ROWS = (
+        *MemoryDatabase.ROWS,
+        "instances",
+        "origin",
+        "incarnation",
+        "lease_keeper",
+        *(one.name for one in KEYED),
+    )
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
+        self.origin = self.place
+        self.incarnation = 1
+        self.instances: dict[str, Instance] = {}
+        self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
+        self.breakers: dict[str, Breaker] = {}
+        self.leases: dict[str, Lease] = {}
+        self.lease_keeper = Keeper()
+        self.fences: dict[str, Fence] = {}
+
+
+class MemoryKeyedRows:
+    """The rows of one transaction."""
+
+    def __init__(self, table: MemoryKeyedTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+        self._table = table
+        self._transaction = transaction
+        self._seen = seen
+
+    async def read(self, table: KeyedTable[Key, Value], limit: int | None = None) -> list[Value]:
+        """One statement."""
+        await self._transaction.statement()
+        return [value for _, value in sorted(self._rows(table).items(), key=lambda row: row[0])][:limit]
+
+    async def find(
+        self, table: KeyedTable[Key, Value], keys: Collection[Key], lock: Lock = Lock.NONE
+    ) -> dict[Key, Value]:
+        """One statement. It locks absent rows too: who inserts one that another inserts waits for its end."""
+        await self._transaction.statement()
+        rows, ordered = self._rows(table), sorted(set(keys))
+        if lock:
+            await self._transaction.lock([(table.name, key) for key in ordered])
+        return {key: rows[key] for key in ordered if key in rows}
+
+    async def put(self, table: KeyedTable[Key, Value], values: Iterable[Value], over: Mapping[Key, Value]) -> None:
+        """One statement."""
+        await self._transaction.statement()
+        self._transaction.will(partial(self._rows(table).update, {table.key(value): value for value in values}))
+
+    async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
+        """One statement."""
+        await self._transaction.statement()
+        self._transaction.will(partial(drop, self._rows(table), list(keys)))
+
+    async def expect_known(self) -> None:
+        """One statement. Raises Unrecognised."""
+        await self._transaction.statement()
+        if not is_known(self._table, self._seen):
+            raise Unrecognised
+
+    async def incarnation(self) -> int:
+        """One statement."""
+        await self._transaction.statement()
+        return self._table.incarnation
+
+    async def is_needed(self, fence_of: str) -> bool:
+        """One statement."""
+        await self._transaction.statement()
+        return any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
+
+    async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
+        """One statement; all of them are looked at."""
+        await self._transaction.statement()
+        return [
+            uuid
+            for uuid, one in sorted(self._table.instances.items())
+            if uuid > after and one.phase not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
+        ][:limit]
+
+    def _rows(self, table: KeyedTable[Key, Value]) -> dict[Key, Value]:
+        rows: dict[Key, Value] = getattr(self._table, table.name)
+        return rows
+
+
+class MemoryKeyed:
+    """In a cell's tables."""
+
+    def __init__(self, table: MemoryKeyedTable, session: MemorySession, seen: KnownDatabase) -> None:
+        self._table = table
+        self._session = session
+        self._seen = seen
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[MemoryKeyedRows]:
+        """Commits at the end, rolls back on an exception."""
+        async with self._session.transaction() as transaction:
+            yield MemoryKeyedRows(self._table, transaction, self._seen)
+
+    async def keeper(self) -> tuple[Keeper, float]:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return self._table.lease_keeper, self._table.clock.time()
+
+    async def keep(self, before: Keeper, after: Keeper) -> bool:
+        """One transaction."""
+        write = partial(setattr, self._table, "lease_keeper", after)
+        return await self._where(lambda on_record: on_record == before, write)
+
+    async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
+        """One transaction."""
+        writes = partial(self._table.leases.update, leases), partial(drop, self._table.leases, list(gone))
+        return await self._where(lambda on_record: on_record.term == term, *writes)
+
+    async def _where(self, is_met: Callable[[Keeper], bool], *writes: Callable[[], None]) -> bool:
+        async with self._session.transaction() as transaction:
+            await transaction.lock(["lease_keeper"])
+            if not is_known(self._table, self._seen) or not is_met(self._table.lease_keeper):
+                return False
+            for write in writes:
+                transaction.will(write)
+            return True
+
+
+def is_known(table: MemoryKeyedTable, seen: KnownDatabase) -> bool:
+    """Whether it is the one that this process has seen."""
+    return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
+
+
+def drop(rows: dict[Any, Any], keys: Sequence[Any]) -> None:
+    """Delete these, if they are there."""
+    for key in keys:
+        rows.pop(key, None)
