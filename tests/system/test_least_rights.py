@@ -154,7 +154,7 @@ def accepts_losses(system: Roles) -> None:
 async def _stop_recovery(url: str) -> None:
     """Of a cell that waits for an operator."""
     connection = await asyncpg.connect(url)
-    await connection.execute("UPDATE cell_cell1.identity SET state = 'recovering', losses = '{\"count\": 3}'")
+    await connection.execute("UPDATE cell_cell1.identity SET state = 'recovering', losses = '{\"count\":3}'")
     await connection.close()
 
 
