@@ -15,7 +15,7 @@ from bus.contracts.base import MAX_AMOUNT, ORDER_OUTDATED, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import Claim, ClaimAll
+from bus.contracts.placement import Claim, ClaimAll, Restate
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
 from bus.port import Outgoing
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MOVE_TAG = tag_of(MoveEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
 CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
+RESTATE_TAG = tag_of(Restate)
 
 
 class _Item(Struct):
@@ -42,6 +43,7 @@ class _Tagged(Struct):
 
 _event = msgspec.json.Decoder(BuildEvent)
 _claim = msgspec.json.Decoder(Claim)
+_restate = msgspec.json.Decoder(Restate)
 _claim_all = msgspec.json.Decoder(ClaimAll)
 _build = msgspec.json.Decoder(CellBuild)
 _moved = msgspec.json.Decoder(MoveEvent)
@@ -74,11 +76,7 @@ class MessageWatch:
                 self._world.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self._world.machines.result(_result.decode(body))
-            if tag == CLAIM_TAG and self._world.probing:
-                self._claimed(_claim.decode(body))
-            if tag == GANG_TAG and self._world.probing:
-                for claim in _claim_all.decode(body).claims:
-                    self._claimed(claim)
+            self._asked(tag, body)
             try:
                 if tag == BUILD_TAG:
                     self._sent(_build.decode(body))
@@ -88,6 +86,15 @@ class MessageWatch:
                     self._world.peer_watch.event(event)
             except Breach as breach:
                 self._world.fail(breach)
+
+    def _asked(self, tag: str, body: bytes) -> None:
+        if tag == RESTATE_TAG:
+            self._world.book_watch.restate(_restate.decode(body))
+        if tag == CLAIM_TAG and self._world.probing:
+            self._claimed(_claim.decode(body))
+        if tag == GANG_TAG and self._world.probing:
+            for claim in _claim_all.decode(body).claims:
+                self._claimed(claim)
 
     def _moved(self, event: MoveEvent, bus: str) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import ComputeOutcome, ComputeResult
+from bus.contracts.placement import Restate
 from bus.contracts.queues import DEAD, EVENTS, Where
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.metrics import STEPS_FAILED
@@ -47,6 +49,11 @@ class BookWatch:
         self._seen: dict[str, Provider] = {}
         self._versions: dict[tuple[str, str], int] = {}
         self._head = 0
+        self._restated = Counter[tuple[str, str]]()  # provider and class
+
+    def restate(self, message: Restate) -> None:
+        """A machine runs there, whatever the capacity is by now."""
+        self._restated.update((uuid, name) for uuid, held in (message.allocations or {}).items() for name in held)
 
     def begin_anew(self) -> None:
         """The book is what it was at an earlier moment: from here on everything rises again."""
@@ -62,7 +69,7 @@ class BookWatch:
             before = self._seen.get(uuid)
             if provider is before:
                 continue
-            self._usage(provider, before)
+            self._usage(uuid, provider, before)
             stays = (
                 self.rest_frees
                 and before is not None
@@ -84,13 +91,15 @@ class BookWatch:
             raise Breach("feed_has_no_hole", f"numbers {new[:5]}... after {self._head}, head {table.head}")
         self._head = table.head
 
-    @staticmethod
-    def _usage(provider: Provider, before: Provider | None) -> None:
+    def _usage(self, uuid: str, provider: Provider, before: Provider | None) -> None:
         for name, used in provider.used.items():
             inventory = provider.inventories.get(name)
             capacity = 0 if inventory is None else inventory.capacity
             risen = before is None or used > before.used.get(name, 0)
-            if used < 0 or (used > capacity and risen):
+            if used >= 0 and not (used > capacity and risen):
+                continue
+            self._restated[uuid, name] -= 1
+            if inventory is None or used < 0 or self._restated[uuid, name] < 0:
                 raise Breach("capacity", f"{provider.name} {name}: {used} of {capacity}")
 
 

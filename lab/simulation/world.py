@@ -164,11 +164,11 @@ class World:
         self.move_watch.judges_machines = plan.judges_machines
         self.move_watch.has_untold = self.machines.has_untold
         self.last_machines = LastMachineWatch(self.cells, self.fleets, self.move_watch.was_active)
-        self._book_watch = BookWatch(self.book)
-        self._book_watch.rest_frees = plan.has_rest_clients
+        self.book_watch = BookWatch(self.book)
+        self.book_watch.rest_frees = plan.has_rest_clients
         self.breaker_watch = BreakerWatch(plan, self.now)
         drain_watch = DrainWatch(self.book, self.builds, self.now, self.taken_back)
-        looks = _all_of(self._book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
+        looks = _all_of(self.book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
         looks = _all_of(looks, drain_watch.book_committed)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", drain_watch.builds_committed))
@@ -419,7 +419,7 @@ class World:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
-            self._book_watch.begin_anew()
+            self.book_watch.begin_anew()
             self.harm.begin_anew(self.book.consumers)
             # A root that an operator took out since is in the book again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}

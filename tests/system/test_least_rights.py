@@ -38,6 +38,8 @@ ALLOWED = (
     ("berth-operator", "audit-log"),
     ("berth-web", "quarantine", "list"),
     ("berth-web", "breaker", "list"),
+    ("berth-web", "recovery", "show"),
+    ("berth-operator", "recovery", "show"),
     (RESTORE, "db", "upgrade"),
 )
 REFUSED = (
@@ -116,6 +118,7 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
     done = system.berth("backup", str(saved), user=BACKUP)
     assert done.returncode == 0, done.stderr
     system.processes.stop()
+    accepts_losses(system)
     with fresh_database(system.servers.database_url) as fresh:
         system.database = fresh
         asyncio.run(_make_nobody(fresh))
@@ -132,6 +135,27 @@ def test_a_restore_by_another_user_is_waited_for_until_the_printed_rights_are_ba
         boot(system)
         assert "Traceback" not in system.logs()
         system.processes.stop()
+
+
+def accepts_losses(system: Roles) -> None:
+    """Who decides about machines decides about a recovery; who makes backups does not."""
+    word = ("recovery", "accept", "cell1", "--losses", "3", "--reason", "drill", "--yes")
+    for user in ("berth-web", "berth-operator"):
+        asyncio.run(_stop_recovery(system.database))
+        assert system.berth("recovery", "show", user=user).returncode == 1
+        refused = system.berth(*word, user=BACKUP)
+        assert refused.returncode and "database.forbidden" in refused.stderr, refused.stderr
+        done = system.berth(*word, user=user)
+        assert done.returncode == 0, (user, done.stderr)
+        shown = system.berth("recovery", "show", "--json", user=user)
+        assert [one["state"] for one in json.loads(shown.stdout)] == ["accepted"], shown.stdout
+
+
+async def _stop_recovery(url: str) -> None:
+    """Of a cell that waits for an operator."""
+    connection = await asyncpg.connect(url)
+    await connection.execute("UPDATE cell_cell1.identity SET state = 'recovering', losses = '{\"count\":3}'")
+    await connection.close()
 
 
 def test_a_start_with_all_rights_warns_of_nothing(system: Roles) -> None:

@@ -119,7 +119,8 @@ async def test_nothing_is_released_or_ended_while_a_service_is_down(cell: Cell, 
         await ask(cell, build, 10)
     else:
         await cell.around.bus.publish(build)
-    await cell.drain()
+    told = BuildState.DELETING if asked == "delete" else BuildState.ACTIVE
+    await until(lambda: told in [one.state for one in cell.around.events[1:]])
     async with cell.store.transaction() as transaction:
         (record,) = (await transaction.lock([uuid])).values()
     assert record.blocked_reason == "host_absent" and (record.then is State.DELETED) is (asked == "delete")
