@@ -161,7 +161,7 @@ DEFECTS += [
     (AWAY, recoveries.barrier_opens_one_service_early, "lost_was_lost"),
     (AWAY, recoveries.absent_hosts_have_nothing, "lost_was_lost"),
     (AWAY, recoveries.blocked_for_good, "liveness"),
-    (MIGRATED, recoveries.older_machine_chosen, "capacity"),
+    (MIGRATED, recoveries.older_machine_chosen, "never_two_running"),
     (a_cell_forgets_losses, recoveries.losses_need_no_word, "breaker_holds"),
     (partial(a_cell_forgets, 2), recoveries.allocations_not_restated, "claims_have_owners"),
     (partial(returns_forgotten, 1), recoveries.the_top_is_not_heard, "built_once"),
