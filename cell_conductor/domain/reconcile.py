@@ -463,13 +463,14 @@ def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Coll
     spec = own[-1].spec if own else known.spec
     if own:
         uuid = own[-1].instance_uuid
-    elif absent and spec is not None:
+    elif known.selections and spec is not None:  # it may hold that under a later attempt than its delete names
         uuid = spec.instance_uuid
     else:
         return None
     state, then = DESTROYING_DELETED
     made = Instance(uuid=uuid, state=state, then=then, spec=spec, attempt=known.attempt)
-    return replace(made, selections=absent[:1]) if absent else replace(made, **_place(own[-1], made))
+    places = absent or known.selections
+    return replace(made, **_place(own[-1], made)) if own and not absent else replace(made, selections=places[:1])
 
 
 def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:

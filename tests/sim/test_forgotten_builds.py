@@ -246,4 +246,4 @@ def a_cell_forgets_losses() -> Plan:
 
 def test_a_recovery_that_would_lose_more_than_the_limit_waits_for_an_operator() -> None:
     result = held(a_cell_forgets_losses(), event_log=EventLog(keep=True))
-    assert any("accept cell0 4" in line for line in result.lines)
+    assert any("accept cell0" in line for line in result.lines)

@@ -41,7 +41,6 @@ from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_
 from tests.sim.plans import held, plan_of_case
 from tests.sim.test_fences import DRAINS, SEED, hosts_are_fenced, hosts_burn_while_fenced
 from tests.sim.test_forgotten_builds import (
-    CELL_RESTORED,
     a_cell_forgets,
     a_cell_forgets_losses,
     moved_since_the_backup,
@@ -103,16 +102,25 @@ def moves_of_drains_have_no_bound() -> AbstractContextManager[Any]:
 
 
 def cells_are_not_queried() -> AbstractContextManager[Any]:
-    """A scheduler waits for the end of a request however long."""
+    """A scheduler waits for the end of a request however long.
+
+    Where a recovery ends none, which mends this.
+    """
 
     async def look(self: UnansweredRequests) -> None:
         return None
 
-    return patch.object(UnansweredRequests, "look", look)
+    patches = ExitStack()
+    patches.enter_context(recoveries.requests_not_ended())
+    patches.enter_context(patch.object(UnansweredRequests, "look", look))
+    return patches
 
 
 def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
-    """A cell that has no record of a request does not answer."""
+    """A cell that has no record of a request does not answer.
+
+    Where a recovery ends none, which mends this.
+    """
     right = departure_rules.answer_query
 
     def answer(instance: Any, event: Any, context: Any) -> Step:
@@ -120,7 +128,10 @@ def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
         is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
         return Step(instance) if is_lost else answered
 
-    return patch.object(departure_rules, "answer_query", answer)
+    patches = ExitStack()
+    patches.enter_context(recoveries.requests_not_ended())
+    patches.enter_context(patch.object(departure_rules, "answer_query", answer))
+    return patches
 
 
 AGREE = "hosts_instances_allocations_agree"
@@ -141,8 +152,6 @@ DEFECTS: list[tuple[Callable[[], Plan], Mutant, str]] = [
     (nodes_come_again, defects.overtaken_404_accepted, "removed_on_fresh_word"),
     (partial(a_cell_forgets, 2), cells_are_not_queried, "one_terminal_event"),
     (partial(a_cell_forgets, 2), lost_requests_are_not_ended, "one_terminal_event"),
-    (partial(CELL_RESTORED, 22), cells_are_not_queried, "one_terminal_event"),
-    (partial(CELL_RESTORED, 20), cells_are_not_queried, "one_terminal_event"),  # a delete
 ]
 
 
@@ -151,6 +160,7 @@ MIGRATED = partial(moved_since_the_backup, 2, MoveKind.MIGRATE)
 DEFECTS += [
     (AWAY, recoveries.barrier_opens_one_service_early, "lost_was_lost"),
     (AWAY, recoveries.absent_hosts_have_nothing, "lost_was_lost"),
+    (AWAY, recoveries.blocked_for_good, "liveness"),
     (MIGRATED, recoveries.older_machine_chosen, "never_two_running"),
     (a_cell_forgets_losses, recoveries.losses_need_no_word, "breaker_holds"),
     (partial(a_cell_forgets, 2), recoveries.allocations_not_restated, "claims_have_owners"),
@@ -215,6 +225,7 @@ def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
 
 IS_LATER = recovering.test_what_has_come_later_than_the_record_is_recorded_and_placement_follows
 BY_ONE_TEST: list[tuple[Mutant, Callable[[], Any]]] = [
+    (recoveries.blocked_taken, recovering.test_what_is_blocked_is_judged_by_no_report_and_begins_nothing),
     (recoveries.busy_ignored, partial(reconciled.test_what_is_being_changed_is_waited_for, None)),
     (recoveries.incarnation_not_raised, IS_LATER),
     (recoveries.numbers_not_raised, IS_LATER),
