@@ -531,9 +531,8 @@ class CellBuildQuery(Message, frozen=True, kw_only=True, tag="cell.build.query.v
     """Queries the state of a build that has had no event for a long time. It begins nothing.
 
     The answer is a BuildEvent: how far the build has come, or its end once more. A cell that has no record of the build
-    puts it on record in doubt, once all its compute services that are up have answered. A machine of it is adopted.
-    Without one it fails, what was claimed for it up to `attempt` is released, and a CellBuild that comes later finds
-    that record.
+    records that it has failed, which a CellBuild that comes later finds; what was claimed for it up to `attempt` is
+    released, unless a host has a machine of it that no record explains.
     spec, build_timeout_s: as of its CellBuild. attempt: that holds its claim, as far as the schedulers have it.
     sequence: of the newest event of it that they have had. requested_at: when this query was decided.
     """

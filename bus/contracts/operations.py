@@ -118,8 +118,8 @@ class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"
 class ForgetService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.forget.v1"):
     """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
 
-    Its cell drops its lease, so nothing waits for its answer any more: neither moves between cells in doubt after a
-    database was set back, nor `berth check`. Refused while it is up (`service.up`), while the book has hosts of it
+    Its cell drops its lease, so nothing waits for its answer any more: neither what a recovery could not find out, nor
+    `berth check`. Refused while it is up (`service.up`), while the book has hosts of it
     (`service.has_hosts`: forget or re-home them first), or while instances are on record there, on hosts that are not
     fenced (`service.has_instances`). cell: that it is in (None: it is found by its name, which one cell has). A service
     that sends a heartbeat once more is a new service.

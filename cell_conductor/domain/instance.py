@@ -43,7 +43,7 @@ class State(StrEnum):
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
     REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
-    RESTARTING = "restarting"  # reverted; the source was commanded to start, or in doubt to be as it was
+    RESTARTING = "restarting"  # reverted; the source was commanded to be as it was, or to start
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
