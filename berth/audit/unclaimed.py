@@ -178,7 +178,9 @@ async def _take_over(site: Site, each: Unclaimed) -> Instance | None:
     """The record with the book's attempt, if it is still as it was read. It may have been given out twice."""
     database = site.environment("audit").database(f"cell_{each.cell}", pool_size=1)
     try:
-        async with PostgresInstances(database).transaction() as transaction:
+        store = PostgresInstances(database)
+        await store.identify()
+        async with store.transaction() as transaction:
             record = each.instance
             if (await transaction.lock([record.uuid])).get(record.uuid) != record:
                 return None

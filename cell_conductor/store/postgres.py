@@ -430,6 +430,11 @@ class PostgresInstances(SeenStore):
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
+        await self.identify()
+
+    async def identify(self) -> None:
+        """Read the schema's identity, by which each write is guarded."""
+        async with self._database.raw() as connection:
             self._seen.deployment = await connection.fetchval(IDENTITY)
             self._seen.adopt(_marks(await connection.fetchrow(RECORDED_MARKS)))
 

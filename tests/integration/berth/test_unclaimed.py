@@ -136,7 +136,7 @@ class Restored:
 async def restored(empty_database: str) -> AsyncIterator[Restored]:
     made = Restored(empty_database)
     await made.book.open()
-    await made.cell.open(MIGRATIONS)
+    await PostgresInstances(made.cell).open()
     made.hosts = await made.book.hosts(2, made.rng, VCPU=4)
     yield made
     await made.cell.close()
@@ -154,7 +154,7 @@ async def requests_to(store: ResourceBook, clock: SystemClock, rng: random.Rando
     await bus.open()
     consumer = Consumer(bus, "placement.requests", handlers.requests)
     await consumer.start()
-    yield PlacementRequests(bus, clock, ASK_S, lambda: 0)
+    yield PlacementRequests(bus, clock, ASK_S, lambda: 0, lambda _incarnation: None)
     await consumer.drain(ASK_S)
     await bus.close()
 
@@ -335,7 +335,9 @@ async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attemp
     uuid = await restored.ahead()
     found = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     deleting = replace(await restored.recorded(uuid), state=State.DESTROYING, then=State.DELETED)
-    async with PostgresInstances(restored.cell).transaction() as transaction:
+    store = PostgresInstances(restored.cell)
+    await store.identify()
+    async with store.transaction() as transaction:
         await transaction.lock([uuid])
         await transaction.update([deleting])
     reports = HostReports([RunningFact(uuid, 1, restored.hosts[0])], restored.hosts)
