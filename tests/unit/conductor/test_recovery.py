@@ -24,6 +24,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Released
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.domain.table import question_of, step
@@ -85,6 +86,7 @@ class World:
         self.fences: tuple[CellFence, ...] = ()
         self.services: set[str] = {"s1", "s2", "s3"}
         self.silent: set[str] = set()
+        self.also: dict[str, tuple[str, ...]] = {}  # hosts of other uuids that a service lists as its own
         self.page: int | None = None
         self.refused = ""  # how placement answers a restatement
         self.restated: list[Restate] = []
@@ -108,7 +110,7 @@ class World:
         number = int(message.service[1:])
         mine = [one for one in self.machines if one.service == message.service and one.host_uuid >= message.after_host]
         if self.page is None:
-            return MachinesPage(machines=tuple(mine), hosts=(host(number),))
+            return MachinesPage(machines=tuple(mine), hosts=(host(number), *self.also.get(message.service, ())))
         first, rest = mine[: self.page], mine[self.page :]
         behind = rest[0].host_uuid if rest else ""
         read = (host(number), *(one.host_uuid for one in first))
@@ -134,6 +136,8 @@ class Cell(Alone):
     """One conductor of a cell. Its leases are given."""
 
     is_keeper = True
+    gone: Collection[str] = ()
+    states = Stated()
 
     def __init__(self, world: World, table: MemoryInstanceTable | None = None) -> None:
         bus: Any = world
@@ -184,6 +188,12 @@ class Cell(Alone):
 
     def forgotten(self) -> Collection[str]:
         return ()
+
+    def is_gone(self, service: str) -> bool:
+        return service in self.gone
+
+    def stated(self) -> Stated:
+        return self.states
 
     # what happens
 

@@ -1,0 +1,48 @@
+"""What a recovery must not do: with a word that an operator has given, a host that is off, a service that never ends,
+and conductors that are late.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import ComputeHosts, Running
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.reconcile import BlockedReason
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.safety import ADOPT, KEEP, DecidedMachine
+from tests.unit.conductor.records import record
+from tests.unit.conductor.scenario import UUID, host
+from tests.unit.conductor.test_recovery import ACTIVE, Cell, World, cell_of, known, listed
+from tests.unit.conductor.world import listing
+
+DELETING = record(State.DESTROYING, then=State.DELETED, queried=False, code="", reason="", attempt=2, newest=2)
+
+
+async def decided(cell: Cell, verdict: str, *places: tuple[int, int]) -> None:
+    """These machines, each a host and an attempt, are in quarantine, and an operator has decided about them."""
+    for number, attempt in places:
+        machine = Unexplained(UUID, attempt, host(number), UnexplainedKind.QUARANTINED, "older")
+        await cell.store.safety.record(f"s{number}", [machine], 1.0)
+    await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
+
+
+async def reported(cell: Cell, number: int, attempt: int) -> None:
+    """A host reports this machine of the instance."""
+    runs = (Running(instance_uuid=UUID, attempt=attempt, deployment=cell.store.deployment),)
+    report: ComputeHosts = listing(f"s{number}", number, runs=runs)
+    await cell.hosts.hosts([Received(report, Meta(id=f"h{number}"), "c1", "conductor.hosts")])
+
+
+@pytest.mark.parametrize("verdict", [KEEP, ADOPT])
+async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict: str) -> None:
+    """No report explains its machines: a reconciliation judges them, by that word."""
+    world = World(listed(2, 2), listed(3, 1, busy=True), told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.BUSY
+    await decided(cell, verdict, (3, 1))
+    await reported(cell, 3, 1)
+    assert [one.verdict for one in await cell.store.safety.records()] == [verdict]
