@@ -48,7 +48,7 @@ MAX_TRIES = 5  # a service that is up and does not list is as one that is down
 MAX_BATCH = 200  # instances of one transaction
 MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
 LOGGED = 10
-VERBS = {DESTROY: Verb.DESTROY, KEEP: Verb.PROTECT, ADOPT: Verb.ADOPT}
+VERBS = {DESTROY: Verb.DESTROY, ADOPT: Verb.ADOPT}
 
 
 class MachineListing(Struct):
@@ -292,7 +292,8 @@ class CellRecovery:
         except UnreadableRecords as error:  # nothing is decided about them
             unreadable = error.uuids
             records = await transaction.lock(sorted(set(instances) - unreadable))
-        decisions = _decisions(await transaction.unexplained(instances))
+        words = await transaction.unexplained(instances)
+        decisions, kept = _decisions(words), {one.place for one in words if one.verdict == KEEP}
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
@@ -308,6 +309,7 @@ class CellRecovery:
                     self._absent(record, word, listing),
                     decisions.get(uuid),
                     incarnation=self._store.set_back.incarnation,
+                    kept=[host for host, instance in kept if instance == uuid],
                 ),
             )
         return found

@@ -85,7 +85,6 @@ class Verb(StrEnum):
     """What an operator decides about a machine."""
 
     DESTROY = "destroy"
-    PROTECT = "protect"
     ADOPT = "adopt"
 
 
@@ -133,12 +132,15 @@ class InstanceFacts:
         known: KnownInstance | None,
         absent: Collection[str],
         decision: OperatorDecision | None,
+        *,
+        kept: Collection[str],
     ) -> None:
         self.known = None if known is None or known.is_old else known
-        decided = decision.host_uuid if decision is not None and decision.verb is not Verb.ADOPT else None
+        destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
         ours = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
-        self.own = [one for one in ours if one.host_uuid != decided]
-        self.decided = [one for one in ours if one.host_uuid == decided]
+        self.kept = [one for one in ours if one.host_uuid in kept]
+        self.decided = [one for one in ours if one.host_uuid == destroyed and one not in self.kept]
+        self.own = [one for one in ours if one not in self.kept and one not in self.decided]
         self.decision = decision
         # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
@@ -357,6 +359,8 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         return _ended(Reconciled(offloaded, orders, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
         return facts.blocked(BlockedReason.CONFLICT, orders)
+    if any(one.complete for one in facts.kept):  # it may have been given to it since, and that word is lost
+        return facts.blocked(BlockedReason.CONFLICT, orders)
     code = BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
     return _ended(Reconciled(lost, orders, ended))
@@ -390,14 +394,16 @@ def reconcile(
     decision: OperatorDecision | None,
     *,
     incarnation: int,
+    kept: Collection[str] = (),
 ) -> Reconciled:
-    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced."""
-    facts = InstanceFacts(record, machines, known, absent, decision)
+    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced. kept: where
+    an operator keeps a machine, which is then none of the instance's.
+    """
+    facts = InstanceFacts(record, machines, known, absent, decision, kept=kept)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
         result = facts.blocked(BlockedReason.TOP_SILENT)
-    destroyed = decision is not None and decision.verb is Verb.DESTROY
-    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided if destroyed)
+    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided)
     numbered = result.record if result.blocked_reason else _numbered(facts, result.record, incarnation)
     return replace(result, record=numbered, orders=(*decided, *result.orders))
 

@@ -8,7 +8,7 @@ import pytest
 
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, Running
+from bus.contracts.cell import ComputeHosts, Destroy, Running
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -36,6 +36,13 @@ async def reported(cell: Cell, number: int, attempt: int) -> None:
     await cell.hosts.hosts([Received(report, Meta(id=f"h{number}"), "c1", "conductor.hosts")])
 
 
+async def test_of_several_machines_that_an_operator_keeps_none_is_destroyed() -> None:
+    cell = await cell_of(World(listed(1, 1), listed(2, 2), listed(3, 1), told=known(2)), DELETING)
+    await decided(cell, KEEP, (1, 1), (3, 1))
+    await cell.recover()
+    assert [one.host_uuid for one in cell.sent(Destroy)] == [host(2)]
+
+
 @pytest.mark.parametrize("verdict", [KEEP, ADOPT])
 async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict: str) -> None:
     """No report explains its machines: a reconciliation judges them, by that word."""
@@ -46,3 +53,14 @@ async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict
     await decided(cell, verdict, (3, 1))
     await reported(cell, 3, 1)
     assert [one.verdict for one in await cell.store.safety.records()] == [verdict]
+
+
+async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
+    """It was given that machine after the backup, and the restored word is the earlier one."""
+    cell = await cell_of(World(listed(3, 1), told=known(3, 7)), ACTIVE)
+    await decided(cell, KEEP, (3, 1))
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.CONFLICT
+    await cell.store.safety.decide([DecidedMachine(UUID)], ADOPT, "ann", 2.0)
+    settled = await cell.look_again()
+    assert settled is not None and (settled.state, settled.host_uuid) == (State.ACTIVE, host(3))
