@@ -309,6 +309,7 @@ class CellRecovery:
                     self._absent(record, word, listing),
                     decisions.get(uuid),
                     incarnation=self._store.set_back.incarnation,
+                    off=self._off(listing),
                     kept=[host for host, instance in kept if instance == uuid],
                 ),
             )
@@ -323,7 +324,11 @@ class CellRecovery:
             places.update(one.host_uuid for one in record.selections)
             if record.move is not None and record.move.source is not None:
                 places.add(record.move.source.host_uuid)
-        return (places - listing.hosts - set(self._fences.known)) | ({""} if listing.silent else set())
+        return (places - listing.hosts - self._off(listing)) | ({""} if listing.silent else set())
+
+    def _off(self, listing: MachineListing) -> set[str]:
+        """Fenced hosts that have not listed. One whose fence is being lifted is on."""
+        return {host for host, one in self._fences.known.items() if not one.lifting} - listing.hosts
 
     async def _record(
         self,

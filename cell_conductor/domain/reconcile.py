@@ -134,6 +134,7 @@ class InstanceFacts:
         decision: OperatorDecision | None,
         *,
         kept: Collection[str],
+        off: Collection[str],
     ) -> None:
         self.known = None if known is None or known.is_old else known
         destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
@@ -141,7 +142,7 @@ class InstanceFacts:
         self.kept = [one for one in ours if one.host_uuid in kept]
         self.decided = [one for one in ours if one.host_uuid == destroyed and one not in self.kept]
         self.own = [one for one in ours if one not in self.kept and one not in self.decided]
-        self.decision = decision
+        self.decision, self.off = decision, off
         # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.record = None if record is None or desire_of(record).here is Wish.UNKNOWN else record
@@ -170,6 +171,13 @@ class InstanceFacts:
             for one in self.complete
             if (one.project_id == project if one.project_id is not None else one.attempt <= base.attempt)
         ]
+
+    @property
+    def is_off_as_recorded(self) -> bool:
+        """Whether its host is off, and the top has it there, too: by a fence alone no instance ends."""
+        places = None if self.known is None else {one.host_uuid for one in self.known.selections if self.known.is_here}
+        at = None if self.base is None else self.base.host_uuid
+        return at in self.off and (places is None or at in places)
 
     @property
     def may_be_absent(self) -> bool:
@@ -303,7 +311,7 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
             return facts.blocked(BlockedReason.TOP_SILENT)
         return Reconciled(base, facts.orders(), again)
     found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
-    if not found or found[0].runs != should_run(base.power):
+    if (found[0].runs != should_run(base.power)) if found else not facts.is_off_as_recorded:
         return None
     source = (base.source_host_uuid, base.source_attempt)
     sources = [one for one in facts.complete if (one.host_uuid, one.attempt) == source]
@@ -395,11 +403,12 @@ def reconcile(
     *,
     incarnation: int,
     kept: Collection[str] = (),
+    off: Collection[str] = (),
 ) -> Reconciled:
     """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced. kept: where
-    an operator keeps a machine, which is then none of the instance's.
+    an operator keeps a machine, which is then none of the instance's. off: fenced hosts that have not listed.
     """
-    facts = InstanceFacts(record, machines, known, absent, decision, kept=kept)
+    facts = InstanceFacts(record, machines, known, absent, decision, kept=kept, off=off)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
         result = facts.blocked(BlockedReason.TOP_SILENT)

@@ -385,7 +385,7 @@ async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_activ
 
 
 async def test_a_fenced_host_counts_as_empty() -> None:
-    world = World(told=known(2))
+    world = World(told=known(None))
     world.services = {"s1", "s3"}
     world.fences = (CellFence(host_uuid=host(2), host="host-2", version=1),)
     cell = await cell_of(world, ACTIVE)

@@ -5,10 +5,13 @@ and conductors that are late.
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, Destroy, Running
+from bus.contracts.operations import CellFence
+from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -53,6 +56,20 @@ async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict
     await decided(cell, verdict, (3, 1))
     await reported(cell, 3, 1)
     assert [one.verdict for one in await cell.store.safety.records()] == [verdict]
+
+
+@pytest.mark.parametrize("lifting", [False, True])
+async def test_what_was_active_on_a_host_that_is_fenced_is_not_lost(*, lifting: bool) -> None:
+    """By a fence alone no instance ends: it is evacuated, or its host comes back with it."""
+    world = World(told=known(2))
+    world.services = {"s1", "s3"}
+    fence = CellFence(host_uuid=host(2), host="host-2", version=1)
+    world.fences = (replace(fence, version=2, lift=True) if lifting else fence,)
+    cell = await cell_of(world, ACTIVE)
+    await cell.store.fences.put(fence_of(fence, 1.0))
+    found = await cell.recover()
+    assert found is not None and found.state is State.ACTIVE
+    assert found.blocked_reason == (BlockedReason.HOST_ABSENT if lifting else "")
 
 
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
