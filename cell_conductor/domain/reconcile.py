@@ -473,6 +473,8 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
     is_stopping = any(kind in STOPPING for _, kind in _requests(facts))
     wanted = known.power if known is not None and not is_stopping else None
     starts = not chosen.runs and wanted is not None and should_run(wanted)
+    if starts and any(one.runs for one in facts.complete if one != chosen):  # it would run twice
+        return facts.blocked(BlockedReason.CONFLICT)
     runs = chosen.runs or starts
     image = base.image or ("" if known is None else known.snapshot)
     power = next((one for one in (wanted, base.power) if one is not None and should_run(one) is runs), None)

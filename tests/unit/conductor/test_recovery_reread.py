@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, Destroy, Running
+from bus.contracts.moves import ChangeMachine
 from bus.contracts.operations import CellFence
 from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
@@ -70,6 +71,15 @@ async def test_what_was_active_on_a_host_that_is_fenced_is_not_lost(*, lifting: 
     found = await cell.recover()
     assert found is not None and found.state is State.ACTIVE
     assert found.blocked_reason == (BlockedReason.HOST_ABSENT if lifting else "")
+
+
+async def test_no_machine_is_started_beside_one_that_runs() -> None:
+    """The move was undone after the backup: its source runs again, and its destination is still to be destroyed."""
+    world = World(listed(1, 1), listed(3, 7, runs=False), told=known(1, 8))
+    cell = await cell_of(world, replace(ACTIVE, attempt=1))
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.CONFLICT
+    assert not cell.sent(ChangeMachine)
 
 
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
