@@ -16,7 +16,7 @@ from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.safety import ADOPT, KEEP, DecidedMachine
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_recovery import ACTIVE, Cell, World, cell_of, known, listed
@@ -91,3 +91,17 @@ async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_o
     await cell.store.safety.decide([DecidedMachine(UUID)], ADOPT, "ann", 2.0)
     settled = await cell.look_again()
     assert settled is not None and (settled.state, settled.host_uuid) == (State.ACTIVE, host(3))
+
+
+async def test_a_person_decides_what_contradicts_itself() -> None:
+    """Another cell has it by a later attempt, and a complete machine of it is here."""
+    world = World(listed(2, 2), told=known(None, 9, cell="c2"))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.CONFLICT
+    await reported(cell, 2, 2)
+    (machine,) = await cell.store.safety.records()
+    await cell.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
+    settled = await cell.look_again()
+    assert settled is not None and (settled.state, settled.blocked_reason) == (State.DEPARTED, "")
+    assert [one.host_uuid for one in cell.sent(Destroy)] == [machine.machine.host_uuid]
