@@ -306,7 +306,7 @@ class CellRecovery:
                     None if record is None else replace(record, blocked_reason=""),
                     machines,
                     word,
-                    self._absent(record, word, listing),
+                    self._absent(record, machines, word, listing),
                     decisions.get(uuid),
                     incarnation=self._store.set_back.incarnation,
                     off=self._off(listing),
@@ -315,16 +315,25 @@ class CellRecovery:
             )
         return found
 
-    def _absent(self, record: Instance | None, known: KnownInstance | None, listing: MachineListing) -> set[str]:
+    def _absent(
+        self,
+        record: Instance | None,
+        machines: Sequence[ListedMachine],
+        known: KnownInstance | None,
+        listing: MachineListing,
+    ) -> set[str]:
         """The hosts that may have a machine of it, and have not listed. A fenced one is off. "": any of a silent
-        service.
+        service. Two services may have a host of one uuid: another's list is none of a silent one that may have it.
         """
-        places = {one.host_uuid for one in known.selections} if known is not None else set[str]()
+        places = list(known.selections) if known is not None else []
         if record is not None:
-            places.update(one.host_uuid for one in record.selections)
+            places += record.selections
             if record.move is not None and record.move.source is not None:
-                places.add(record.move.source.host_uuid)
-        return (places - listing.hosts - self._off(listing)) | ({""} if listing.silent else set())
+                places.append(record.move.source)
+        lacking = {one for one in listing.silent if not self._leases.is_gone(one)}
+        absent = {one.host_uuid for one in places if one.host_uuid not in listing.hosts or one.service in lacking}
+        found = {one.host_uuid for one in machines}
+        return (absent - found - self._off(listing)) | ({""} if listing.silent else set())
 
     def _off(self, listing: MachineListing) -> set[str]:
         """Fenced hosts that have not listed. One whose fence is being lifted is on."""

@@ -82,6 +82,19 @@ async def test_no_machine_is_started_beside_one_that_runs() -> None:
     assert not cell.sent(ChangeMachine)
 
 
+async def test_a_host_is_not_empty_because_another_service_has_one_of_its_uuid() -> None:
+    """Two compute services have a host of one uuid, and the one that has the machine is down."""
+    world = World(told=known(2))
+    world.services = {"s1", "s3"}
+    world.also = {"s3": (host(2),)}
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
+    cell.gone = {"s2"}
+    settled = await cell.look_again()
+    assert settled is not None and (settled.state, settled.code) == (State.RELEASING, "instance.lost")
+
+
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
     """It was given that machine after the backup, and the restored word is the earlier one."""
     cell = await cell_of(World(listed(3, 1), told=known(3, 7)), ACTIVE)
