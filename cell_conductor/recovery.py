@@ -285,7 +285,9 @@ class CellRecovery:
         if is_recovering:
             await transaction.expect_recovering()
         else:
-            await transaction.recognise()
+            stated = self._leases.stated()
+            if await transaction.recognise(stated) is not None or not stated.may_act:
+                raise Unrecognised  # a sweep recognises it
         try:
             records = await transaction.lock(instances)
             unreadable = frozenset[str]()

@@ -14,8 +14,10 @@ from bus.contracts.moves import ChangeMachine
 from bus.contracts.operations import CellFence
 from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
@@ -93,6 +95,36 @@ async def test_a_host_is_not_empty_because_another_service_has_one_of_its_uuid()
     cell.gone = {"s2"}
     settled = await cell.look_again()
     assert settled is not None and (settled.state, settled.code) == (State.RELEASING, "instance.lost")
+
+
+async def test_a_look_at_what_is_blocked_begins_no_recovery_of_a_database_that_lacks_nothing() -> None:
+    """A stand-by has taken over, and no sweep has come yet."""
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    cell.states = Stated(is_whole=True)
+    cell.recovery.note_blocked([UUID])
+    cell.table.place += 1
+    restated = len(world.restated)
+    with pytest.raises(Unrecognised):
+        await cell.recovery.look()
+    assert not cell.table.recovers and len(world.restated) == restated
+    await cell.engine.sweep()
+    assert cell.store.set_back.incarnation == 3 and not cell.store.is_recovering
+
+
+async def test_a_conductor_that_listens_anew_settles_nothing() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    world.services = {"s1", "s2"}
+    cell = await cell_of(world, ACTIVE)
+    await cell.recover()
+    before, world.services = await cell.recorded(), {"s1", "s2", "s3"}
+    cell.states = Stated(may_act=False)
+    cell.recovery.note_blocked([UUID])
+    with pytest.raises(Unrecognised):
+        await cell.recovery.look()
+    assert await cell.recorded() == before
 
 
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
