@@ -149,8 +149,10 @@ class CellRecovery:
             for mark in part.marks:
                 self._leases.hear(mark)
         async with self._store.transaction() as transaction:
+            await transaction.expect_recovering()  # the next keeper may have opened the cell meanwhile
             begun = await transaction.begin_recovery(self._leases.stated())
         if begun != incarnation:
+            self._leases.note_recovery()
             return  # what was commanded by a later one than this is refused from now on: anew
         await self._fences.ensure_known()
         if await self._waits_for_word(incarnation, listing, own):

@@ -17,7 +17,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.keyed import Unrecognised
+from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
@@ -125,6 +125,21 @@ async def test_a_conductor_that_listens_anew_settles_nothing() -> None:
     with pytest.raises(Unrecognised):
         await cell.recovery.look()
     assert await cell.recorded() == before
+
+
+async def test_a_keeper_that_was_paused_does_not_recover_a_cell_that_is_open_again() -> None:
+    world = World(listed(3, 7), told=known(3, 7))
+    cell = await cell_of(world, ACTIVE)
+    await cell.set_back()
+    other = await Cell(world, cell.table).open()
+    with pytest.raises(Recovering):
+        await other.engine.sweep()
+    await other.recover()
+    world.reader = cell.recovery._known
+    assert cell.store.is_recovering
+    with pytest.raises(Unrecognised):
+        await cell.recovery.look()
+    assert not cell.table.recovers and cell.table.incarnation == 2
 
 
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
