@@ -45,6 +45,7 @@ LOOK_S = 0.5  # between two looks whether there is something to do
 WORD_S = 10.0  # until it is looked whether an operator has accepted the losses
 AGAIN_S = 2.0  # a server or a service has not answered
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
+MAX_PAGES = 1_000  # of one service
 MAX_BATCH = 200  # instances of one transaction
 MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
 LOGGED = 10
@@ -227,7 +228,8 @@ class CellRecovery:
                 continue
             pages.setdefault(question.service, []).append(answer)
             after = answer.next_host, answer.next_instance
-            if answer.more and after > (question.after_host, question.after_instance):
+            is_further = after > (question.after_host, question.after_instance)
+            if answer.more and is_further and len(pages[question.service]) < MAX_PAGES:
                 following.append(replace(question, after_host=after[0], after_instance=after[1]))
             elif answer.more:
                 failed.add(question.service)  # it would never end

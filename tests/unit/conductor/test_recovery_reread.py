@@ -4,14 +4,18 @@ and conductors that are late.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, Destroy, Running
+from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
 from bus.contracts.operations import CellFence
+from cell_conductor import recovery
 from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.marks import Stated
@@ -95,6 +99,25 @@ async def test_a_host_is_not_empty_because_another_service_has_one_of_its_uuid()
     cell.gone = {"s2"}
     settled = await cell.look_again()
     assert settled is not None and (settled.state, settled.code) == (State.RELEASING, "instance.lost")
+
+
+class Endless(World):
+    """One of its services always has another page."""
+
+    def _answer(self, message: Any) -> Any:
+        if not isinstance(message, ListMachines) or message.service != "s1":
+            return super()._answer(message)
+        self.queried.append(message)
+        assert len(self.queried) < 200
+        return MachinesPage(more=True, next_host=f"{int(message.after_host[-12:] or 0) + 1:036}")
+
+
+async def test_a_listing_that_never_ends_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "MAX_PAGES", 3, raising=False)
+    world = Endless(listed(2, 2), told=known(2))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.state is State.ACTIVE
 
 
 async def test_a_look_at_what_is_blocked_begins_no_recovery_of_a_database_that_lacks_nothing() -> None:
