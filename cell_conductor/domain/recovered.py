@@ -99,7 +99,8 @@ def recovered(
         )
         return _with_orders(blocked, result.orders, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
-    record = replace(record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False)
+    proves_from = max(floor, record.next_attempt) if record.last_attempt > floor else floor  # the others are unknown
+    record = replace(record, blocked_reason="", sequence=sequence, proves_from=proves_from, queried=False)
     is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
     if is_new:
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)

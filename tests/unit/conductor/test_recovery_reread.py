@@ -25,7 +25,7 @@ from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
-from tests.unit.conductor.test_recovery import ACTIVE, Cell, World, cell_of, known, listed
+from tests.unit.conductor.test_recovery import ACTIVE, FLOOR, Cell, World, cell_of, known, listed
 from tests.unit.conductor.world import listing
 
 DELETING = record(State.DESTROYING, then=State.DELETED, queried=False, code="", reason="", attempt=2, newest=2)
@@ -163,6 +163,15 @@ async def test_a_keeper_that_was_paused_does_not_recover_a_cell_that_is_open_aga
     with pytest.raises(Unrecognised):
         await cell.recovery.look()
     assert not cell.table.recovers and cell.table.incarnation == 2
+
+
+async def test_numbers_above_the_floor_from_a_history_that_nobody_has_stated_prove_nothing() -> None:
+    world = World(listed(1, FLOOR + 500), listed(3, FLOOR + 600), told=known(3, FLOOR + 600))
+    cell = await cell_of(world, ACTIVE)
+    found = await cell.recover()
+    assert found is not None and found.host_uuid == host(3)
+    await reported(cell, 1, FLOOR + 500)
+    assert [one.machine.attempt for one in await cell.store.safety.records()] == [FLOOR + 500]
 
 
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
