@@ -115,8 +115,7 @@ class CellRecovery:
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
         if self._leases.wants_marks():
-            for mark in await self._known.marks(self._store.set_back.incarnation):
-                self._leases.hear(mark)
+            self._leases.hear_all(await self._known.marks(self._store.set_back.incarnation))
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_keeper:
