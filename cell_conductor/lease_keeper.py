@@ -176,7 +176,7 @@ class LeaseKeeper:
         )
 
     def wants_marks(self) -> bool:
-        """Whether the schedulers and placement are to be asked now: for each server of the database, until they answer."""
+        """Whether the schedulers and placement are to be asked now: until they answer, for each server."""
         now_s = self._clock.monotonic()
         wants = self._listens_since is not None and now_s >= self._ask_at
         self._ask_at = now_s + ASK_AGAIN_S if wants else self._ask_at

@@ -26,9 +26,10 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 
+from . import metrics
 from .config import ConductorConfig
 from .domain.fences import fence_of
-from .domain.instance import Instance
+from .domain.instance import BlockedReason, Instance
 from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
 from .domain.recovered import is_lost, recovered, restatement
 from .domain.steps import StepContext
@@ -304,21 +305,35 @@ class CellRecovery:
             record = records.get(uuid)
             if uuid in unreadable or (not is_recovering and (record is None or not record.blocked_reason)):
                 continue
-            word, machines = known.get(uuid), listing.machines.get(uuid, ())
-            found[uuid] = (
-                record,
-                reconcile(
-                    None if record is None else replace(record, blocked_reason=""),
-                    machines,
-                    word,
-                    self._absent(record, machines, word, listing),
-                    decisions.get(uuid),
-                    incarnation=self._store.set_back.incarnation,
-                    off=self._off(listing),
-                    kept=[host for host, instance in kept if instance == uuid],
-                ),
-            )
+            hosts = [host for host, instance in kept if instance == uuid]
+            found[uuid] = record, self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
         return found
+
+    def _reconcile(  # noqa: PLR0917  (one caller)
+        self,
+        uuid: str,
+        record: Instance | None,
+        word: KnownInstance | None,
+        listing: MachineListing,
+        decision: OperatorDecision | None,
+        kept: Collection[str],
+    ) -> Reconciled:
+        """What is found of one, of which what follows can be made. A defect costs no other instance: it would end the
+        process at each start, and the cell would stay closed.
+        """
+        incarnation, machines = self._store.set_back.incarnation, listing.machines.get(uuid, ())
+        unblocked = None if record is None else replace(record, blocked_reason="")
+        absent, off = self._absent(record, machines, word, listing), self._off(listing)
+        try:
+            result = reconcile(unblocked, machines, word, absent, decision, incarnation=incarnation, kept=kept, off=off)
+            restatement(result, word)
+            recovered(record, result, word, self._clock.time(), self._context, incarnation=incarnation)
+        except Exception as error:  # any
+            metrics.STEPS_FAILED.labels("" if record is None else record.state, "recovery").inc()
+            code = getattr(error, "code", type(error).__name__)
+            log.exception("recovery.failed", instance=uuid, code=code, cause=uuid)
+            return Reconciled(unblocked, blocked_reason=BlockedReason.CONFLICT)
+        return result
 
     def _absent(
         self,

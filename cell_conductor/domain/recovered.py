@@ -108,7 +108,7 @@ def recovered(
     step = _with_orders(record, result.orders, at, context)
     if (state := _told(record, known)) is not None:
         step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
-    for ended in result.ended:
+    for ended in result.ended if record.spec is not None else ():  # of a tombstone the top asks
         step = after(step, tell_end(step.instance, ended, at, context))
     if not result.ended and _is_otherwise(record, known):
         step = after(step, tell_condition(step.instance, at, context))

@@ -13,16 +13,17 @@ from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, Destroy, Running
 from bus.contracts.listing import ListMachines, MachinesPage
-from bus.contracts.moves import ChangeMachine
+from bus.contracts.moves import ChangeMachine, MoveKind
 from bus.contracts.operations import CellFence
 from cell_conductor import recovery
 from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.reconcile import BlockedReason
+from cell_conductor.domain.reconcile import BlockedReason, Reconciled
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
+from tests.unit.conductor.move_scenario import MOVE
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_recovery import ACTIVE, FLOOR, Cell, World, cell_of, known, listed
@@ -197,3 +198,24 @@ async def test_a_person_decides_what_contradicts_itself() -> None:
     settled = await cell.look_again()
     assert settled is not None and (settled.state, settled.blocked_reason) == (State.DEPARTED, "")
     assert [one.host_uuid for one in cell.sent(Destroy)] == [machine.machine.host_uuid]
+
+
+TOMBSTONE = record(State.TOMBSTONE, spec=None, selections=(), attempt=0, queried=False, deadline=None, code="")
+
+
+async def test_a_delete_that_was_remembered_ends_no_request_of_an_instance_that_is_not_known() -> None:
+    cell = await cell_of(World(told=known(2, request_id=MOVE, kind=MoveKind.STOP)), TOMBSTONE)
+    found = await cell.recover()
+    assert found is not None and not found.blocked_reason
+
+
+async def test_an_instance_about_which_nothing_can_be_decided_keeps_no_cell_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(result: Reconciled, _: object) -> None:
+        assert result.blocked_reason
+
+    cell = await cell_of(World(listed(2, 2), told=known(2)), ACTIVE)
+    monkeypatch.setattr(recovery, "restatement", fails)
+    found = await cell.recover()
+    assert found is not None and (found.state, found.blocked_reason) == (State.ACTIVE, BlockedReason.CONFLICT)
