@@ -308,6 +308,17 @@ def arrived() -> Scenario:
 # --- the next cell was set back
 
 
+@pytest.mark.parametrize(("attempt", "state", "blocked"), [(9, State.CLAIMING, ""), (0, State.ACTIVE, "host_absent")])
+def test_an_instance_that_comes_back_while_it_is_blocked_is_not_refused(
+    attempt: int, state: State, blocked: str
+) -> None:
+    """The other cell has given it up: no cell had it, nor its image, any more."""
+    made = Scenario(replace(active(), blocked_reason="host_absent", deadline=1.0))
+    made.apply(arrives(replace(departed()[1], attempt=attempt)))
+    assert (made.instance.state, made.instance.blocked_reason) == (state, blocked)
+    assert made.terminals == []
+
+
 @pytest.mark.parametrize("n", [2, 3], ids=["the claimed host", "another host"])
 def test_a_complete_machine_of_an_arrival_is_the_instances(n: int) -> None:
     there = arrived()
