@@ -134,11 +134,15 @@ class Guard:
             await self._store.safety.trip(left, over=breaker)
 
     async def forget(
-        self, report: ComputeHosts, unexplained: Sequence[Unexplained], words: Container[MachineKey] = ()
+        self,
+        report: ComputeHosts,
+        unexplained: Sequence[Unexplained],
+        words: Container[MachineKey] = (),
+        blocked: Container[str] = (),
     ) -> list[tuple[str, str]]:
         """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
         records explain now. Before `assess`. words: what an operator keeps by those records (`Brief.kept`): a later
-        word was not asked when they explained it.
+        word was not asked when they explained it. blocked: instances whose records explain nothing.
 
         What an operator keeps is gone only by a scan from after it was last seen. Returns (host, rescan) of these
         scans; none for a machine that is listed: only that it is missing needs a proof.
@@ -150,7 +154,10 @@ class Guard:
         places = {
             place
             for place, owner in self._recorded.items()
-            if place[0] in seen and place not in here and (owner == service or not self._may_have(owner, place[0]))
+            if place[0] in seen
+            and place not in here
+            and not (place in listed and place[1] in blocked)
+            and (owner == service or not self._may_have(owner, place[0]))
         }
         if not places:
             return []

@@ -192,6 +192,7 @@ class HostHandlers:
         report = await self._owners.answer(report)
         rescans: list[tuple[str, str]] = []
         listed = [host for host in report.hosts if host.running is not None]
+        blocked = set[str]()
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
             briefs = await self._store.briefs([host.uuid for host in listed], running)
@@ -199,6 +200,7 @@ class HostHandlers:
             fenced = self._fences.known
             rescans = await self._fences.compare(report, briefs, self._store.deployment, self._owners.has_passed)
             words = {(host, one.uuid) for one in briefs for host in one.kept}
+            blocked = {one.uuid for one in briefs if one.blocked_reason}
             found = differences(
                 report,
                 briefs,
@@ -212,7 +214,7 @@ class HostHandlers:
             found, words = Differences(), set()
         await self._take(report.service, found.events)
         await self._guard.reserve(report, found.unexplained)
-        rescans += await self._guard.forget(report, found.unexplained, words)
+        rescans += await self._guard.forget(report, found.unexplained, words, blocked)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         rescans = [*rescans, *_of_hosts(found.rescans)]

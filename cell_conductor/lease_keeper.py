@@ -59,6 +59,7 @@ KEEP_AGAIN_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
 # For so long after the database may have forgotten commits: the results that they recorded come again first.
 AFTER_LOSS_S = 10.0
+ASK_AGAIN_S = 30.0  # while no scheduler answers what the top has heard of the database
 FARTHEST_INCARNATION = 1000  # no database is set back more often than this between two of its copies
 MAX_WORDS = 10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
 # Who states a later incarnation was commanded by it: its conductor, if it lives, is heard within this, also where
@@ -126,10 +127,10 @@ class LeaseKeeper:
         self._words = Counter[str]()
         self._conductor = 0
         # Since when each service that is up has to be heard (monotonic; None: not yet), of which server, whether that
-        # is over, and whether those above were asked; since when a later incarnation is stated.
+        # is over, and when those above are asked; since when a later incarnation is stated.
         self._listens_since: float | None = None
         self._server = 0
-        self._may_act = self._is_asked = False
+        self._may_act, self._ask_at = False, 0.0
         self._later_since = math.inf
 
     def down(self) -> Mapping[str, Lease]:
@@ -152,7 +153,7 @@ class LeaseKeeper:
         now_s, table = self._clock.monotonic(), self._table
         if self._server != self._store.servers and self._listens_since is not None:
             self._listens_since, self._server = now_s, self._store.servers
-            self._may_act = self._is_asked = False
+            self._may_act, self._ask_at = False, 0.0
             table.hear_anew()
         is_later = self._forget_recorded(now_s)
         listened_s = -1.0 if self._listens_since is None else now_s - self._listens_since
@@ -178,10 +179,17 @@ class LeaseKeeper:
         return is_later
 
     def wants_marks(self) -> bool:
-        """Whether the schedulers and placement are to be asked: once for each server of the database."""
-        wants = self._listens_since is not None and not self._is_asked
-        self._is_asked |= wants
+        """Whether the schedulers and placement are to be asked now: until they answer, for each server."""
+        now_s = self._clock.monotonic()
+        wants = self._listens_since is not None and now_s >= self._ask_at
+        self._ask_at = now_s + ASK_AGAIN_S if wants else self._ask_at
         return wants
+
+    def hear_all(self, marks: Collection[DatabaseMark]) -> None:
+        """What the schedulers and placement have heard; none: they have not answered."""
+        self._ask_at = math.inf if marks else self._ask_at
+        for mark in marks:
+            self.hear(mark)
 
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         """A service states this of the cell's database; "": placement, or a scheduler. One that no database could have

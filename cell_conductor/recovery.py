@@ -27,9 +27,10 @@ from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 
+from . import metrics
 from .config import ConductorConfig
 from .domain.fences import fence_of
-from .domain.instance import Instance
+from .domain.instance import BlockedReason, Instance
 from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
 from .domain.recovered import Loss, loss_of, recovered, restatement
 from .domain.steps import StepContext
@@ -47,10 +48,11 @@ WORD_S = 10.0  # until it is looked whether an operator has accepted the losses
 AGAIN_S = 2.0  # a server or a service has not answered
 LATE_S = 30.0  # between two looks at what is listed late
 MAX_TRIES = 5  # a service that is up and does not list is as one that is down
+MAX_PAGES = 1_000  # of one service
 MAX_BATCH = 200  # instances of one transaction
 MAX_BLOCKED = 1_000  # that are looked at at once; others come again with their deadline
 LOGGED = 10
-VERBS = {DESTROY: Verb.DESTROY, KEEP: Verb.PROTECT, ADOPT: Verb.ADOPT}
+VERBS = {DESTROY: Verb.DESTROY, ADOPT: Verb.ADOPT}
 
 
 class MachineListing(Struct):
@@ -125,8 +127,7 @@ class CellRecovery:
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
         if self._leases.wants_marks():
-            for mark in await self._known.marks(self._store.set_back.incarnation):
-                self._leases.hear(mark)
+            self._leases.hear_all(await self._known.marks(self._store.set_back.incarnation))
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
         if self._store.is_recovering and self._leases.is_keeper:
@@ -185,8 +186,10 @@ class CellRecovery:
             for mark in part.marks:
                 self._leases.hear(mark)
         async with self._store.transaction() as transaction:
+            await transaction.expect_recovering()  # the next keeper may have opened the cell meanwhile
             begun = await transaction.begin_recovery(self._leases.stated())
         if begun != incarnation:
+            self._leases.note_recovery()
             return  # what was commanded by a later one than this is refused from now on: anew
         await self._fences.ensure_known()
         if await self._waits_for_word(incarnation, listing, own):
@@ -270,7 +273,8 @@ class CellRecovery:
                 continue
             pages.setdefault(question.service, []).append(answer)
             after = answer.next_host, answer.next_instance
-            if answer.more and after > (question.after_host, question.after_instance):
+            is_further = after > (question.after_host, question.after_instance)
+            if answer.more and is_further and len(pages[question.service]) < MAX_PAGES:
                 following.append(replace(question, after_host=after[0], after_instance=after[1]))
             elif answer.more:
                 failed.add(question.service)  # it would never end
@@ -332,39 +336,72 @@ class CellRecovery:
         if is_recovering:
             await transaction.expect_recovering()
         else:
-            await transaction.recognise()
+            stated = self._leases.stated()
+            if await transaction.recognise(stated) is not None or not stated.may_act:
+                raise Unrecognised  # a sweep recognises it
         records, unreadable = await _locked(transaction, instances)
-        decisions = _decisions(await transaction.unexplained(instances))
+        words = await transaction.unexplained(instances)
+        decisions, kept = _decisions(words), {one.place for one in words if one.verdict == KEEP}
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
             if uuid in unreadable or (not is_recovering and record is not None and not record.blocked_reason):
                 continue
-            word, machines = known.get(uuid), listing.machines.get(uuid, ())
-            found[uuid] = (
-                record,
-                reconcile(
-                    None if record is None else replace(record, blocked_reason=""),
-                    machines,
-                    word,
-                    self._absent(record, word, listing),
-                    decisions.get(uuid),
-                    incarnation=self._store.set_back.incarnation,
-                ),
-            )
+            hosts = [host for host, instance in kept if instance == uuid]
+            found[uuid] = record, self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
         return found
 
-    def _absent(self, record: Instance | None, known: KnownInstance | None, listing: MachineListing) -> set[str]:
-        """The hosts that may have a machine of it, and have not listed. A fenced one is off, and one of a service that
-        has nothing is empty. "": any of a silent service.
+    def _reconcile(  # noqa: PLR0917  (one caller)
+        self,
+        uuid: str,
+        record: Instance | None,
+        word: KnownInstance | None,
+        listing: MachineListing,
+        decision: OperatorDecision | None,
+        kept: Collection[str],
+    ) -> Reconciled:
+        """What is found of one, of which what follows can be made. A defect costs no other instance: it would end the
+        process at each start, and the cell would stay closed.
         """
-        selections = list(known.selections) if known is not None else []
+        incarnation, machines = self._store.set_back.incarnation, listing.machines.get(uuid, ())
+        unblocked = None if record is None else replace(record, blocked_reason="")
+        absent, off = self._absent(record, machines, word, listing), self._off(listing)
+        try:
+            result = reconcile(unblocked, machines, word, absent, decision, incarnation=incarnation, kept=kept, off=off)
+            restatement(result, word)
+            recovered(record, result, word, self._clock.time(), self._context, incarnation=incarnation)
+        except Exception as error:  # any
+            metrics.STEPS_FAILED.labels("" if record is None else record.state, "recovery").inc()
+            code = getattr(error, "code", type(error).__name__)
+            log.exception("recovery.failed", instance=uuid, code=code, cause=uuid)
+            return Reconciled(unblocked, blocked_reason=BlockedReason.CONFLICT)
+        return result
+
+    def _absent(
+        self,
+        record: Instance | None,
+        machines: Sequence[ListedMachine],
+        known: KnownInstance | None,
+        listing: MachineListing,
+    ) -> set[str]:
+        """The hosts that may have a machine of it, and have not listed. A fenced one is off, and one of a service that
+        has nothing is empty. "": any of a silent service. Two services may have a host of one uuid: another's list is
+        none of a silent one that may have it.
+        """
+        places = list(known.selections) if known is not None else []
         if record is not None:
-            selections += record.selections
+            places += record.selections
             if record.move is not None and record.move.source is not None:
-                selections.append(record.move.source)
-        places = {one.host_uuid for one in selections if one.service not in listing.without}
-        return (places - listing.hosts - set(self._fences.known)) | ({""} if listing.silent else set())
+                places.append(record.move.source)
+        places = [one for one in places if one.service not in listing.without]
+        lacking = {one for one in listing.silent if not self._leases.is_gone(one)}
+        absent = {one.host_uuid for one in places if one.host_uuid not in listing.hosts or one.service in lacking}
+        found = {one.host_uuid for one in machines}
+        return (absent - found - self._off(listing)) | ({""} if listing.silent else set())
+
+    def _off(self, listing: MachineListing) -> set[str]:
+        """Fenced hosts that have not listed. One whose fence is being lifted is on."""
+        return {host for host, one in self._fences.known.items() if not one.lifting} - listing.hosts
 
     async def _record(
         self,

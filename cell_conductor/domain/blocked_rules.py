@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 
+from . import departure_rules
 from .desires import DELETE_REQUESTED, desire_of, in_text
-from .events import DeleteRequested, MachineDecided, MoveRequested, TimedOut
+from .events import DeleteRequested, InstanceArrives, MachineDecided, MoveRequested, TimedOut
 from .instance import BlockedReason, Instance
 from .move_events import refuse_request, repeat_end
 from .orders import repeat_at
@@ -53,6 +54,16 @@ def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> St
         return Step(instance)
     again = repeat_end(instance, event, context)
     return again or refuse_request(instance, event, context, INSTANCE_BLOCKED, instance.blocked_reason)
+
+
+def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> Step:
+    """Another cell has given it up for this one, and has nothing of it any more: to refuse it would lose it. By the
+    later attempt nothing was left here when it left. One that is late begins nothing.
+    """
+    departure = event.request.departure
+    assert departure is not None
+    is_late = departure.attempt < instance.last_attempt
+    return Step(instance) if is_late else departure_rules.arrive(instance, event, context)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:

@@ -87,7 +87,6 @@ class Verb(StrEnum):
     """What an operator decides about a machine."""
 
     DESTROY = "destroy"
-    PROTECT = "protect"
     ADOPT = "adopt"
 
 
@@ -135,13 +134,17 @@ class InstanceFacts:
         known: KnownInstance | None,
         absent: Collection[str],
         decision: OperatorDecision | None,
+        *,
+        kept: Collection[str],
+        off: Collection[str],
     ) -> None:
         self.known = None if known is None or known.is_old else known
-        decided = decision.host_uuid if decision is not None and decision.verb is not Verb.ADOPT else None
+        destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
         ours = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
-        self.own = [one for one in ours if one.host_uuid != decided]
-        self.decided = [one for one in ours if one.host_uuid == decided]
-        self.decision = decision
+        self.kept = [one for one in ours if one.host_uuid in kept]
+        self.decided = [one for one in ours if one.host_uuid == destroyed and one not in self.kept]
+        self.own = [one for one in ours if one not in self.kept and one not in self.decided]
+        self.decision, self.off = decision, off
         # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
         self.record = None if record is None or desire_of(record).here is Wish.UNKNOWN else record
@@ -172,6 +175,13 @@ class InstanceFacts:
             for one in self.complete
             if (one.project_id == project if one.project_id is not None else one.attempt <= base.attempt)
         ]
+
+    @property
+    def is_off_as_recorded(self) -> bool:
+        """Whether its host is off, and the top has it there, too: by a fence alone no instance ends."""
+        places = None if self.known is None else {one.host_uuid for one in self.known.selections if self.known.is_here}
+        at = None if self.base is None else self.base.host_uuid
+        return at in self.off and (places is None or at in places)
 
     @property
     def may_be_absent(self) -> bool:
@@ -307,7 +317,7 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
             return facts.blocked(BlockedReason.TOP_SILENT)
         return Reconciled(base, facts.orders(), again)
     found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
-    if not found or found[0].runs != should_run(base.power):
+    if (found[0].runs != should_run(base.power)) if found else not facts.is_off_as_recorded:
         return None
     source = (base.source_host_uuid, base.source_attempt)
     sources = [one for one in facts.complete if (one.host_uuid, one.attempt) == source]
@@ -363,6 +373,8 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
         return _ended(Reconciled(offloaded, orders, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
         return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, orders)
+    if any(one.complete for one in facts.kept):  # it may have been given to it since, and that word is lost
+        return facts.blocked(BlockedReason.CONFLICT, orders)
     code = BUILD_LOST if is_build else LOST
     lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
     return _ended(Reconciled(lost, orders, ended))
@@ -396,14 +408,17 @@ def reconcile(
     decision: OperatorDecision | None,
     *,
     incarnation: int,
+    kept: Collection[str] = (),
+    off: Collection[str] = (),
 ) -> Reconciled:
-    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced."""
-    facts = InstanceFacts(record, machines, known, absent, decision)
+    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced. kept: where
+    an operator keeps a machine, which is then none of the instance's. off: fenced hosts that have not listed.
+    """
+    facts = InstanceFacts(record, machines, known, absent, decision, kept=kept, off=off)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
         result = facts.blocked(BlockedReason.TOP_SILENT)
-    destroyed = decision is not None and decision.verb is Verb.DESTROY
-    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided if destroyed)
+    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided)
     numbered = result.record if result.blocked_reason else _numbered(facts, result.record, incarnation)
     return replace(result, record=numbered, orders=(*decided, *result.orders))
 
@@ -482,6 +497,8 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
     is_stopping = any(kind in STOPPING for _, kind in _requests(facts))
     wanted = known.power if known is not None and not is_stopping else None
     starts = not chosen.runs and wanted is not None and should_run(wanted)
+    if starts and any(one.runs for one in facts.complete if one != chosen):  # it would run twice
+        return facts.blocked(BlockedReason.CONFLICT)
     runs = chosen.runs or starts
     image = base.image or ("" if known is None else known.snapshot)
     power = next((one for one in (wanted, base.power) if one is not None and should_run(one) is runs), None)

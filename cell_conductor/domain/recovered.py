@@ -113,7 +113,8 @@ def recovered(
         )
         return _with_orders(blocked, result.orders, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
-    record = replace(record, blocked_reason="", sequence=sequence, proves_from=floor, queried=False)
+    proves_from = max(floor, record.next_attempt) if record.last_attempt > floor else floor  # the others are unknown
+    record = replace(record, blocked_reason="", sequence=sequence, proves_from=proves_from, queried=False)
     is_new = before is None or before.phase != record.phase or before.host_uuid != record.host_uuid
     if is_new:
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)
@@ -121,7 +122,7 @@ def recovered(
     step = _with_orders(record, result.orders, at, context)
     if (state := _told(record, known)) is not None:
         step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
-    for ended in result.ended:
+    for ended in result.ended if record.spec is not None else ():  # of a tombstone the top asks
         step = after(step, tell_end(step.instance, ended, at, context))
     if not result.ended and _is_otherwise(record, known):
         step = after(step, tell_condition(step.instance, at, context))

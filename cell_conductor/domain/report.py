@@ -16,7 +16,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 
 from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import MACHINE_EXISTS, Brief, Instance, State
+from .instance import MACHINE_EXISTS, BlockedReason, Brief, Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -156,6 +156,7 @@ NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
 ELSEWHERE = "its record has this attempt on another host"
 RENUMBERED = "it is from before the cell's database was set back"
+CONTRADICTED = "what is known of its instance contradicts itself"
 
 
 Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
@@ -212,8 +213,10 @@ def differences(
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
-            if record is not None and record.blocked_reason:
-                continue  # a reconciliation judges it
+            if record is not None and record.blocked_reason:  # a reconciliation judges it
+                if record.blocked_reason == BlockedReason.CONFLICT and one.deployment == deployment:  # by a word
+                    unexplained.append(_left(one, host_uuid, UnexplainedKind.QUARANTINED, CONTRADICTED))
+                continue
             if one.deployment != deployment:
                 if not _is_known_at(record, host_uuid):
                     unexplained.append(_left(one, host_uuid, UnexplainedKind.FOREIGN, NO_MARK))

@@ -339,7 +339,7 @@ BLOCKED: Mapping[type[Event], Cell] = {
     TimedOut: Rule(blocked_rules.wait),
     MoveRequested: Rule(blocked_rules.refuse),
     DepartRequested: Rule(blocked_rules.refuse),
-    InstanceArrives: Rule(blocked_rules.refuse),
+    InstanceArrives: Rule(blocked_rules.arrive, (State.CLAIMING, State.RELEASING, State.OFFLOADED)),
 }
 
 

@@ -29,9 +29,7 @@ Mutant = Callable[[], AbstractContextManager[Any]]
 def barrier_opens_one_service_early() -> AbstractContextManager[Any]:
     """A service that has not listed counts as one that has nothing."""
 
-    def absent(
-        self: CellRecovery, record: Instance | None, known: KnownInstance | None, listing: MachineListing
-    ) -> set[str]:
+    def absent(self: CellRecovery, *_: object) -> set[str]:
         return set()
 
     return patch.object(CellRecovery, "_absent", absent)
@@ -146,10 +144,11 @@ def the_top_is_not_heard() -> AbstractContextManager[Any]:
         known: KnownInstance | None,
         absent: Collection[str],
         decision: reconcile.OperatorDecision | None,
+        **more: Any,
     ) -> None:
         if record is not None and known is not None:
             known = replace(known, is_deleted=False, request_id="", kind=None, attempt=0)
-        decide(self, record, machines, known, absent, decision)
+        decide(self, record, machines, known, absent, decision, **more)
 
     return patch.object(reconcile.InstanceFacts, "__init__", facts)
 

@@ -21,7 +21,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.table import question_of
-from cell_conductor.lease_keeper import DIGEST_S, MAX_WORDS, RIVAL_S, LeaseKeeper, _Term
+from cell_conductor.lease_keeper import ASK_AGAIN_S, DIGEST_S, MAX_WORDS, RIVAL_S, LeaseKeeper, _Term
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.store.keyed import DatabaseOutdated
 from cell_conductor.store.memory import MemoryInstances
@@ -307,3 +307,16 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
     keeper._keeping.until = now_s = 0.0  # another conductor may be the keeper by now
     await keeper._publish_rings()
     assert len(sent) == 4
+
+
+async def test_those_above_are_asked_again_until_they_answer(listener: Listener) -> None:
+    """They may start after the conductor, as after an outage of all."""
+    keeper = listener.keeper
+    assert keeper.wants_marks() and not keeper.wants_marks()
+    keeper.hear_all(())
+    listener.now += ASK_AGAIN_S
+    assert keeper.wants_marks()
+    keeper.hear_all((DatabaseMark(1, (3,)), DatabaseMark()))
+    assert keeper.stated().marks == (DatabaseMark(1, (3,)),)
+    listener.now += ASK_AGAIN_S
+    assert not keeper.wants_marks()

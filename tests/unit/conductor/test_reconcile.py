@@ -201,15 +201,16 @@ def is_same(again: Reconciled, first: Reconciled) -> bool:
         (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", Action.QUARANTINE)}),
         (record_of((State.DELETED, None)), Verb.ADOPT, None, set()),  # it contradicts the delete
         (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", Action.DESTROY)}),
-        (record_of((State.ACTIVE, None)), Verb.PROTECT, (State.ACTIVE, None), set()),
+        (record_of((State.ACTIVE, None)), None, (State.ACTIVE, None), set()),
     ],
 )
 def test_an_operator_decides_about_one_machine(
-    record: Instance, verb: Verb, phase: Phase | None, actions: set[tuple[str, Action]]
+    record: Instance, verb: Verb | None, phase: Phase | None, actions: set[tuple[str, Action]]
 ) -> None:
-    decision = OperatorDecision(verb, ON["B"].host_uuid)
+    decision = None if verb is None else OperatorDecision(verb, ON["B"].host_uuid)
+    kept = [ON["B"].host_uuid] if verb is None else []
     machines, known = (listed("A", 1), listed("B", 2)), known_at("A", attempt=2)
-    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION)
+    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION, kept=kept)
     assert result.record is not None and phase in (None, result.record.phase)
     names = {one.host_uuid: name for name, one in ON.items()}
     assert {(names[o.machine.host_uuid], o.action) for o in result.orders} == actions

@@ -88,6 +88,7 @@ class World:
         self.marks: tuple[DatabaseMark, ...] = ()
         self.services: set[str] = {"s1", "s2", "s3"}
         self.silent: set[str] = set()
+        self.also: dict[str, tuple[str, ...]] = {}  # hosts of other uuids that a service lists as its own
         self.page: int | None = None
         self.refused = ""  # how placement answers a restatement
         self.restated: list[Restate] = []
@@ -111,7 +112,7 @@ class World:
         number = int(message.service[1:])
         mine = [one for one in self.machines if one.service == message.service and one.host_uuid >= message.after_host]
         if self.page is None:
-            return MachinesPage(machines=tuple(mine), hosts=(host(number),))
+            return MachinesPage(machines=tuple(mine), hosts=(host(number), *self.also.get(message.service, ())))
         first, rest = mine[: self.page], mine[self.page :]
         behind = rest[0].host_uuid if rest else ""
         read = (host(number), *(one.host_uuid for one in first))
@@ -139,6 +140,8 @@ class Cell(Alone):
     """One conductor of a cell. Its leases are given."""
 
     is_keeper = True
+    gone: Collection[str] = ()
+    states = Stated()
 
     def __init__(self, world: World, table: MemoryInstanceTable | None = None) -> None:
         bus: Any = world
@@ -194,11 +197,14 @@ class Cell(Alone):
     def wants_marks(self) -> bool:
         return False
 
-    def stated(self) -> Stated:
-        return Stated(tuple(self.marks))
-
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         self.marks.append(mark)
+
+    def is_gone(self, service: str) -> bool:
+        return service in self.gone
+
+    def stated(self) -> Stated:
+        return replace(self.states, marks=(*self.states.marks, *self.marks))
 
     # what happens
 
@@ -390,7 +396,7 @@ async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_activ
 
 
 async def test_a_fenced_host_counts_as_empty() -> None:
-    world = World(told=known(2))
+    world = World(told=known(None))
     world.services = {"s1", "s3"}
     world.fences = (CellFence(host_uuid=host(2), host="host-2", version=1),)
     cell = await cell_of(world, ACTIVE)

@@ -26,8 +26,6 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.reconcile import (
     ATTEMPTS_PER_INCARNATION,
     KnownInstance,
-    OperatorDecision,
-    Verb,
     reconcile,
 )
 from cell_conductor.domain.recovered import recovered
@@ -295,7 +293,7 @@ def recover(
     """Its record is as it is, and these machines are listed."""
     made.commands.clear()
     record, silent = replace(made.instance, blocked_reason=""), [host(n) for n in absent]
-    found = reconcile(record, machines, known, silent, given.get("decision"), incarnation=INCARNATION)
+    found = reconcile(record, machines, known, silent, None, incarnation=INCARNATION, **given)
     stepped = recovered(made.instance, found, known, 1_600.0, made.context, incarnation=INCARNATION)
     assert stepped is not None
     made.instance, made.commands = stepped.instance, [*stepped.commands]
@@ -312,6 +310,17 @@ def arrived() -> Scenario:
 
 
 # --- the next cell was set back
+
+
+@pytest.mark.parametrize(("attempt", "state", "blocked"), [(9, State.CLAIMING, ""), (0, State.ACTIVE, "host_absent")])
+def test_an_instance_that_comes_back_while_it_is_blocked_is_not_refused(
+    attempt: int, state: State, blocked: str
+) -> None:
+    """The other cell has given it up: no cell had it, nor its image, any more."""
+    made = Scenario(replace(active(), blocked_reason="host_absent", deadline=1.0))
+    made.apply(arrives(replace(departed()[1], attempt=attempt)))
+    assert (made.instance.state, made.instance.blocked_reason) == (state, blocked)
+    assert made.terminals == []
 
 
 @pytest.mark.parametrize("n", [2, 3], ids=["the claimed host", "another host"])
@@ -331,8 +340,8 @@ def test_a_complete_machine_of_an_arrival_is_the_instances(n: int) -> None:
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
     """It became the destination that is given up."""
-    there, kept = arrived(), OperatorDecision(Verb.PROTECT, host(3))
-    recover(there, machine(9, complete=complete), known=here(9, 3), decision=kept)
+    there = arrived()
+    recover(there, machine(9, complete=complete), known=here(9, 3), kept=[host(3)])
     assert there.instance.host_uuid != host(3) and orders(there) == []
 
 

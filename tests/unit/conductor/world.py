@@ -102,6 +102,9 @@ class Alone:
     def note_recovery(self) -> None:
         """It follows from where the database is."""
 
+    def hear_all(self, marks: Collection[DatabaseMark]) -> None:
+        """Nobody states anything."""
+
     def wants_marks(self) -> bool:
         """Nothing is asked for."""
         return False
