@@ -292,7 +292,7 @@ async def test_a_record_that_the_book_is_ahead_of_takes_a_later_attempt_and_is_c
     assert await restored.found() == set()
     assert await restored.book.findings() == []
     record = await restored.recorded(uuid)
-    assert (record.attempt, record.next_attempt, record.reused_from) == (1, 4, 3)
+    assert (record.attempt, record.next_attempt, record.proves_from) == (1, 4, 4)
     assert not is_over(record, 3, restored.hosts[1]), "a machine that the forgotten claim led to is kept"
     next_claim = claim(uuid, {restored.hosts[1]: {"VCPU": 2}}, attempt=record.next_attempt, release_first=True)
     async with restored.book.database.raw() as connection:
