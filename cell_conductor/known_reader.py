@@ -22,7 +22,7 @@ from bus.port import BusError
 from bus.retrying import doubled_s
 
 from .domain.known import Told, told
-from .domain.reconcile import KnownInstance
+from .domain.recovery_facts import KnownInstance
 
 log = structlog.get_logger(__name__)
 

@@ -31,8 +31,9 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.fences import fence_of
 from .domain.instance import BlockedReason, Instance
-from .domain.reconcile import KnownInstance, OperatorDecision, Reconciled, Verb, reconcile
+from .domain.reconcile import reconcile
 from .domain.recovered import Loss, loss_of, recovered, restatement
+from .domain.recovery_facts import KnownInstance, OperatorDecision, Reconciled, Verb
 from .domain.steps import StepContext
 from .engine import FenceView, Sender
 from .known_reader import MAX_OWN, KnownReader, OwnInstances

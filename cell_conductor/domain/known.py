@@ -14,7 +14,8 @@ from bus.contracts.operations import CellFence
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 
 from .instance import Power
-from .reconcile import NO_SERVICE, KnownInstance
+from .reconcile import NO_SERVICE
+from .recovery_facts import KnownInstance
 
 _POWERS = {
     Condition.ACTIVE: Power.RUNNING,

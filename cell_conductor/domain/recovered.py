@@ -19,7 +19,8 @@ from bus.contracts.placement import MAX_RESTATED, Restate
 from .desires import PURGED, PURGED_FAILED, WANTED, Wish, Work, desire_of
 from .instance import FIRST_SEQUENCE, Instance
 from .move_events import after, tell_condition, tell_end
-from .reconcile import ATTEMPTS_PER_INCARNATION, Action, KnownInstance, Reconciled, RecoveryOrder
+from .reconcile import ATTEMPTS_PER_INCARNATION
+from .recovery_facts import Action, KnownInstance, Reconciled, RecoveryOrder
 from .steps import Step, StepContext, announce
 
 

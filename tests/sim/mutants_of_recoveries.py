@@ -18,7 +18,8 @@ from cell_conductor.domain import reconcile, table
 from cell_conductor.domain.events import Event
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.reconcile import InstanceFacts, KnownInstance, Reconciled
+from cell_conductor.domain.reconcile import InstanceFacts
+from cell_conductor.domain.recovery_facts import KnownInstance, Reconciled
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.known_reader import OwnInstances
 from cell_conductor.recovery import CellRecovery, MachineListing

@@ -25,7 +25,7 @@ from bus.contracts.recovery import CellRecovering
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from cell_conductor import known_reader
-from cell_conductor.domain.reconcile import KnownInstance
+from cell_conductor.domain.recovery_facts import KnownInstance
 from cell_conductor.known_reader import KnownPart, KnownReader, OwnInstances
 from scheduler_worker import recovery
 from scheduler_worker.domain import recovery as rules

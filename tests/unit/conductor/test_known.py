@@ -26,7 +26,7 @@ from bus.port import Outgoing
 from cell_conductor import known_reader
 from cell_conductor.domain.instance import Power
 from cell_conductor.domain.known import NO_SERVICE, told
-from cell_conductor.domain.reconcile import KnownInstance
+from cell_conductor.domain.recovery_facts import KnownInstance
 from cell_conductor.known_reader import KnownPart, KnownReader
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.conductor.scenario import SPEC, selection

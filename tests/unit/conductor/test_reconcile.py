@@ -27,17 +27,14 @@ from cell_conductor.domain.desires import (
     states_where,
 )
 from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
-from cell_conductor.domain.reconcile import (
-    ATTEMPTS_PER_INCARNATION,
-    NO_SERVICE,
+from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, NO_SERVICE, BlockedReason, reconcile
+from cell_conductor.domain.recovery_facts import (
     Action,
-    BlockedReason,
     KnownInstance,
     OperatorDecision,
     Reconciled,
     RecoveryOrder,
     Verb,
-    reconcile,
 )
 from tests.unit.conductor.move_scenario import MOVE, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, selection

@@ -19,7 +19,8 @@ from cell_conductor import recovery
 from cell_conductor.domain.fences import fence_of
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.reconcile import BlockedReason, Reconciled
+from cell_conductor.domain.reconcile import BlockedReason
+from cell_conductor.domain.recovery_facts import Reconciled
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.keyed import Recovering, Unrecognised
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import Selection
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.reconcile import KnownInstance, Reconciled
 from cell_conductor.domain.recovered import restatement
+from cell_conductor.domain.recovery_facts import KnownInstance, Reconciled
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import host, selection
 

@@ -23,12 +23,9 @@ from bus.contracts.moves import (
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.reconcile import (
-    ATTEMPTS_PER_INCARNATION,
-    KnownInstance,
-    reconcile,
-)
+from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, reconcile
 from cell_conductor.domain.recovered import recovered
+from cell_conductor.domain.recovery_facts import KnownInstance
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of
 from cell_conductor.handlers import departure_event

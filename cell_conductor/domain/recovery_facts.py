@@ -1,0 +1,92 @@
+"""What a recovery knows of one instance, and what it makes of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.listing import ListedMachine
+from bus.contracts.moves import MoveKind
+
+from .instance import BlockedReason, EndedMove, Instance, Power
+
+
+class KnownInstance(Struct, frozen=True, kw_only=True):
+    """The top's word on one instance. is_old: of a top that is set back itself. exists: the map has it.
+
+    cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
+    selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
+    map (None: not known). snapshot: the image that is kept of a shelved one. request_id, kind: of the request under
+    way; arrives: by that another cell has given it up for this one. own_count: how many of the selections the instance
+    holds itself; migrations: that hold the others.
+    """
+
+    is_old: bool = False
+    exists: bool = True
+    is_active: bool = True
+    is_deleted: bool = False
+    is_elsewhere: bool = False
+    cell: str = ""
+    attempt: int = 0
+    sequence: int = 0
+    project_id: str = ""
+    spec: InstanceSpec | None = None
+    selections: tuple[Selection, ...] = ()
+    power: Power | None = None
+    snapshot: str = ""
+    request_id: str = ""
+    kind: MoveKind | None = None
+    arrives: bool = False
+    own_count: int = 0
+    migrations: tuple[str, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this cell is to have it."""
+        return self.exists and not self.is_deleted and not self.is_elsewhere
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it has no host by the map. One that boots from a volume has no image then."""
+        return self.is_active and self.power is Power.SHELVED and not self.selections
+
+
+class Verb(StrEnum):
+    """What an operator decides about a machine."""
+
+    DESTROY = "destroy"
+    ADOPT = "adopt"
+
+
+class OperatorDecision(Struct, frozen=True):
+    """About the machine of the instance on one host."""
+
+    verb: Verb
+    host_uuid: str
+
+
+class Action(StrEnum):
+    """What becomes of a machine. A start is ordered, and a quarantine is only recorded."""
+
+    DESTROY = "destroy"
+    DESTROY_IF_INCOMPLETE = "destroy_if_incomplete"
+    START = "start"
+    QUARANTINE = "quarantine"
+
+
+class RecoveryOrder(Struct, frozen=True):
+    """One action on one machine."""
+
+    action: Action
+    machine: ListedMachine
+
+
+class Reconciled(Struct, frozen=True):
+    """ended: the requests under way have these ends. blocked_reason: nothing is begun (None: it goes on as usual)."""
+
+    record: Instance | None
+    orders: tuple[RecoveryOrder, ...] = ()
+    ended: tuple[EndedMove, ...] = ()
+    blocked_reason: BlockedReason | None = None
