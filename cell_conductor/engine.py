@@ -179,6 +179,11 @@ class Engine:
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = context_of(config, cell)
 
+    @property
+    def acts(self) -> bool:
+        """Whether it takes requests now: the cell does not recover, and what its services know is heard."""
+        return not self._store.is_recovering and self._leases.stated().may_act
+
     async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
         """Apply events, in order for each instance, and send the requests to placement that follow.
 

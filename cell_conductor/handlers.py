@@ -125,6 +125,10 @@ class RequestHandlers:
         outcomes: list[Outcome] = []
         incoming: list[InstanceEvent] = []
         for received in batch:
+            is_query = isinstance(received.message, CellBuildQuery | CellMoveQuery)
+            if is_query and not self._engine.acts:  # it comes again: what it is about may wait behind it
+                outcomes.append(DONE)
+                continue
             instance_event = _instance_event(received, at)
             if instance_event is None:
                 outcomes.append(Refuse("message.unexpected", type(received.message).__name__))

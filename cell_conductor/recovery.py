@@ -165,8 +165,7 @@ class CellRecovery:
         return set(self._unlisted).intersection(self._leases.up() or ())
 
     async def _recover(self) -> None:
-        listing = await self._list()
-        incarnation = listing.incarnation
+        incarnation = (listing := await self._list()).incarnation
         log.warning(
             "recovery.listed",
             incarnation=incarnation,

@@ -232,8 +232,7 @@ def differences(
                     events.append(event)
                 elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
                     (events if host_uuid in fenced else harmful).append(event)
-    judged = [record for record in by_uuid.values() if not record.blocked_reason]
-    for place, record in _not_listed(report.service, judged, running_on, may_have):
+    for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
         is_harmful = desire_of(record).here is Wish.RUN
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events
@@ -254,6 +253,8 @@ def _not_listed(
     """(host, record) of what is expected there, is not listed, and is not another service's to list."""
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
+        if record.blocked_reason:
+            continue
         desire = desire_of(record)
         for place, owner, wish in (
             (record.host_uuid, record.service, desire.here),

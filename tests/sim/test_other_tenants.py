@@ -51,8 +51,8 @@ def hosts_come_back(*, lost: bool) -> Plan:
 
 def nodes_come_again() -> Plan:
     """Nodes are deleted and created again, on a network that lets messages overtake each other."""
-    plan = plan_of(5, [Widening.NODES_AGAIN])
-    again = [order for order in plan.orders if order.verb == "again"] * 12
+    plan = plan_of(6, [Widening.NODES_AGAIN])
+    again = [order for order in plan.orders if order.verb == "again"] * 24
     orders = tuple(replace(order, at=5.0 + 3 * number) for number, order in enumerate(again))
     calm = replace(plan, orders=orders, fault_events=(), cells=plan.cells[:1], schedulers=1, placements=1, skew_s=0.0)
     return replace(calm, rates=Rates(delay=0.5, delay_s=0.05), load_s=5.0 + 3 * len(orders))
@@ -130,7 +130,7 @@ def client() -> Plan:
 
 def operator() -> Plan:
     """Every act of the operator."""
-    plan = plan_of(3).without_faults()
+    plan = plan_of(5).without_faults()
     orders = (*builds_of(plan, before_s=20.0), *acts(OPERATORS_ACTS, 4.0, "9000"))
     return in_order(plan, *orders, load_s=25.0, page=PAGE)
 

@@ -100,17 +100,17 @@ class Watched:
 
 
 @asynccontextmanager
-async def one_process() -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
-    """A system of one process, up, with a client."""
+async def one_process(query_s: float = 0.5) -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
+    """A system of one process, up, with a client. query_s: `move_query_s`; as often as a message is retried, then a
+    build on a host of no known cell ends.
+    """
     settings = Settings(
         bus=BusSettings(),
         cells={CELL: CellSettings()},
         database=DatabaseSettings(),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
         compute=ComputeConfig(hosts=3),
-        scheduler=SchedulerConfig(
-            move_query_s=0.5
-        ),  # as often as a message is retried, then a build on a host of no known cell ends
+        scheduler=SchedulerConfig(move_query_s=query_s),
     )
     async with site(settings, directory=None) as place:
         system = LocalSystem(place)
@@ -337,7 +337,7 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
 
 async def test_item_28_a_service_that_died_with_its_conductor_is_named() -> None:
     """Its lease is still on record as up: the conductor that would have ended it is dead."""
-    async with one_process() as (place, system, client):
+    async with one_process(query_s=60.0) as (place, system, client):
         await client.boot([BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")])
         assert await client.wait(WAIT_S)
         await system.in_process.kill(f"conductor-{CELL}")

@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
+from bus.contracts.cell import CellBuildQuery, CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
 from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import CellFence
@@ -287,6 +287,17 @@ async def test_nothing_is_taken_while_the_cell_recovers_and_nothing_is_lost() ->
     await cell.requests.requests([delete])
     deleting = await cell.recorded()
     assert deleting is not None and deleting.then is State.DELETED
+
+
+@pytest.mark.parametrize("may_act", [False, True])
+async def test_a_query_waits_for_nothing_before_the_cell_acts(*, may_act: bool) -> None:
+    """It ended as lost the build whose command waited before it. It comes again."""
+    cell = await cell_of(World())
+    cell.states = Stated(may_act=may_act)
+    query = Received(CellBuildQuery(spec=SPEC), Meta(id="q"), "c1", "conductor.requests")
+    assert await cell.requests.requests([query]) == [Done()]
+    recorded = await cell.recorded()
+    assert (recorded is not None) is may_act
 
 
 async def test_a_request_of_which_the_end_is_lost_ends() -> None:

@@ -315,7 +315,7 @@ def test_an_instance_that_comes_back_while_it_is_blocked_is_not_refused(
 ) -> None:
     """The other cell has given it up: no cell had it, nor its image, any more."""
     made = Scenario(replace(active(), blocked_reason="host_absent", deadline=1.0))
-    made.apply(arrives(replace(departed()[1], attempt=attempt)))
+    made.apply(arrives(replace(given(), attempt=attempt)))
     assert (made.instance.state, made.instance.blocked_reason) == (state, blocked)
     assert made.terminals == []
 
