@@ -17,7 +17,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming import consumer, in_flight
-from bus.contracts.moves import MoveKind
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.rules import Step
@@ -43,7 +42,6 @@ from tests.sim.test_fences import DRAINS, SEED, hosts_are_fenced, hosts_burn_whi
 from tests.sim.test_forgotten_builds import (
     a_cell_forgets,
     a_cell_forgets_losses,
-    moved_since_the_backup,
     requesters_give_up,
     returns_forgotten,
     service_away,
@@ -156,12 +154,10 @@ DEFECTS: list[tuple[Callable[[], Plan], Mutant, str]] = [
 
 
 AWAY = partial(service_away, 7)
-MIGRATED = partial(moved_since_the_backup, 2, MoveKind.MIGRATE)
 DEFECTS += [
     (AWAY, recoveries.barrier_opens_one_service_early, "lost_was_lost"),
     (AWAY, recoveries.absent_hosts_have_nothing, "lost_was_lost"),
     (AWAY, recoveries.blocked_for_good, "liveness"),
-    (MIGRATED, recoveries.older_machine_chosen, "never_two_running"),
     (a_cell_forgets_losses, recoveries.losses_need_no_word, "breaker_holds"),
     (partial(a_cell_forgets, 2), recoveries.allocations_not_restated, "claims_have_owners"),
     (partial(returns_forgotten, 1), recoveries.the_top_is_not_heard, "built_once"),
@@ -229,6 +225,10 @@ BY_ONE_TEST: list[tuple[Mutant, Callable[[], Any]]] = [
     (recoveries.busy_ignored, partial(reconciled.test_what_is_being_changed_is_waited_for, None)),
     (recoveries.incarnation_not_raised, IS_LATER),
     (recoveries.numbers_not_raised, IS_LATER),
+    (
+        recoveries.older_machine_chosen,
+        recovering.test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_reported,
+    ),
     (recoveries.requests_not_ended, recovering.test_a_request_of_which_the_end_is_lost_ends),
     (recoveries.fences_not_told, recovering.test_a_fenced_host_counts_as_empty),
 ]
