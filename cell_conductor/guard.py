@@ -142,10 +142,8 @@ class Guard:
     ) -> list[tuple[str, str]]:
         """Delete the record of machines that are not on the hosts of this report any more, or that the instances'
         records explain now. Before `assess`. words: what an operator keeps by those records (`Brief.kept`): a later
-        word was not asked when they explained it. blocked: instances whose records explain nothing.
-
-        What an operator keeps is gone only by a scan from after it was last seen. Returns (host, rescan) of these
-        scans; none for a machine that is listed: only that it is missing needs a proof.
+        word was not asked when they explained it. blocked: instances whose records explain nothing. What is kept is
+        gone only by a scan from after it was last seen: returns (host, rescan) of these scans, none for what is listed.
         """
         await self._read()
         here, service = {(one.host_uuid, one.uuid) for one in unexplained}, report.service

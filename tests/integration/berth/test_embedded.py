@@ -247,18 +247,20 @@ async def test_what_the_broker_confirms_is_on_disk_when_it_is_written(own_broker
     connection = await aio_pika.connect(own_broker.url())
     async with connection, connection.channel() as channel:
         await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
-    logs = [(fd, Path(os.readlink(fd))) for fd in open_files() if Path(os.readlink(fd)).suffix == ".wal"]
-    logs = [(fd, log) for fd, log in logs if log.is_relative_to(own_broker._work.path)]
-    flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd, _ in logs]
+    mine = own_broker._work.path
+    logs = [fd for fd, file in open_files() if file.suffix == ".wal" and file.is_relative_to(mine)]
+    flags = [int((fd.parents[1] / "fdinfo" / fd.name).read_text().split()[3], 8) for fd in logs]
     assert flags and all(flag & os.O_SYNC == os.O_SYNC for flag in flags)
 
 
-def open_files() -> Iterator[Path]:
-    """Of every process that may be looked at."""
+def open_files() -> Iterator[tuple[Path, Path]]:
+    """Descriptor and file, of every process that may be looked at."""
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            os.readlink(fd)
-            yield fd
+        try:
+            file = Path(os.readlink(fd))
+        except OSError:  # it is closed by now
+            continue
+        yield fd, file
 
 
 def test_a_free_port_is_free() -> None:
