@@ -220,7 +220,11 @@ async def deleted_by_all(site: Site, client: BuildClient, url: str, facts: Facts
         async with asyncio.timeout(PATIENCE_S):
             while (broken := await breaches(site)) or comes_or_runs(await gather(site)):
                 await destroyed(site, client)
-                await decide(site, await gather(site))
+                facts = await gather(site)
+                await decide(site, facts)
+                late = sorted({one.instance_uuid for one in facts.instances} - set(facts.requests) - set(gone))
+                await request_again(client, late)  # the broker has handed its command in since, and it has failed
+                await delete(client, late)
                 await repaired(site)
     assert broken == []
 
