@@ -27,6 +27,8 @@ DEFAULT_BEAT_S = 10.0
 RING_MISSED = 3
 # This many heartbeats of the slowest service have to have been due before it is known which services are up.
 LISTEN_BEATS = 1.5
+# A service may send one an hour. What it states later still begins a recovery.
+MAX_LISTEN_S = 30.0
 # At most this many services are kept; further ones are never suspected.
 MAX_SERVICES = 100_000
 
@@ -155,9 +157,11 @@ class LeaseTable:
 
     @property
     def beats_s(self) -> float:
-        """How long until a heartbeat of each service that is up on record would have come; 0: there is none."""
+        """How long until a heartbeat of each service that is up on record would have come, but those that send few;
+        0: there is none.
+        """
         up = (one.lease.interval_s for one in self._held.values() if one.lease.state is LeaseState.UP)
-        return LISTEN_BEATS * max(up, default=0.0)
+        return min(LISTEN_BEATS * max(up, default=0.0), MAX_LISTEN_S)
 
     @property
     def unheard(self) -> frozenset[str]:

@@ -335,6 +335,8 @@ async def test_a_projects_user_has_its_limits_and_no_names_but_its_own(door: Gua
         "a name of its own": lambda channel: channel.queue_declare("mine"),
         "an exchange": lambda channel: channel.exchange_declare("mine"),
         "publishes events": lambda channel: channel.basic_publish(b"", exchange="berth.events", routing_key="x"),
+        "gives up": lambda channel: channel.basic_publish(b"", exchange="berth.dead", routing_key="gateway.requests"),
+        "takes what is given up": lambda channel: channel.basic_consume("gateway.given_up", lambda _: None),
         "replies": lambda channel: channel.basic_publish(b"", exchange="berth.replies", routing_key="x"),
         "past exchanges": lambda channel: channel.basic_publish(b"", exchange="", routing_key="gateway.requests"),
     }

@@ -18,7 +18,7 @@ from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.leases import MAX_LISTEN_S, Lease
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.table import question_of
 from cell_conductor.lease_keeper import ASK_AGAIN_S, DIGEST_S, MAX_WORDS, RIVAL_S, LeaseKeeper, _Term
@@ -123,6 +123,16 @@ async def test_a_conductor_acts_once_the_services_on_record_would_have_been_hear
     store._connections.cut()  # type: ignore[attr-defined]
     assert not listener.may_act and not listener.keeper.stated().is_whole, "its disk may be another one"
     listener.now += 6.0
+    assert listener.may_act
+
+
+async def test_a_service_that_sends_one_heartbeat_an_hour_does_not_close_its_cell_for_so_long(
+    store: MemoryInstances, listener: Listener
+) -> None:
+    await put(store, Lease(service="s1", epoch=1, interval_s=3600.0))
+    await listener.keeper._keep()
+    assert not listener.may_act
+    listener.now += MAX_LISTEN_S
     assert listener.may_act
 
 
