@@ -423,7 +423,8 @@ class CellRecovery:
                 if uuid in generations:
                     record = replace(record, consumer_generation=generations[uuid])
                 made[result.blocked_reason or record.state] += 1
-                (inserts if before is None else updates).append(record)
+                if result.record is not None:
+                    (inserts if before is None else updates).append(record)
                 outgoing += [
                     OutboxMessage(self._bus.name, one, record.cause or uuid, record.traceparent, incarnation)
                     for one in step.commands

@@ -1,7 +1,7 @@
 """Everything that the hosts of one service have, in pages, for a conductor whose database was set back.
 
 The hosts are read anew for each page, and what they have is compared with nothing: a record only adds what a host does
-not know of a machine, and the builds that no host lists yet.
+not know of a machine, and the builds of which no host may list what it has.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MachineLister:
         hosts = heapq.nsmallest(MAX_LISTED_HOSTS + 1, behind)
         listed = await self._driver.list(hosts)
         unlisted: dict[str, set[str]] = defaultdict(set)
-        for at, instance in (*self._records.building(), *self._owed()):
+        for at, instance in (*self._records.unlisted(), *self._owed()):
             unlisted[at].add(instance)
         page, size, read = list[ListedMachine](), 0, list[str]()
         after = (question.after_host, question.after_instance)

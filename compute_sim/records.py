@@ -110,6 +110,7 @@ class Records:
         self._entries: dict[Key, Entry] = {}
         self._spawns: dict[Key, Spawn] = {}
         self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
+        self._failed: dict[Key, None] = {}  # that may have left something
         self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
         self._running: dict[Key, None] = {}
         self._lost: dict[Key, None] = {}
@@ -157,9 +158,11 @@ class Records:
         self._apply(row)
         self.write([row])
 
-    def building(self) -> list[Key]:
-        """The builds that have not ended."""
-        return list(self._spawns)
+    def unlisted(self) -> list[Key]:
+        """The builds that have not ended, and those that have failed since and are not ordered away: a host may have
+        something of them, and not list it.
+        """
+        return [*self._spawns, *self._failed]
 
     def entries(self) -> Iterator[tuple[Key, Entry]]:
         """All of them, oldest first."""
@@ -335,7 +338,7 @@ class Records:
             case EntryRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
-                for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._lost):
+                for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._failed, self._lost):
                     forgetful.pop((host, instance), None)
             case SpecRow(host, instance):
                 self._specs[host, instance] = row
@@ -367,6 +370,7 @@ class Records:
             (self._running, entry.phase is Phase.RUNNING),
             (self._lost, is_lost(entry)),
             (self._ended, entry.phase in ENDED),
+            (self._failed, entry.phase is Phase.FAILED and not is_lost(entry)),
         ):
             if belongs:
                 table[key] = None

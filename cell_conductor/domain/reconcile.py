@@ -204,7 +204,7 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         return facts.blocked(BlockedReason.CONFLICT)
     orders = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.own)
     if base is None:
-        return Reconciled(None)
+        return Reconciled(None, orders)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
     if may_be_absent and base.selections and base.here.service == NO_SERVICE:
         return facts.blocked(BlockedReason.HOST_ABSENT, orders)  # nobody could be commanded
@@ -392,18 +392,14 @@ def _left(record: Instance, known: KnownInstance) -> Instance:
 
 def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Collection[str]) -> Instance | None:
     """What no record has, and its client has deleted: as long as there is a machine, or may be one on a host that has
-    not listed, its delete is not over.
+    not listed, its delete is not over. None: there is nothing, or no spec to tell of its end by.
     """
     absent = tuple(one for one in known.selections if one.host_uuid in unseen)
-    spec = own[-1].spec if own else known.spec
-    if own:
-        uuid = own[-1].instance_uuid
-    elif known.selections and spec is not None:  # it may hold that under a later attempt than its delete names
-        uuid = spec.instance_uuid
-    else:
+    spec = (own[-1].spec if own else None) or known.spec
+    if spec is None or not (own or known.selections):  # it may hold those under a later attempt than its delete names
         return None
     state, then = DESTROYING_DELETED
-    made = Instance(uuid=uuid, state=state, then=then, spec=spec, attempt=known.attempt)
+    made = Instance(uuid=spec.instance_uuid, state=state, then=then, spec=spec, attempt=known.attempt)
     places = absent or known.selections
     return replace(made, **_place(own[-1], made)) if own and not absent else replace(made, selections=places[:1])
 

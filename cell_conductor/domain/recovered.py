@@ -98,10 +98,13 @@ def recovered(
     *,
     incarnation: int,
 ) -> Step | None:
-    """The step; None: no record is made. before: on record. incarnation: of the database."""
+    """The step; None: nothing is done. Without a record, it is of an absent instance. before: on record.
+    incarnation: of the database.
+    """
     record = result.record
     if record is None:
-        return None
+        ordered = [one.machine.instance_uuid for one in result.orders]
+        return _with_orders(Instance(uuid=ordered[0]), result.orders, at, context) if ordered else None
     floor = incarnation * ATTEMPTS_PER_INCARNATION
     if result.blocked_reason is not None:
         since = before.since if before is not None and before.blocked_reason else at

@@ -107,6 +107,19 @@ async def test_what_is_under_way_is_busy_and_a_build_is_not(command: Spawn | Non
     await service.rest()
 
 
+async def test_a_build_that_failed_is_listed_until_it_is_destroyed() -> None:
+    """Its host may have something of it, and list what is complete alone."""
+    driver = Changing()
+    driver.bug = ZeroDivisionError("oops")
+    service = await started(driver)
+    await service.carry_out(ours(0))
+    (one,) = await machines_of(service)
+    assert (one.attempt, one.complete, one.busy, one.foreign) == (1, False, False, False)
+    driver.bug = None
+    await service.carry_out(replace(destroy(0), deployment=OURS))
+    assert not await machines_of(service)
+
+
 async def test_another_database_s_machine_is_foreign_and_one_without_a_record_has_no_spec() -> None:
     driver = Marking()
     driver.machines[HOSTS[1], INSTANCES[0]] = 3

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
+from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, Destroy, Running
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine, MoveKind
@@ -220,3 +221,12 @@ async def test_an_instance_about_which_nothing_can_be_decided_keeps_no_cell_clos
     monkeypatch.setattr(recovery, "restatement", fails)
     found = await cell.recover()
     assert found is not None and (found.state, found.blocked_reason) == (State.ACTIVE, BlockedReason.CONFLICT)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+async def test_what_is_deleted_above_is_destroyed_also_without_a_spec(*, complete: bool) -> None:
+    """By no record: its end could not be told."""
+    machine = listed(1, 1, complete=complete, spec=None, project_id=None, allocations=None)
+    cell = await cell_of(World(machine, told=known(None, 1, state=BuildState.DELETED, spec=None)))
+    assert await cell.recover() is None
+    assert [(one.host_uuid, one.attempt) for one in cell.sent(Destroy)] == [(host(1), 1)]
