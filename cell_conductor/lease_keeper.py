@@ -90,6 +90,17 @@ class _Term(Struct):
     rings_at: float = 0.0
 
 
+class _Listening(Struct):
+    """What is asked and heard of one database server, since then (monotonic). ask_at: when placement and the schedulers
+    are asked. may_act: enough was heard.
+    """
+
+    server: int
+    since: float
+    ask_at: float = 0.0
+    may_act: bool = False
+
+
 class LeaseKeeper:
     """The leases of one cell as this conductor has them."""
 
@@ -126,12 +137,8 @@ class LeaseKeeper:
         self._above: dict[str, DatabaseMark] = {}
         self._words = Counter[str]()
         self._conductor = 0
-        # Since when each service that is up has to be heard (monotonic; None: not yet), of which server, whether that
-        # is over, and when those above are asked; since when a later incarnation is stated.
-        self._listens_since: float | None = None
-        self._server = 0
-        self._may_act, self._ask_at = False, 0.0
-        self._later_since = math.inf
+        self._listening: _Listening | None = None
+        self._later_since = math.inf  # since when a later incarnation is stated
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
@@ -150,15 +157,14 @@ class LeaseKeeper:
         server than before, listens first: its disk may be an old one. A cell that never had a service has ordered
         nothing.
         """
-        now_s, table = self._clock.monotonic(), self._table
-        if self._server != self._store.servers and self._listens_since is not None:
-            self._listens_since, self._server = now_s, self._store.servers
-            self._may_act, self._ask_at = False, 0.0
+        now_s, table, listening = self._clock.monotonic(), self._table, self._listening
+        if listening is not None and listening.server != self._store.servers:
+            listening = self._listening = _Listening(self._store.servers, now_s)
             table.hear_anew()
         is_later = self._forget_recorded(now_s)
-        listened_s = -1.0 if self._listens_since is None else now_s - self._listens_since
-        if table.listens and listened_s >= table.beats_s and not self._above:
-            self._may_act = True
+        listened_s = -1.0 if listening is None else now_s - listening.since
+        if listening is not None and table.listens and listened_s >= table.beats_s and not self._above:
+            listening.may_act = True
         # Also of a service that is not on record.
         listens_s = max(table.listens_s, table.beats_s, LISTEN_BEATS * DEFAULT_BEAT_S)
         return Stated(
@@ -166,7 +172,7 @@ class LeaseKeeper:
             conductor=self._conductor,
             is_known=listened_s >= listens_s and (not is_later or now_s - self._later_since >= RIVAL_S),
             is_whole=table.listens and not table.unheard,
-            may_act=self._may_act and not is_later,
+            may_act=listening is not None and listening.may_act and not is_later,
         )
 
     def _forget_recorded(self, now_s: float) -> bool:
@@ -180,14 +186,16 @@ class LeaseKeeper:
 
     def wants_marks(self) -> bool:
         """Whether the schedulers and placement are to be asked now: until they answer, for each server."""
-        now_s = self._clock.monotonic()
-        wants = self._listens_since is not None and now_s >= self._ask_at
-        self._ask_at = now_s + ASK_AGAIN_S if wants else self._ask_at
-        return wants
+        now_s, listening = self._clock.monotonic(), self._listening
+        if listening is None or now_s < listening.ask_at:
+            return False
+        listening.ask_at = now_s + ASK_AGAIN_S
+        return True
 
     def hear_all(self, marks: Collection[DatabaseMark]) -> None:
         """What the schedulers and placement have heard; none: they have not answered."""
-        self._ask_at = math.inf if marks else self._ask_at
+        if marks and self._listening is not None:
+            self._listening.ask_at = math.inf
         for mark in marks:
             self.hear(mark)
 
@@ -289,7 +297,7 @@ class LeaseKeeper:
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""
-        self._listens_since, self._server = self._clock.monotonic(), self._store.servers
+        self._listening = _Listening(self._store.servers, self._clock.monotonic())
         while True:
             await self._clock.sleep(TICK_S)
             self._assess()

@@ -108,14 +108,8 @@ def recovered(
     floor = incarnation * ATTEMPTS_PER_INCARNATION
     if result.blocked_reason is not None:
         since = before.since if before is not None and before.blocked_reason else at
-        blocked = replace(
-            record,
-            blocked_reason=result.blocked_reason.value,
-            since=since,
-            deadline=at + context.destroy_retry_s,
-            proves_from=floor,
-        )
-        return _with_orders(blocked, result.orders, at, context)
+        record = replace(record, blocked_reason=result.blocked_reason.value, since=since, proves_from=floor)
+        return _with_orders(replace(record, deadline=at + context.destroy_retry_s), result.orders, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
     proves_from = max(floor, record.next_attempt) if record.last_attempt > floor else floor  # the others are unknown
     record = replace(record, blocked_reason="", sequence=sequence, proves_from=proves_from, queried=False)

@@ -87,7 +87,7 @@ class MemoryTransaction:
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compare the table with what others state of it. Raises Unrecognised and Recovering."""
-        table, seen, own = self._table, self._seen, self._seen.mark  # as of before the row is read
+        table, seen, own = self._table, self._seen, self._seen.recorded.own  # as of before the row is read
         await self._transaction.statement()
         if self._state(stated, own) is not DatabaseState.SAME:
             await self._hold()
@@ -100,7 +100,7 @@ class MemoryTransaction:
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """As in PostgreSQL."""
-        table, own = self._table, self._seen.mark
+        table, own = self._table, self._seen.recorded.own
         await self._transaction.statement()
         await self._hold()
         if self._state(stated, own) is DatabaseState.SAME and table.recovers:

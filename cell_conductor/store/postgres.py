@@ -264,7 +264,7 @@ class PostgresTransaction:
 
     async def recognise(self, stated: Stated = NOTHING) -> DatabaseChange | None:
         """Compare the database with what others state of it. Raises Unrecognised and Recovering."""
-        seen, own = self._seen, self._seen.mark  # as of before the row is read
+        seen, own = self._seen, self._seen.recorded.own  # as of before the row is read
         recorded, is_elsewhere, is_recovering = await self._identity()
         if state_of(recorded, stated, own, is_elsewhere=is_elsewhere) is not DatabaseState.SAME:
             await self._hold()
@@ -281,7 +281,7 @@ class PostgresTransaction:
 
     async def begin_recovery(self, stated: Stated = NOTHING) -> int:
         """Some statements, once a recovery."""
-        own = self._seen.mark
+        own = self._seen.recorded.own
         await self._hold()
         recorded, is_elsewhere, is_recovering = await self._identity()
         history = state_of(recorded, stated, own, is_elsewhere=is_elsewhere)

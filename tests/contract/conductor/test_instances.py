@@ -498,6 +498,24 @@ async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_recovers
     assert store.set_back.incarnation == 2 + is_known
 
 
+async def test_a_copy_that_lacks_what_a_conductor_has_read_is_one_that_was_set_back(make: Make) -> None:
+    """The commits were those of the conductor before it."""
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A))
+    async with other.transaction() as transaction:
+        assert await transaction.recognise() is None
+    if isinstance(one, PostgresInstances):
+        async with one._database.raw() as connection:
+            await connection.execute("UPDATE sent SET sequence = 0")
+    else:
+        one._table.sent = (0,) * SENT_SLOTS  # type: ignore[attr-defined]
+    async with other.transaction() as transaction:
+        change = await transaction.recognise(Stated(is_whole=True))
+    assert change is not None and change.recovers
+
+
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:
     one = instance(A, deadline=7.0)
     await insert(store, one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,7 +32,7 @@ from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
 from cell_conductor.domain.report import NO_RECORD, Unexplained, UnexplainedKind, rescan_id
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.guard import Guard
-from cell_conductor.lease_keeper import LeaseKeeper
+from cell_conductor.lease_keeper import LeaseKeeper, _Listening
 from cell_conductor.store.memory import MemoryInstances
 from cell_conductor.store.safety import KEEP
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
@@ -496,7 +497,7 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
     )
     assert keeper.up() is None, "it is not known yet which are"
     assert await engine.sweep() == 0, "nor what they state of the database"
-    keeper._may_act = True
+    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
     assert await engine.sweep() == 1
     assert store._table.instances[UUID].state is State.RESIZED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
-from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
+from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, _Listening, pages_of
 from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import (
@@ -507,7 +508,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
-    keeper._may_act = True
+    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
     table.place += 1  # an operator restores a backup
     with pytest.raises(Unrecognised):  # it has not heard yet which incarnations there were
         await keeper._fail_over(engine)
@@ -521,7 +522,7 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     async with store.transaction() as transaction:
         await transaction.expect_recovering()
         await transaction.end_recovery()
-    keeper._may_act = True
+    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
     await keeper._fail_over(engine)
     assert table.instances[UUID].state is State.CLAIMING
 
@@ -549,7 +550,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
         return await building_at(services)
 
     store.building_at = read  # type: ignore[method-assign]
-    keeper._may_act = True
+    keeper._listening = _Listening(store.servers, math.inf, may_act=True)
     session.losses += 1  # the database has died
     for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s
