@@ -38,7 +38,7 @@ COMMANDS = {
     "unshelve": ("moves", "unshelve"),
     "start": ("moves", "start"),
     "stop": ("moves", "stop"),
-    "moves": ("moves", "moves"),
+    "actions": ("moves", "actions"),
     "hosts": ("hosts", "hosts"),
     "host-metrics": ("host_metrics", "host_metrics"),
     "fencer": ("serving", "fencer"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from berth.permissions import PermissionRole
-from berth.schemas import BOOK, CELL_PREFIX, SCHEDULER, in_order, quoted
+from berth.schemas import CELL_PREFIX, PLACEMENT, SCHEDULER, in_order, quoted
 from berth.settings import Settings
 from ironic_sync.app import role_of, schema_of
 
@@ -29,7 +29,7 @@ def rights(settings: Settings) -> list[SchemaRights]:
     """Of each schema of the settings. A worker owns its schema, because it makes and migrates it."""
     ironic = settings.ironic_sync.name
     owners = {
-        BOOK: f"berth-{PermissionRole.PLACEMENT}",
+        PLACEMENT: f"berth-{PermissionRole.PLACEMENT}",
         SCHEDULER: f"berth-{PermissionRole.SCHEDULER}",
         schema_of(ironic): f"berth-{role_of(ironic)}",
         **{f"{CELL_PREFIX}{cell}": f"berth-{PermissionRole.CONDUCTOR}-{cell}" for cell in settings.cells},
@@ -38,7 +38,7 @@ def rights(settings: Settings) -> list[SchemaRights]:
 
 
 def _rights_in(schema: str, owner: str) -> SchemaRights:
-    """Operators repair the book and decide about machines; the pages decide about machines, and read the book."""
+    """Operators repair placement and decide about machines; the pages decide about machines, and read placement."""
     decides = schema.startswith(CELL_PREFIX) or schema == SCHEDULER
     tables = {OPERATOR: WRITE, WEB: WRITE if decides else READ, BACKUP: READ}
     return SchemaRights(schema, owner, tables, {OPERATOR: "USAGE, SELECT", BACKUP: READ})

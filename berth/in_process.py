@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.faults import Fault
 from bus.port import BusForbidden
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 
 READY_TIMEOUT_S = 60.0
@@ -27,7 +27,7 @@ class InProcessWorker(Struct):
     """One running worker."""
 
     name: str
-    service: Service
+    service: WorkerRuntime
     stop: asyncio.Event
     task: asyncio.Task[None]
 
@@ -39,7 +39,7 @@ class InProcessWorkers:
         self.members: dict[str, InProcessWorker] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def start(self, *services: tuple[str, Service]) -> None:
+    async def start(self, *services: tuple[str, WorkerRuntime]) -> None:
         """Start workers side by side and wait until all are ready. Raises WorkerEnded when one dies first."""
         for name, service in services:
             stop = asyncio.Event()

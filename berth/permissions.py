@@ -19,17 +19,14 @@ from msgspec import Struct
 
 from berth.settings import MEMORY, Settings
 from bus.bus import API
-from bus.contracts.catalogue import (
-    MESSAGES,
-    OF_PROJECT,
-)
+from bus.contracts.catalogue import MESSAGES, OF_PROJECT
 from bus.contracts.publishers import keys_of, published_by
 from bus.contracts.queues import (
     CLIENT,
     DEAD,
     DEAD_LETTERS,
     EVENTS,
-    FRONT,
+    FRONTEND,
     QUEUES,
     REPLAY,
     REPLY,
@@ -39,13 +36,13 @@ from bus.contracts.queues import (
     Where,
 )
 from bus.contracts.replies import replies_of, replies_to
-from bus.owner import DEPLOYMENT, OWNERS
+from bus.owner import OWNERS, SHARED_DATABASE
 from bus.rabbitmq.address import parse_bus_url
-from bus.topology import MARK, MARK_OF, QueueNames, delay_exchange, shared_exchanges, shared_queues
+from bus.topology import OWNER_EXCHANGE, OWNER_ID, QueueNames, delay_exchange, shared_exchanges, shared_queues
 from ironic_sync.app import role_of
 from scheduler_worker.nova.config import as_amqp
 from scheduler_worker.nova.envelope import REPLY_QUEUES
-from scheduler_worker.nova.queues import FRONTS, TOPIC
+from scheduler_worker.nova.queues import FRONTENDS, TOPIC
 
 # How RabbitMQ calls the default exchange. Nova's virtual host alone needs it, as oslo.messaging replies by it.
 DEFAULT_EXCHANGE = "amq.default"
@@ -285,8 +282,8 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     package, _ = _CATALOGUE[role]
     if role in MAKERS:
         _allow_making(allowed, names)
-    for mark in _marks(role):
-        _allow_mark(allowed, mark, names)
+    for owner_name in _owner_names(role):
+        _allow_owner(allowed, owner_name, names)
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
@@ -319,11 +316,11 @@ def _allow_others(allowed: _Allowed, names: QueueNames) -> None:
             allowed.allow_bind(names.exchange(EVENTS), rf"{_literal(row.key.partition('.{')[0])}\..+")
 
 
-def _marks(role: PermissionRole) -> tuple[str, ...]:
-    """The marks that a role's user leaves on a bus."""
+def _owner_names(role: PermissionRole) -> tuple[str, ...]:
+    """The names on a bus that a role's user sets the owner of."""
     if role is PermissionRole.OPERATOR:
-        return (DEPLOYMENT, *OWNERS)
-    return (DEPLOYMENT, str(role)) if role in OWNERS else ()
+        return (SHARED_DATABASE, *OWNERS)
+    return (SHARED_DATABASE, str(role)) if role in OWNERS else ()
 
 
 def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
@@ -344,11 +341,13 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
             allowed.allow_route(names.exchange(planned.dead_exchange))
 
 
-def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
-    """To leave a role's mark on the bus (`bus.owner`). RabbitMQ requires read and write of an alternate exchange."""
-    name = _literal(names.exchange(f"{MARK}{mark}"))
+def _allow_owner(allowed: _Allowed, owner_name: str, names: QueueNames) -> None:
+    """To set the owner of a role's name on the bus (`bus.owner`). RabbitMQ requires read and write of an alternate
+    exchange.
+    """
+    name = _literal(names.exchange(f"{OWNER_EXCHANGE}{owner_name}"))
     allowed.configure[name] = allowed.read[name] = None
-    allowed.write[f"{_literal(MARK_OF)}.+"] = None
+    allowed.write[f"{_literal(OWNER_ID)}.+"] = None
 
 
 def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames, *, gives_up: bool = True) -> None:
@@ -379,7 +378,7 @@ def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueName
     config = settings.ironic_sync
     allowed.allow_ownership(_literal(names.queue(config.own_queue)))
     if config.name:
-        _allow_mark(allowed, role_of(config.name), names)
+        _allow_owner(allowed, role_of(config.name), names)
     for topic in config.topics:
         allowed.allow_bind(config.exchange, _literal(f"{topic}.*"))
 
@@ -398,7 +397,7 @@ def _ironic(settings: Settings, place: BusLocation, user: str) -> Grant:
 
 
 def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Grant]:
-    """A front of Nova: on the API bus, unless that is in its process; on Nova's virtual host; on the fallback's."""
+    """A frontend of Nova: on the API bus, unless that is in its process; on Nova's virtual host; on the fallback's."""
     config = settings.nova
     found: dict[tuple[str, str], _Allowed] = {}
 
@@ -408,12 +407,12 @@ def _nova_scheduler(settings: Settings, bus: BusLocation, user: str) -> list[Gra
     if config.transport_url and settings.bus.url != MEMORY:
         names = QueueNames(bus.prefix)
         _allow_queue(at(bus), next(one for one in QUEUES if one.name == FEED), names)
-        _allow_messages(at(bus), FRONT, Where.API, names)
+        _allow_messages(at(bus), FRONTEND, Where.API, names)
     if config.transport_url:
         of_nova = at(_bus_location("nova", as_amqp(config.transport_url), ""))
         of_nova.configure[_literal(config.control_exchange)] = None
         hosts = _literal(f"{TOPIC}.{config.host}") if config.host else rf"{TOPIC}\..+"
-        for queue in (_literal(TOPIC), hosts, _literal(FRONTS)):
+        for queue in (_literal(TOPIC), hosts, _literal(FRONTENDS)):
             of_nova.allow_ownership(queue)
             of_nova.allow_bind(config.control_exchange, queue)
         for key in map(_literal, config.notifications.keys):

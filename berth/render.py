@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from bus.contracts.build import FunnelStep, HostScore
-from bus.contracts.stages import Stamps, durations
+from bus.contracts.stages import StageTimes, durations
 
 if TYPE_CHECKING:  # what a load needs is imported by who loads
-    from berth.audit.invariants import InvariantVerdict
+    from berth.audit.invariants import InvariantResult
 
 
 def counted(number: int, what: str) -> str:
@@ -84,18 +84,18 @@ def render_scores(scores: Sequence[Sequence[HostScore]], console: Console) -> No
         render_rows(console, ["  chosen, then alternates", "score", *names], rows)
 
 
-def render_stages(stamps: Sequence[Stamps], console: Console) -> None:
+def render_stages(stage_times: Sequence[StageTimes], console: Console) -> None:
     """How long each stage of each build took; who looks from outside adds the way of the last event to himself."""
-    for one in stamps:
+    for one in stage_times:
         spent = [f"{stage} {1000 * seconds:.1f} ms" for stage, seconds in durations(one).items()]
         console.print(Text(f"stages: {', '.join(spent)}"), soft_wrap=True)
 
 
-def render_verdicts(verdicts: Sequence[InvariantVerdict], console: Console) -> None:
+def render_results(verdicts: Sequence[InvariantResult], console: Console) -> None:
     """The invariants, one line each, breaches below."""
     for verdict in verdicts:
         mark = "[green]holds [/green]" if verdict.holds else "[red]BROKEN[/red]"
-        console.print(f"{mark} {escape(verdict.sentence)} [dim]({verdict.checked} looked at)[/dim]", soft_wrap=True)
+        console.print(f"{mark} {escape(verdict.message)} [dim]({verdict.checked} looked at)[/dim]", soft_wrap=True)
         for example in verdict.examples:
             console.print(f"       [red]{escape(printable(example))}[/red]", soft_wrap=True)
         if verdict.breaches > len(verdict.examples):

@@ -35,13 +35,13 @@ def with_rest_at(settings: Settings, listen: str) -> Settings:
 
 
 class AtHttp(Struct, frozen=True, kw_only=True):
-    """The settings of the API that `--http` of a placement worker serves. sentence: for the operator; empty when there
+    """The settings of the API that `--http` of a placement worker serves. message: for the operator; empty when there
     is none.
     """
 
     settings: Settings
     with_rest: bool
-    sentence: str = ""
+    message: str = ""
 
 
 def at_http(settings: Settings, host: str, port: int) -> AtHttp:
@@ -53,9 +53,9 @@ def at_http(settings: Settings, host: str, port: int) -> AtHttp:
     if rest.auth in {None, "noauth2"} and not noauth2_may_listen(rest, host):
         why = f"only health and metrics at http://{here}, no Placement REST API: noauth2 accepts all callers there"
         how = "set [placement.rest] auth to tokens or keystone, or noauth2_anywhere if that is really meant"
-        return AtHttp(settings=settings, with_rest=False, sentence=f"{why}; {how}")
+        return AtHttp(settings=settings, with_rest=False, message=f"{why}; {how}")
     text = f"Placement's REST API, health and metrics at http://{here}; {_in_force(rest)}"
-    return AtHttp(settings=with_rest_at(settings, here), with_rest=True, sentence=text)
+    return AtHttp(settings=with_rest_at(settings, here), with_rest=True, message=text)
 
 
 def _in_force(rest: RestConfig) -> str:

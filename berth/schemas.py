@@ -11,7 +11,7 @@ from msgspec import Struct
 from bus.persistence.revision import APPLIED, OLDEST, REVISION_TABLES, Revisions, known_revisions
 
 CELL_PREFIX = "cell_"
-BOOK = "placement"
+PLACEMENT = "placement"
 SCHEDULER = "scheduler"
 IRONIC_SYNC = "ironic_sync"
 IRONIC_SYNC_PREFIX = "ironic_sync_"  # one of several Ironics
@@ -55,7 +55,7 @@ class SchemaRevision(Struct, frozen=True, kw_only=True):
 
 def package_of(schema: str) -> str | None:
     """The package of the migrations that make this schema; None: it is none of berth's."""
-    roles = {BOOK: "placement_worker", SCHEDULER: "scheduler_worker", IRONIC_SYNC: "ironic_sync"}
+    roles = {PLACEMENT: "placement_worker", SCHEDULER: "scheduler_worker", IRONIC_SYNC: "ironic_sync"}
     role = "cell_conductor" if schema.startswith(CELL_PREFIX) else roles.get(schema)
     if schema.startswith(IRONIC_SYNC_PREFIX):
         role = roles[IRONIC_SYNC]
@@ -63,12 +63,12 @@ def package_of(schema: str) -> str | None:
 
 
 def in_order(schemas: Sequence[str]) -> list[str]:
-    """Cells first, the book last.
+    """Cells first, placement last.
 
-    So where schemas are copied one after another the book is the newest: room that a cell's record does not explain is
+    So where schemas are copied one after another placement is the newest: room that a cell's record does not explain is
     held and reported. The other way round, machines would run on room that is offered.
     """
-    ranks = {IRONIC_SYNC: 1, SCHEDULER: 2, BOOK: 3}
+    ranks = {IRONIC_SYNC: 1, SCHEDULER: 2, PLACEMENT: 3}
     return sorted(
         schemas,
         key=lambda schema: (
@@ -98,7 +98,7 @@ def assess(schema: str, revisions: Revisions, *, is_empty: bool) -> SchemaRevisi
 
 async def find_schemas(connection: asyncpg.Connection) -> list[SchemaRevision]:
     """All schemas of the database that have a name of berth's, in the order of `in_order`."""
-    names = [row["nspname"] for row in await connection.fetch(_NAMES, [BOOK, SCHEDULER, IRONIC_SYNC], PREFIXES)]
+    names = [row["nspname"] for row in await connection.fetch(_NAMES, [PLACEMENT, SCHEDULER, IRONIC_SYNC], PREFIXES)]
     return [await read_revision(connection, name) for name in in_order(names)]
 
 

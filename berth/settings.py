@@ -208,7 +208,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kept_compute(self) -> ComputeConfig:
-        """The settings of compute services with the directory of their machines, which outlive the process as the book
+        """The settings of compute services with the directory of their machines, which outlive the process as placement
         does: else each would be lost at the next start. The files there are named after the cell and the service. An
         empty directory stays empty: in memory.
         """

@@ -29,7 +29,7 @@ from bus.rights import sample_keys
 from bus.topology import fill_in
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
 from bus.tracing.tracer import Tracer
-from bus.wire import TOO_LARGE, Codec, Malformed, may_gather, pack, tag
+from bus.wire import TOO_LARGE, Codec, Malformed, may_batch, pack, tag
 
 R = TypeVar("R", bound=Message)
 
@@ -84,13 +84,13 @@ class Bus:
         blocked = self.transport.blocked
         return f"the broker takes no messages: {blocked}" if blocked else ""
 
-    def belongs_to(self, role: str, deployment: Callable[[], str], place: Callable[[], str] = lambda: "") -> None:
+    def belongs_to(self, role: str, database_id: Callable[[], str], place: Callable[[], str] = lambda: "") -> None:
         """Have `open` enter the bus only if the bus belongs to this deployment or to none yet.
 
-        deployment: a function that returns the identity of the role's database. place: one that returns the identity of
-        the database that all roles above cells share ("": none). Both are called when the bus is opened.
+        database_id: a function that returns the identity of the role's database. place: one that returns that of the
+        database that all roles above cells share ("": none). Both are called when the bus is opened.
         """
-        self._owner = role, deployment, place
+        self._owner = role, database_id, place
 
     def publishes_as(self, package: str) -> None:
         """Have `open` check that this user may publish what a worker of this package does."""
@@ -110,8 +110,8 @@ class Bus:
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus, once its owner is known. Raises BusOwnedByAnother."""
         if self._owner is not None:
-            role, deployment, place = self._owner
-            await enter(self.transport, self.name, role, deployment(), place())
+            role, database_id, place = self._owner
+            await enter(self.transport, self.name, role, database_id(), place())
         await self.transport.declare_shared()
         if self._publishes:
             await self.transport.check_publishes(self._publishes)
@@ -206,16 +206,22 @@ class Bus:
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
         on_confirmed: Callable[[], None] | None = None,
-        left_s: Sequence[float] = (),
+        remaining_s: Sequence[float] = (),
     ) -> list[R | Fault]:
         """Send many requests in one round trip. Returns the reply or the fault of each, in order.
 
         to: (exchange, routing key) of a message, instead of its own. The broker is then asked once: what it refuses or
-        cannot take raises as `publish` does. on_confirmed: called when it has all of them. left_s: for how long
+        cannot take raises as `publish` does. on_confirmed: called when it has all of them. remaining_s: for how long
         each is of use; by default until the time-out.
         """
         return await self._requester.ask(
-            messages, reply, timeout_s=timeout_s, causes=causes, to=to, on_confirmed=on_confirmed, left_s=left_s
+            messages,
+            reply,
+            timeout_s=timeout_s,
+            causes=causes,
+            to=to,
+            on_confirmed=on_confirmed,
+            remaining_s=remaining_s,
         )
 
     def post_reply(self, meta: Meta, reply: Message, waiter: Waiter) -> None:
@@ -224,7 +230,7 @@ class Bus:
         answer = Meta(
             id=new_uuid(self.rng), cause=meta.cause, sent_at=self.clock.time(), correlation_id=meta.correlation_id
         )
-        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_batch(answer), False, False)
         self.publisher.post(REPLY, meta.reply_to, mode, pack(reply, answer), waiter)
 
     async def declare(self, queue: str, **fill: str) -> str:
@@ -350,7 +356,7 @@ class Requester:
         causes: Sequence[str],
         to: Callable[[Message], tuple[str, str]] | None = None,
         on_confirmed: Callable[[], None] | None = None,
-        left_s: Sequence[float] = (),
+        remaining_s: Sequence[float] = (),
     ) -> list[R | Fault]:
         """Send all requests at once. Returns the reply or the fault of each, in order."""
         if not messages:
@@ -358,7 +364,7 @@ class Requester:
         pending = _PendingRequests(len(messages), _spans(messages, causes), self.mark())
         ids = [new_uuid(self._rng) for _ in messages]
         now = asyncio.get_running_loop().time()
-        untils = [now + one for one in left_s or [timeout_s] * len(messages)]
+        untils = [now + one for one in remaining_s or [timeout_s] * len(messages)]
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
         try:
@@ -479,7 +485,7 @@ def _spans(messages: Sequence[Message], causes: Sequence[str]) -> dict[int, Span
         return {}
     spans: dict[int, Span] = {}
     for index, (message, cause) in enumerate(zip(messages, causes, strict=True)):
-        parent = scope.of(cause)
+        parent = scope.for_cause(cause)
         if parent is not None:
             spans[index] = scope.start(f"request {tag(type(message))}", parent=parent, kind=SpanKind.CLIENT)
     return spans

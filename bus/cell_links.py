@@ -29,7 +29,7 @@ Reach = Callable[[str, CellBus | None], Bus]
 
 
 class CellLink:
-    """Opens the bus of one cell and consumes there, as a side task of the service. beside: further tasks, which run
+    """Opens the bus of one cell and consumes there, as a side task of the service. tasks: further tasks, which run
     while the link is up.
     """
 
@@ -37,12 +37,12 @@ class CellLink:
         self,
         bus: Bus,
         consumers: Sequence[Consumer],
-        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+        tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
         self.name = bus.name
         self._bus = bus
         self._consumers = consumers
-        self._beside = beside
+        self._tasks = tasks
         self.up = asyncio.Event()
 
     async def run(self) -> None:
@@ -55,7 +55,7 @@ class CellLink:
         )
         self.up.set()
         async with asyncio.TaskGroup() as running:
-            for body in self._beside:
+            for body in self._tasks:
                 running.create_task(body())
             for consumer in self._consumers:
                 running.create_task(consumer.run())
@@ -84,7 +84,7 @@ class _CellSlot:
         self.configured = link is not None
         self.link = link
         self.served = False  # by a task of `run`
-        self.wanted = True
+        self.desired = True
         self.problem = ""
         self.changed = asyncio.Event()
 
@@ -138,7 +138,7 @@ class CellLinks:
     def state_of(self, name: str) -> tuple[LinkState, str]:
         """Return the state of the link to one cell, and why the link is not up."""
         slot = self._slots.get(name)
-        if slot is None or not slot.wanted:
+        if slot is None or not slot.desired:
             return LinkState.CLOSED, ""
         if slot.link is not None and slot.link.up.is_set():
             return LinkState.UP, ""
@@ -149,19 +149,19 @@ class CellLinks:
         use.
         """
         slot, bus = self._slots[name], self.buses.get(name)
-        if not slot.wanted:
+        if not slot.desired:
             return ""
         return slot.problem or "not connected" if bus is None else bus.unavailable_reason
 
-    def want(self, cells: Mapping[str, CellBus | None]) -> None:
+    def set_cells(self, cells: Mapping[str, CellBus | None]) -> None:
         """Set the cells that are to be in use, with the addresses of their buses; None: the address in the settings."""
         if self._stopping:
             return
         for name, slot in self._slots.items():
             wanted = name in cells
             where = None if slot.configured else cells.get(name, slot.where)
-            if (wanted, where) != (slot.wanted, slot.where):
-                slot.wanted, slot.where = wanted, where
+            if (wanted, where) != (slot.desired, slot.where):
+                slot.desired, slot.where = wanted, where
                 slot.changed.set()
         added = sorted(name for name, where in cells.items() if where is not None and name not in self._slots)
         room = max(0, MAX_ADDED - sum(not slot.configured for slot in self._slots.values()))
@@ -184,7 +184,7 @@ class CellLinks:
     async def _hold(self, slot: _CellSlot) -> None:
         """Serve one cell while it is in use."""
         while not self._stopping:
-            if slot.wanted:
+            if slot.desired:
                 await self._serve(slot)
             elif slot.configured:
                 await slot.changed.wait()

@@ -67,8 +67,8 @@ def shared_delay_s(now: float, every_s: float) -> float:
     All processes of a machine do work that no task waits for at these times, so that one wake-up of the broker and of
     the database, and one flush, serve all of them.
     """
-    left_s = every_s - now % every_s
-    return left_s if left_s >= every_s / 2 else left_s + every_s
+    remaining_s = every_s - now % every_s
+    return remaining_s if remaining_s >= every_s / 2 else remaining_s + every_s
 
 
 def new_uuid(rng: random.Random) -> str:

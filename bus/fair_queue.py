@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 # So many bytes count as a request: the usual one is shorter.
 BYTES_PER_REQUEST = 1024
-# What may have begun: a fifth of a second's work of the schedulers. And of one project, so that several go on at once.
-MAX_BEGUN = 512
-MAX_BEGUN_BY_ONE = 64
+# What may have started: a fifth of a second's work of the schedulers. And of one project, so that several go on at
+# once.
+MAX_STARTED = 512
+MAX_STARTED_BY_ONE = 64
 # Projects that are remembered before those are forgotten of which nothing waits: what they had counts no more.
 MAX_IDLE = 1024
 # A turn that has lasted this long counts as begun no more: what one project waits for keeps no other waiting.
@@ -33,11 +34,11 @@ def cost_of(requests: int, size: int) -> int:
 
 
 class _Line(Generic[T]):
-    __slots__ = ("begun", "had", "waiting")
+    __slots__ = ("had", "started", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, T]] = deque()
-        self.had = self.begun = 0
+        self.had = self.started = 0
 
 
 class FairQueue(Generic[T]):
@@ -45,13 +46,13 @@ class FairQueue(Generic[T]):
     the same, where nothing else has.
     """
 
-    def __init__(self, most: int = MAX_BEGUN, most_of_one: int = MAX_BEGUN_BY_ONE) -> None:
+    def __init__(self, most: int = MAX_STARTED, most_of_one: int = MAX_STARTED_BY_ONE) -> None:
         self._most = most
         self._most_of_one = most_of_one
         self._lines: dict[str, _Line[T]] = {}
-        self._begun = 0
+        self._started = 0
         self._floor = 0  # what the project had that began last
-        self._forget_from = MAX_IDLE
+        self._drop_idle_from = MAX_IDLE
 
     def __len__(self) -> int:
         return sum(len(line.waiting) for line in self._lines.values())
@@ -59,7 +60,7 @@ class FairQueue(Generic[T]):
     def put(self, project: str, cost: int, item: T) -> None:
         """Have something wait, behind what waits of its project."""
         if project not in self._lines:
-            self._forget_idle()
+            self._drop_idle()
             self._lines[project] = _Line()
         line = self._lines[project]
         if not line.waiting:
@@ -68,48 +69,48 @@ class FairQueue(Generic[T]):
 
     def take(self) -> T | None:
         """Begin what is next; None: nothing may begin now."""
-        if self._begun >= self._most:
+        if self._started >= self._most:
             return None
-        ready = [line for line in self._lines.values() if line.waiting and line.begun < self._most_of_one]
+        ready = [line for line in self._lines.values() if line.waiting and line.started < self._most_of_one]
         if not ready:
             return None
         line = min(ready, key=lambda one: one.had)
         self._floor = line.had
         cost, item = line.waiting.popleft()
         line.had += cost
-        line.begun += cost
-        self._begun += cost
+        line.started += cost
+        self._started += cost
         return item
 
     def end(self, project: str, cost: int) -> None:
         """Something that has begun counts no more."""
         line = self._lines[project]
-        line.begun -= cost
-        self._begun -= cost
+        line.started -= cost
+        self._started -= cost
 
     def drop(self, project: str, cost: int, item: T) -> None:
         """Something that waits is not to begin."""
         self._lines[project].waiting.remove((cost, item))
 
-    def _forget_idle(self) -> None:
-        if len(self._lines) < self._forget_from:
+    def _drop_idle(self) -> None:
+        if len(self._lines) < self._drop_idle_from:
             return
-        self._lines = {project: line for project, line in self._lines.items() if line.waiting or line.begun}
-        self._forget_from = max(MAX_IDLE, 2 * len(self._lines))
+        self._lines = {project: line for project, line in self._lines.items() if line.waiting or line.started}
+        self._drop_idle_from = max(MAX_IDLE, 2 * len(self._lines))
 
 
 class _Turn:
-    __slots__ = ("begun", "has_begun")
+    __slots__ = ("has_started", "started")
 
-    def __init__(self, begun: asyncio.Future[None]) -> None:
-        self.begun = begun
-        self.has_begun = False
+    def __init__(self, started: asyncio.Future[None]) -> None:
+        self.started = started
+        self.has_started = False
 
 
 class Turns:
     """A fair queue of tasks."""
 
-    def __init__(self, most: int = MAX_BEGUN, most_of_one: int = MAX_BEGUN_BY_ONE) -> None:
+    def __init__(self, most: int = MAX_STARTED, most_of_one: int = MAX_STARTED_BY_ONE) -> None:
         self._queue: FairQueue[_Turn] = FairQueue(most, most_of_one)
 
     @asynccontextmanager
@@ -118,18 +119,18 @@ class Turns:
         loop = asyncio.get_running_loop()
         turn = _Turn(loop.create_future())
         self._queue.put(project, cost, turn)
-        self._begin()
+        self._start()
 
         def end() -> None:
-            if turn.has_begun:
-                turn.has_begun = False
+            if turn.has_started:
+                turn.has_started = False
                 self._queue.end(project, cost)
-                self._begin()
+                self._start()
 
         try:
-            await turn.begun
+            await turn.started
         except asyncio.CancelledError:
-            if turn.has_begun:  # it was cancelled just as it began
+            if turn.has_started:  # it was cancelled just as it began
                 end()
             else:
                 self._queue.drop(project, cost, turn)
@@ -141,8 +142,8 @@ class Turns:
             limit.cancel()
             end()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         while (turn := self._queue.take()) is not None:
-            turn.has_begun = True
-            if not turn.begun.done():
-                turn.begun.set_result(None)
+            turn.has_started = True
+            if not turn.started.done():
+                turn.started.set_result(None)

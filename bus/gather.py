@@ -1,6 +1,6 @@
 """Handles in batches what arrives one by one: while one batch is under way, further items gather for the next.
 
-The items wait in a line of their owner's, who says how many there are and takes a batch of them; a `Gather` decides
+The items wait in a line of their owner's, who says how many there are and takes a batch of them; a `Batcher` decides
 when. The rule is the same wherever batches are made: in consumers, publishers, flushes and placement's writes.
 """
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 SLOW_S = 0.05
 
 
-class Gather(Generic[T]):
+class Batcher(Generic[T]):
     """Begins the next batch when fewer than `at_once` are under way that are not slow, or when what waits fills a
     batch, so that a wait would not make it larger; but never more than `most` at once.
 
     So however many batches come and go beside one that hangs, that one holds up none of them. Batches are tasks in the
-    context in which the `Gather` was made.
+    context in which the `Batcher` was made.
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
     batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. slow_s:
@@ -48,7 +48,7 @@ class Gather(Generic[T]):
         on_idle: Callable[[], None] = lambda: None,
         on_error: Callable[[Exception], None],
     ) -> None:
-        self.under_way = 0  # batches
+        self.in_progress = 0  # batches
         self.slow = 0  # of these
         self._take = take
         self._handle = handle
@@ -70,14 +70,14 @@ class Gather(Generic[T]):
 
     def wake(self) -> None:
         """Something waits: have it taken in the next turn of the event loop, if a batch may begin."""
-        if self._next is None and self._may_begin():
-            self._next = self._spawn(self._begin())
+        if self._next is None and self._may_start():
+            self._next = self._spawn(self._start())
         elif self._pause is not None and self._enough():
             self._pause.cancel()
 
-    def begin(self, batch: Sequence[T]) -> None:
+    def start_batch(self, batch: Sequence[T]) -> None:
         """Handle a batch that was made elsewhere, beside those under way."""
-        self.under_way += 1
+        self.in_progress += 1
         self._spawn(self._run(batch))
 
     @property
@@ -98,23 +98,23 @@ class Gather(Generic[T]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _may_begin(self) -> bool:
-        if self._closed or self.under_way >= self._most:
+    def _may_start(self) -> bool:
+        if self._closed or self.in_progress >= self._most:
             return False
-        return (self.under_way - self.slow < self._at_once or self._is_full()) and self._waiting() > 0
+        return (self.in_progress - self.slow < self._at_once or self._is_full()) and self._waiting() > 0
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         """Take the next batch and handle it; further ones that may begin, too, are tasks of their own."""
         first: Sequence[T] = ()
         try:
             if not self._enough() and (seconds := self._pause_s()) > 0:
                 self._pause = self._spawn(self._sleep(seconds))
                 await asyncio.wait((self._pause,))
-            while self._may_begin() and (batch := self._take()):
+            while self._may_start() and (batch := self._take()):
                 if first:
-                    self.begin(batch)
+                    self.start_batch(batch)
                 else:
-                    self.under_way += 1
+                    self.in_progress += 1
                     first = batch
         except Exception as error:  # the owner decides what it ends
             self._on_error(error)
@@ -122,7 +122,7 @@ class Gather(Generic[T]):
             self._next = self._pause = None
         if first:
             await self._run(first)
-        elif not self.under_way:
+        elif not self.in_progress:
             self._on_idle()
 
     async def _run(self, batch: Sequence[T]) -> None:
@@ -141,10 +141,10 @@ class Gather(Generic[T]):
             self._on_error(error)
         finally:
             timer.cancel()
-            self.under_way -= 1
+            self.in_progress -= 1
             self.slow -= is_slow
         self.wake()
-        if not self.under_way and self._next is None:
+        if not self.in_progress and self._next is None:
             self._on_idle()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -163,7 +163,7 @@ class _Session:
             while True:
                 number, target, what, *arguments = await _read(self._reader)
                 if not number:
-                    self._begin(number, target, what, arguments)
+                    self._start(number, target, what, arguments)
                     continue
                 while len(self._calls) >= MAX_CALLS_IN_FLIGHT:
                     await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +175,7 @@ class _Session:
             for call in self._calls:
                 call.cancel()
 
-    def _begin(self, number: int, target: int, what: str, arguments: Sequence[object]) -> Any:
+    def _start(self, number: int, target: int, what: str, arguments: Sequence[object]) -> Any:
         """Call a method of the port. None where its object has ended. Raises BusError: there is no such call."""
         try:
             if what == "consume":
@@ -190,7 +190,7 @@ class _Session:
 
     async def _answer(self, number: int, target: int, what: str, arguments: Sequence[Any]) -> None:
         try:
-            begun = self._begin(number, target, what, arguments)
+            begun = self._start(number, target, what, arguments)
             result = await begun if asyncio.iscoroutine(begun) else begun
             self._writer.write(_frame(number, _RESULT, self._sent(result) if what == "get" and result else result))
         except BusError as fault:
@@ -257,12 +257,12 @@ class LocalTransport:
 
     declare_shared = _forwarded("declare_shared")
     check_publishes = _forwarded("check_publishes")
-    mark = _forwarded("mark")
+    set_owner = _forwarded("set_owner")
     owner_of = _forwarded("owner_of")
-    unmark = _forwarded("unmark")
+    clear_owner = _forwarded("clear_owner")
     declare_queue = _forwarded("declare_queue")
     declare_reply_queue = _forwarded("declare_reply_queue")
-    bind_foreign = _forwarded("bind_foreign")
+    bind_external = _forwarded("bind_external")
     depth = _forwarded("depth")
     purge = _forwarded("purge")
 
@@ -294,7 +294,7 @@ class LocalTransport:
             await asyncio.gather(self._listening, return_exceptions=True)
         self._lost()
 
-    async def gone(self) -> None:
+    async def closed_by_peer(self) -> None:
         """Return once the serving process has gone: nothing comes of this transport any more."""
         if self._listening is not None:
             await asyncio.wait({self._listening})

@@ -94,10 +94,10 @@ class BusTopicsOpen(BusRightsMissing):
     code = "bus.topics_open"
 
 
-class BusMarked(BusError):
-    """A mark of this name exists with another owner. The error's text is the owner."""
+class BusOwned(BusError):
+    """This name has another owner. The error's text is the owner."""
 
-    code = "bus.marked"
+    code = "bus.owned"
 
 
 # The header of a delivery of which not all headers could be read.
@@ -215,17 +215,17 @@ class Transport(Protocol):
         BusTopicsOpen where topic permissions are missing. Nothing is published.
         """
 
-    async def mark(self, name: str, owner: str) -> None:
-        """Leave a durable mark on the bus, unless it is there. The mark routes no messages, and is restored after each
-        reconnection. Of several transports that leave a mark at the same time, one succeeds. Raises BusMarked when the
-        mark has another owner.
+    async def set_owner(self, name: str, owner: str) -> None:
+        """Set the owner of a name, durably, unless it has one. It routes no messages, and is restored after each
+        reconnection. Of several transports that set one at the same time, one succeeds. Raises BusOwned when the
+        name has another owner.
         """
 
     async def owner_of(self, name: str) -> str:
-        """Return the owner of a mark; "" when there is no mark."""
+        """Return the owner of a name; "" when it has none."""
 
-    async def unmark(self, name: str) -> None:
-        """Remove a mark, whichever deployment left it."""
+    async def clear_owner(self, name: str) -> None:
+        """Take the owner of a name away, whichever it is."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue as its row describes it, bound; placeholders filled in. The shared topology of the bus exists
@@ -237,7 +237,7 @@ class Transport(Protocol):
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies: exclusive, transient, bound to the exchange of replies by its name."""
 
-    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+    async def bind_external(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """Declare a durable queue and bind it to an exchange of another system. The exchange is checked passively and
         never declared. Raises QueueMissing while the exchange does not exist.
         """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from bus.contracts.queues import COMMANDS, DEAD, EVENTS, REPLAY, REPLY, RETURN
 from bus.port import UNREAD, Delivery
-from bus.topology import delayed_it
+from bus.topology import has_delayed
 
 # On a dead letter, and on one that an operator sends back: the key that it was first published with.
 ORIGINAL_KEY = "berth-key"
@@ -37,17 +37,17 @@ def published_key(delivery: Delivery) -> str | None:
     first, keys = str(deaths[-1].get("exchange")), deaths[-1].get("routing-keys")
     if first.endswith(REPLAY):
         return written if isinstance(written, str) else ""
-    return str(keys[0]) if not delayed_it(first) and isinstance(keys, list) and keys else ""
+    return str(keys[0]) if not has_delayed(first) and isinstance(keys, list) and keys else ""
 
 
 def _is_own(death: Mapping[str, object], delivery: Delivery) -> bool:
     """Whether a queue of berth's has passed a message on: a delay's, or, of a dead letter, the one that it names."""
-    if delayed_it(str(death.get("exchange"))):
+    if has_delayed(str(death.get("exchange"))):
         return True
     return delivery.exchange == DEAD and str(death.get("queue")).endswith(delivery.routing_key)
 
 
-def letters_code(delivery: Delivery) -> str:
+def dead_letter_code_of(delivery: Delivery) -> str:
     """Return why a dead letter was given up: the code that its consumer wrote, or `broker.<reason>`; "": it is none."""
     deaths = delivery.headers.get(DEATHS)
     last = deaths[0] if isinstance(deaths, list) and deaths else None

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from bus import metrics
 from bus.clock import Clock, LogInterval
 from bus.contracts.queues import EVENTS
-from bus.gather import Gather
+from bus.gather import Batcher
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport
 from bus.wire import Packed, batch, single
 
@@ -36,7 +36,7 @@ SLOW_CONFIRM_S = 0.5
 class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
     broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
-    them larger (a slow disk confirms late), or slow (`Gather`). in_flight: unconfirmed broker messages of all links.
+    them larger (a slow disk confirms late), or slow (`Batcher`). in_flight: unconfirmed broker messages of all links.
     waiting: messages gathered in all links before publishers must wait. refused_s: for how long the refusals of an
     event are its publisher's errors, which tries again; calm_s: a pause after which that time begins anew. close_s: how
     long close() waits for the gathered messages.
@@ -80,7 +80,7 @@ class Waiter:
         self.error: BaseException | None = None
         self._future: asyncio.Future[None] | None = None
 
-    def settle(self, error: BaseException | None) -> None:
+    def resolve(self, error: BaseException | None) -> None:
         """Record that one message is confirmed (None) or has failed."""
         self.pending -= 1
         if error is not None and self.error is None:
@@ -121,7 +121,7 @@ class Confirmation(Waiter):
             self._end()
 
     def _end(self) -> None:
-        self._group.settle(None)
+        self._group.resolve(None)
 
 
 KEPT_REFUSED = 10_000  # projects with refused events that are remembered; the one refused longest ago goes first
@@ -137,10 +137,10 @@ class _Entry(Struct):
         """The message as it leaves: whoever reads it counts from its arrival, so what has passed is subtracted."""
         if self.until is None:
             return self.packed
-        return structs.replace(self.packed, meta=structs.replace(self.packed.meta, patience_s=self.until - now))
+        return structs.replace(self.packed, meta=structs.replace(self.packed.meta, timeout_s=self.until - now))
 
 
-class _Link:
+class _Route:
     """The messages for one exchange and key. flights: those on their way, in batches."""
 
     __slots__ = ("entries", "exchange", "flights", "key", "mode")
@@ -151,7 +151,7 @@ class _Link:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         full = mode.at_most(limits) if mode.batches else 1
-        self.flights: Gather[_Entry] = Gather(
+        self.flights: Batcher[_Entry] = Batcher(
             partial(publisher.take, self),
             partial(publisher.fly, self),
             waiting=partial(publisher.may_fly, self),
@@ -198,8 +198,8 @@ class Publisher:
     def __init__(self, bus: str, transport: Transport, limits: BusLimits, clock: Clock, *, others_listen: bool) -> None:
         self._transport = transport
         self._limits = limits
-        self._links: dict[tuple[str, str, Mode], _Link] = {}
-        self._stalled: dict[_Link, None] = {}  # links that wait for the bus's `in_flight`
+        self._links: dict[tuple[str, str, Mode], _Route] = {}
+        self._stalled: dict[_Route, None] = {}  # links that wait for the bus's `in_flight`
         self._in_flight = 0  # broker messages of all links
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
@@ -238,10 +238,10 @@ class Publisher:
         self.waiting += 1
         link.flights.wake()
 
-    def _link(self, exchange: str, key: str, mode: Mode) -> _Link:
+    def _link(self, exchange: str, key: str, mode: Mode) -> _Route:
         link = self._links.get((exchange, key, mode))
         if link is None:
-            link = self._links[exchange, key, mode] = _Link(self, self._limits, exchange, key, mode)
+            link = self._links[exchange, key, mode] = _Route(self, self._limits, exchange, key, mode)
         return link
 
     async def close(self) -> None:
@@ -258,7 +258,7 @@ class Publisher:
         self._stalled.clear()
         self._closing = False  # further ones fail at the transport, or the bus is opened again
 
-    def may_fly(self, link: _Link) -> int:
+    def may_fly(self, link: _Route) -> int:
         """How many entries of a link may leave now."""
         if self._closing or not link.entries:
             return 0
@@ -267,22 +267,22 @@ class Publisher:
             return 0
         return len(link.entries)
 
-    def take(self, link: _Link) -> list[_Entry]:
+    def take(self, link: _Route) -> list[_Entry]:
         """The entries of a link's next broker message."""
         self._in_flight += 1
         self._stalled.pop(link, None)
         return link.take(self._limits)
 
-    def forget(self, link: _Link) -> None:
+    def forget(self, link: _Route) -> None:
         """Nothing of a link is under way any more. It stays for the next message where there are few."""
         if not link.entries and len(self._links) > KEPT_LINKS:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
-    def end(self, link: _Link, error: BaseException) -> None:
+    def end(self, link: _Route, error: BaseException) -> None:
         """No entry of a link can be sent."""
         self._settle([link.entries.popleft() for _ in range(len(link.entries))], error)
 
-    async def fly(self, link: _Link, entries: Sequence[_Entry]) -> None:
+    async def fly(self, link: _Route, entries: Sequence[_Entry]) -> None:
         """Send one broker message, and settle its entries."""
         error: BaseException | None = None
         try:
@@ -301,7 +301,7 @@ class Publisher:
             del self._stalled[stalled]
             stalled.flights.wake()
 
-    async def _send(self, link: _Link, entries: Sequence[_Entry]) -> None:
+    async def _send(self, link: _Route, entries: Sequence[_Entry]) -> None:
         """Publish one broker message. Raises as the transport does."""
         try:
             await self._transport.publish(link.message(entries))
@@ -312,7 +312,7 @@ class Publisher:
             if lost := self._lost_log.count():
                 log.warning("bus.event_lost", bus=self._bus, key=link.key, lost=lost)
 
-    def _may_lose(self, link: _Link) -> bool:
+    def _may_lose(self, link: _Route) -> bool:
         """Whether what was refused now is lost: an event, after those of its project were refused again and again.
 
         One queue that is full, or has no leader, has the broker refuse a message, though the other queues have it. A
@@ -333,7 +333,7 @@ class Publisher:
     def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         self.waiting -= len(entries)
         for entry in entries:
-            entry.waiter.settle(error)
+            entry.waiter.resolve(error)
         free = self._limits.waiting - self.waiting
         while self._waiting_for_capacity and free > 0:
             future = self._waiting_for_capacity.popleft()

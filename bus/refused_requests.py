@@ -9,13 +9,13 @@ from msgspec import Struct
 
 from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
 from bus.wire import Malformed
 
 # The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
 # for a client that follows what is on record.
 OFF_RECORD = 0
-_MOVES = "instance.move."  # how the routing keys of moves begin
+_ACTIONS = "instance.action."  # how the routing keys of moves begin
 
 
 class _Named(Struct):
@@ -24,7 +24,7 @@ class _Named(Struct):
     instance_uuid: Uuid
 
 
-class _NamedMove(_Named):
+class _NamedAction(_Named):
     """The fields of an unreadable move."""
 
     request_id: Uuid
@@ -33,11 +33,11 @@ class _NamedMove(_Named):
 class _Kind(Struct):
     """Another field, which may be readable."""
 
-    kind: MoveKind | None = None
+    kind: ActionKind | None = None
 
 
 def refused_build_event(
-    uuid: str, project: str, why: Refusal, at: float = 0.0, sequence: int = OFF_RECORD
+    uuid: str, project: str, refusal: Refusal, at: float = 0.0, sequence: int = OFF_RECORD
 ) -> BuildEvent:
     """The end of a build, or of a delete."""
     return BuildEvent(
@@ -46,41 +46,41 @@ def refused_build_event(
         state=BuildState.REFUSED,
         sequence=sequence,
         terminal=True,
-        code=why.code,
-        reason=why.reason,
+        code=refusal.code,
+        reason=refusal.reason,
         at=at,
     )
 
 
-def refused_move_event(
-    request_id: str, uuid: str, project: str, kind: MoveKind | None, *, why: Refusal, at: float = 0.0
-) -> MoveEvent:
+def refused_action_event(
+    request_id: str, uuid: str, project: str, kind: ActionKind | None, *, refusal: Refusal, at: float = 0.0
+) -> ActionEvent:
     """The end of a move."""
-    return MoveEvent(
+    return ActionEvent(
         request_id=request_id,
         instance_uuid=uuid,
         project_id=project,
         kind=kind,
-        state=MoveState.REFUSED,
+        state=ActionState.REFUSED,
         sequence=OFF_RECORD,
         terminal=True,
         condition=Condition.UNKNOWN,
-        code=why.code,
-        reason=why.reason,
+        code=refusal.code,
+        reason=refusal.reason,
         at=at,
     )
 
 
 def unreadable_events(malformed: Malformed, project: str) -> tuple[Message, ...]:
     """The end of a request that cannot be read, for the stream of its project; none if its ids are unreadable, too."""
-    why, body = Refusal(code=malformed.code, reason=malformed.reason[:MAX_REASON]), malformed.body
+    refusal, body = Refusal(code=malformed.code, reason=malformed.reason[:MAX_REASON]), malformed.body
     try:
-        if not malformed.key.startswith(_MOVES):
+        if not malformed.key.startswith(_ACTIONS):
             named = msgspec.json.decode(body, type=_Named)
-            return (refused_build_event(named.instance_uuid, project, why),)
-        move, kind = msgspec.json.decode(body, type=_NamedMove), None
+            return (refused_build_event(named.instance_uuid, project, refusal),)
+        action, kind = msgspec.json.decode(body, type=_NamedAction), None
         with suppress(msgspec.ValidationError):
             kind = msgspec.json.decode(body, type=_Kind).kind
-        return (refused_move_event(move.request_id, move.instance_uuid, project, kind, why=why),)
+        return (refused_action_event(action.request_id, action.instance_uuid, project, kind, refusal=refusal),)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ()

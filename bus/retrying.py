@@ -80,12 +80,12 @@ NOVA_CALL = RetryPolicy(first_s=0.1, longest_s=2.0, lasts_s=60.0)
 NOVA_REPLY = RetryPolicy(first_s=0.25, longest_s=0.25, least=1.0, lasts_s=60.0)
 
 
-def passes_with_time(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether a wait helps: a server is unavailable, and has not refused the credentials."""
     return isinstance(error, Transient | BusError) and not isinstance(error, BusForbidden)
 
 
-def passes_with_a_grant(error: BaseException) -> bool:
+def needs_grant(error: BaseException) -> bool:
     """Whether a server knows this process and refuses it rights, which a person grants meanwhile."""
     return isinstance(error, DatabaseRightsMissing | BusRightsMissing)
 
@@ -115,7 +115,7 @@ class Retrying:
     async def call(
         self,
         function: Callable[[], Awaitable[T]],
-        passes: Callable[[BaseException], bool] = passes_with_time,
+        passes: Callable[[BaseException], bool] = is_transient,
         *,
         on_failure: Callable[[BaseException, int], None] = lambda _error, _failures: None,
     ) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts.catalogue import taken_by
+from bus.contracts.catalogue import queues_taking
 from bus.contracts.publishers import message_keys, sample_of
 from bus.contracts.queues import DEAD, QUEUES, REPLY, QueueKind, QueueRow, Where
 from bus.contracts.replies import sample_reply_keys
@@ -12,7 +12,7 @@ from bus.topology import delay_exchange
 def sample_answers(row: QueueRow) -> list[tuple[str, str]]:
     """(exchange, routing key) by which the consumer of a queue answers, parks and retries."""
     name = sample_of(row.name)
-    found = [(REPLY, key) for key in sample_reply_keys(taken_by(row.name))]
+    found = [(REPLY, key) for key in sample_reply_keys(queues_taking(row.name))]
     if row.kind is QueueKind.DURABLE:
         found += [(DEAD, name), *((delay_exchange(delay_s), row.retries_to or name) for delay_s in row.retry_s)]
     return found

@@ -41,13 +41,14 @@ ALL_KEYS = "#"
 # The bound of replies in one reply queue; the oldest is dropped first.
 MAX_REPLIES = 100_000
 
-# The name of a mark's exchange (`Transport.mark`) is this prefix and the mark's name. Its alternate exchange, which
-# never exists and has no prefix, names the owner: the broker refuses a declaration with another alternate exchange.
-MARK = "berth.owner."
-MARK_OF = "berth.of."
+# The exchange of an owner (`Transport.set_owner`) is named by this prefix and the owned name. Its alternate exchange,
+# which never exists and has no prefix, names the owner: the broker refuses a declaration with another alternate
+# exchange.
+OWNER_EXCHANGE = "berth.owner."
+OWNER_ID = "berth.of."
 
 # The mark of a name that belongs to another program (a client's reply queue), and gets no prefix.
-FOREIGN = "="
+EXTERNAL = "="
 
 
 class ExchangePlan(Struct, frozen=True):
@@ -80,7 +81,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     bindings: tuple[tuple[str, str], ...] = ()
 
 
-class ForeignQueue(Struct, frozen=True, kw_only=True):
+class ExternalQueue(Struct, frozen=True, kw_only=True):
     """A queue of another system and the exchange that it is bound to, both as that system's own processes declare them.
     Its names have no prefix.
     """
@@ -110,7 +111,7 @@ class QueueNames:
 
     def queue(self, name: str) -> str:
         """Return the broker's name of a queue of berth, or of another program when the name is marked so."""
-        return name[1:] if name.startswith(FOREIGN) else self._prefix + name
+        return name[1:] if name.startswith(EXTERNAL) else self._prefix + name
 
     def key(self, exchange: str, key: str) -> str:
         """Return the broker's routing or binding key, which on some exchanges is the name of a queue."""
@@ -128,7 +129,7 @@ class QueueNames:
         """Return the local form of a reply queue's name; that of a foreign client is marked."""
         if not reply_to or not self._prefix:
             return reply_to or None
-        return self.local(reply_to) if reply_to.startswith(self._prefix) else FOREIGN + reply_to
+        return self.local(reply_to) if reply_to.startswith(self._prefix) else EXTERNAL + reply_to
 
     def plan(self, planned: QueuePlan) -> QueuePlan:
         """Return a planned queue with the broker's names."""
@@ -156,7 +157,7 @@ def is_delay(exchange: str) -> bool:
     return exchange.startswith(DELAY + ".")
 
 
-def delayed_it(real_exchange: str) -> bool:
+def has_delayed(real_exchange: str) -> bool:
     """Whether this (by the broker's name) is an exchange of delayed messages, of any system."""
     return is_delay(real_exchange[real_exchange.rfind(DELAY) :])
 
@@ -204,7 +205,7 @@ def shared_queues(bus: str = "") -> tuple[QueuePlan, ...]:
         exclusive=False,
         max_length=MAX_PARKED,
         max_bytes=MAX_PARKED_BYTES,
-        delivery_limit=NEVER_GIVEN_UP,  # each look at the letters gives all of them back
+        delivery_limit=NEVER_GIVEN_UP,  # each look at the dead letters gives all of them back
         bindings=((DEAD, ALL_KEYS),),
     )
     delays = (
@@ -227,7 +228,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     """Return the queue that a catalogue row describes."""
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
-    dies = row.has_letters
+    dies = row.has_dead_letters
     dead_exchange, dead_key = DEAD, name
     if row.drops_to:
         dead_exchange, dead_key = RETURN, _named_as(row.drops_to, row, name)
@@ -268,7 +269,7 @@ def reply_plan(name: str, *, bound: bool = True) -> QueuePlan:
     )
 
 
-def foreign_plan(name: str) -> QueuePlan:
+def external_plan(name: str) -> QueuePlan:
     """Return a durable queue that is to be bound to an exchange of another system."""
     return QueuePlan(
         name=name,

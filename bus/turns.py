@@ -16,7 +16,7 @@ T = TypeVar("T")
 ROWS_AT_ONCE = 500
 
 
-class _Turns:
+class _Yields:
     """One event loop's turns for long work: one task goes on in each, and the one that waited longest is the first.
 
     Several parts in one turn would add up: those of two batches and a list of hosts to 30 ms. A task that waits alone
@@ -49,26 +49,26 @@ class _Turns:
         self._is_taken = False
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_yields: WeakKeyDictionary[asyncio.AbstractEventLoop, _Yields] = WeakKeyDictionary()
 
 
-async def next_turn() -> None:
+async def yield_to_loop() -> None:
     """Wait for a turn of the event loop in which no other long work goes on that waited here as well."""
     loop = asyncio.get_running_loop()
-    turns = _turns.get(loop)
+    turns = _yields.get(loop)
     if turns is None:
-        turns = _turns[loop] = _Turns()
+        turns = _yields[loop] = _Yields()
     await turns.wait()
 
 
-async def turn_for(rows: int) -> None:
-    """Wait for the next turn (`next_turn`) before work on many rows: what came before was as long."""
+async def yield_for(rows: int) -> None:
+    """Wait for the next turn (`yield_to_loop`) before work on many rows: what came before was as long."""
     if rows > ROWS_AT_ONCE:
-        await next_turn()
+        await yield_to_loop()
 
 
-class InParts(Generic[T]):
-    """The items in order, in lists of at most `most`. Other tasks run between two lists (`next_turn`).
+class YieldingParts(Generic[T]):
+    """The items in order, in lists of at most `most`. Other tasks run between two lists (`yield_to_loop`).
 
     It is no generator: one that is left early is closed by a task of its own.
     """
@@ -78,7 +78,7 @@ class InParts(Generic[T]):
         self._most = most
         self._begun = False
 
-    def __aiter__(self) -> InParts[T]:
+    def __aiter__(self) -> YieldingParts[T]:
         return self
 
     async def __anext__(self) -> list[T]:
@@ -86,6 +86,6 @@ class InParts(Generic[T]):
         if not part:
             raise StopAsyncIteration
         if self._begun:
-            await next_turn()
+            await yield_to_loop()
         self._begun = True
         return part

@@ -45,7 +45,7 @@ from bus.contracts.replies import replies_to
 from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.port import Delivery, Outgoing
 from bus.published_key import published_key
-from bus.topology import FOREIGN
+from bus.topology import EXTERNAL
 
 log = structlog.get_logger(__name__)
 
@@ -54,8 +54,8 @@ BATCH = "application/vnd.berth.batch+json"
 
 CAUSE = "berth-cause"
 SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
-ATTEMPT = "berth-attempt"
-PATIENCE = "berth-patience-ms"
+DELIVERY_ATTEMPT = "berth-delivery-attempt"
+TIMEOUT = "berth-timeout-ms"
 WAITED = "berth-waited-ms"
 INCARNATION = "berth-database-incarnation"
 SENT_SEQUENCES = "berth-sent-sequences"
@@ -64,7 +64,7 @@ TRACEPARENT = "traceparent"
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
 # The bytes of a body beyond the bound that its dead letter keeps.
-MAX_LETTER_BYTES = 16 * 2**10
+MAX_DEAD_LETTER_BYTES = 16 * 2**10
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
 # carry any JSON. The largest request by its own bounds has 0.7 MB, and a batch of 64 with the longest lists 50,000
@@ -204,10 +204,10 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[CAUSE] = meta.cause
     if meta.sent_at:
         headers[SENT_AT] = math.floor(meta.sent_at * 1000 + SLACK_MS)
-    if meta.attempt:
-        headers[ATTEMPT] = meta.attempt
-    if meta.patience_s is not None:
-        headers[PATIENCE] = round(meta.patience_s * 1000)
+    if meta.delivery_attempt:
+        headers[DELIVERY_ATTEMPT] = meta.delivery_attempt
+    if meta.timeout_s is not None:
+        headers[TIMEOUT] = round(meta.timeout_s * 1000)
     if meta.waited_s:
         headers[WAITED] = round(meta.waited_s * 1000)
     if meta.traceparent:
@@ -361,7 +361,7 @@ class Codec:
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
         """Return a message as unreadable. Of a body beyond the bound only the first bytes are kept."""
-        kept, size = (body, 0) if len(body) <= self._most_bytes else (body[:MAX_LETTER_BYTES], len(body))
+        kept, size = (body, 0) if len(body) <= self._most_bytes else (body[:MAX_DEAD_LETTER_BYTES], len(body))
         return Malformed(kept, code, reason[:MAX_REASON], meta, self._queue, key, size)
 
 
@@ -404,7 +404,7 @@ def kind_of(name: str) -> type[Message] | None:
 @cache
 def _answerable(queue: str) -> Callable[[str], re.Match[str] | None]:
     """Tells a name of a queue to which the consumer of this one (a row's name; "": of none) may send a reply."""
-    names = replies_to([queue], foreign=f"{FOREIGN}?") if queue in BY_QUEUE else ()
+    names = replies_to([queue], foreign=f"{EXTERNAL}?") if queue in BY_QUEUE else ()
     return re.compile("|".join(names) or r"(?!)").fullmatch
 
 
@@ -420,16 +420,16 @@ def _may_travel(meta: Meta) -> bool:
         and len(meta.cause) <= MAX_ID
         and len(meta.traceparent or "") <= MAX_ID
         and abs(meta.sent_at) < MAX_TIME_S
-        and abs(meta.patience_s or 0.0) < MAX_TIME_S
+        and abs(meta.timeout_s or 0.0) < MAX_TIME_S
         and abs(meta.waited_s) < MAX_TIME_S
-        and 0 <= meta.attempt <= MAX_ATTEMPT
+        and 0 <= meta.delivery_attempt <= MAX_ATTEMPT
         and 0 <= meta.database_incarnation <= MAX_INCARNATION
         and len(meta.sent_sequences) <= SENT_SLOTS
         and all(0 <= one <= MAX_SENT_SEQUENCE for one in meta.sent_sequences)
     )
 
 
-def may_gather(meta: Meta) -> bool:
+def may_batch(meta: Meta) -> bool:
     """Whether metadata can stand in the JSON of a batch: a foreign client's ids may be bytes that are no text, or be
     longer than its reader allows."""
     return is_text(meta.correlation_id or "") and is_text(meta.reply_to or "") and _may_travel(meta)
@@ -471,17 +471,17 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
     sent = headers.get(SENT_SEQUENCES, "")
     if not isinstance(sent, str) or (sent and not _is_sent(sent)):
         sent, problem = "", f"header {SENT_SEQUENCES} is not a list of numbers"
-    patience_ms = numbers[PATIENCE]
+    timeout_ms = numbers[TIMEOUT]
     meta = Meta(
         id=_id(delivery, new_id),
         cause=_text(headers, CAUSE) or "",
         sent_at=(numbers[SENT_AT] or 0.0) / 1000,
         reply_to=delivery.reply_to or None,
         correlation_id=delivery.correlation_id or None,
-        patience_s=delivery.expiration_s if patience_ms is None else patience_ms / 1000,
+        timeout_s=delivery.expiration_s if timeout_ms is None else timeout_ms / 1000,
         waited_s=(numbers[WAITED] or 0.0) / 1000,
         traceparent=_text(headers, TRACEPARENT),
-        attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
+        delivery_attempt=max(0, min(MAX_ATTEMPT, int(numbers[DELIVERY_ATTEMPT] or 0))),
         database_incarnation=int(numbers[INCARNATION] or 0),
         sent_sequences=tuple(map(int, sent.split())),
     )
@@ -501,7 +501,7 @@ def _text(headers: Mapping[str, object], name: str) -> str | None:
 def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
     found: dict[str, float | None] = {}
     problem = ""
-    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT, INCARNATION):
+    for name in (SENT_AT, TIMEOUT, WAITED, DELIVERY_ATTEMPT, INCARNATION):
         value = headers.get(name)
         sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
         found[name] = float(value) if sound else None  # type: ignore[arg-type]

@@ -23,24 +23,24 @@ from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.port import BusError
 from bus.retrying import REPORT_REQUEST, Retrying
 from bus.service.environment import Environment
-from bus.service.presence import announce_presence
-from bus.service.service import Service
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
 
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Listings
 from .domain.desires import PURGED, PURGED_FAILED
-from .domain.report import UnexplainedKind
+from .domain.report import UnknownMachineKind
 from .engine import Engine, context_of
-from .fences import FenceKeeper
-from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
+from .fences import FenceController
+from .handlers import DEAD_LETTER_QUEUE, HostHandlers, RequestHandlers
 from .known_reader import KnownReader
-from .lease_keeper import LeaseKeeper
+from .lease_keeper import LeaseController
 from .recovery import CellRecovery
-from .search import MachineSearch
+from .search import SourceLookup
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
-from .store.safety import KEEP
+from .store.safety import PROTECT
 
 REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
@@ -65,7 +65,7 @@ def position_of(message: Message) -> StreamPosition | None:
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) else None
 
 
-def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> Service:
+def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> WorkerRuntime:
     """A conductor of one cell, ready to run. Any number of conductors share the cell's queues and deadlines.
 
     store: instead of the cell's schema in the environment's database. Raises BrokenInvariant: it would use another
@@ -73,7 +73,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     """
     if cell == API:
         raise BrokenInvariant("a conductor uses its own cell's bus only", code="conductor.up_call")
-    service = Service(f"conductor {cell}", clock=env.clock)
+    service = WorkerRuntime(f"conductor {cell}", clock=env.clock)
     database = env.database(f"cell_{cell}") if store is None else None
     store = store if database is None else PostgresInstances(database)
     assert store is not None
@@ -82,8 +82,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     lingering = Lingering(linger_s=config.progress_linger_s, lingers=is_progress, place=position_of, keeps=True)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, lingering=lingering)
     listings = Listings()
-    fences = FenceKeeper(store, bus, clock=env.clock, config=config, cell=cell)
-    keeper = LeaseKeeper(
+    fences = FenceController(store, bus, clock=env.clock, config=config, cell=cell)
+    keeper = LeaseController(
         store,
         bus,
         clock=env.clock,
@@ -92,7 +92,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         process=env.process,
         on_fence=fences.on_announced,
     )
-    search = MachineSearch(store, bus, clock=env.clock, config=config, listings=listings)
+    lookup = SourceLookup(store, bus, clock=env.clock, config=config, listings=listings)
     known = KnownReader(bus)
     recovery = _recovery(env.clock, config, cell, store, bus, relay, known, keeper, fences)
     engine = Engine(
@@ -104,7 +104,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         cell=cell,
         leases=keeper,
         fences=fences,
-        search=search,
+        lookup=lookup,
         blocked=recovery.note_blocked,
     )
     requests = RequestHandlers(engine, env.clock, bus, fences=fences, leases=keeper)
@@ -113,7 +113,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_resource(bus.open, bus.close)
     service.add_declaration(partial(_declare, bus))
     service.add_task("outbox relay", relay.run)
-    announce_presence(service, env, bus, "conductor")
+    add_heartbeat(service, env, bus, "conductor")
     _add_rounds(service, env.clock, config, store, bus, engine)
     service.add_task("recovery", recovery.run)
     service.add_task("fences", partial(fences.run, engine))
@@ -127,7 +127,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
 
 def _bus(env: Environment, cell: str, store: InstanceStore, shared: Database | None) -> Bus:
     bus = env.bus(cell)
-    bus.belongs_to("conductor", lambda: store.deployment, lambda: "" if shared is None else shared.place)
+    bus.belongs_to("conductor", lambda: store.database_id, lambda: "" if shared is None else shared.place)
     bus.publishes_as("cell_conductor")
     bus.states_mark(lambda: store.mark)
     return bus
@@ -141,8 +141,8 @@ def _recovery(  # noqa: PLR0917  (one caller)
     bus: Bus,
     relay: Relay,
     known: KnownReader,
-    leases: LeaseKeeper,
-    fences: FenceKeeper,
+    leases: LeaseController,
+    fences: FenceController,
 ) -> CellRecovery:
     context = context_of(config, cell)
     return CellRecovery(
@@ -150,17 +150,17 @@ def _recovery(  # noqa: PLR0917  (one caller)
     )
 
 
-def _add_checks(service: Service, bus: Bus, store: InstanceStore, cell: str) -> None:
+def _add_checks(service: WorkerRuntime, bus: Bus, store: InstanceStore, cell: str) -> None:
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
     service.add_check("database", lambda: store.ready)
     service.add_refresh(partial(_show_safety, store, cell))
 
 
 def _add_rounds(  # noqa: PLR0917  (one caller)
-    service: Service, clock: Clock, config: ConductorConfig, store: InstanceStore, bus: Bus, engine: Engine
+    service: WorkerRuntime, clock: Clock, config: ConductorConfig, store: InstanceStore, bus: Bus, engine: Engine
 ) -> None:
     service.add_task("deadlines", lambda: sweep_forever(engine, clock, config))
-    service.add_task("searches", lambda: search_forever(engine, clock))
+    service.add_task("searches", lambda: look_up_forever(engine, clock))
     service.add_task("retention", lambda: purge_forever(store, clock, config))
     service.add_task("reports", ReportRequester(bus, clock, config).run)
 
@@ -169,27 +169,29 @@ async def _show_safety(store: InstanceStore, cell: str) -> None:
     """Set the gauges of what waits for a person. While the database is away they keep their values."""
     with suppress(Transient):
         records = await store.safety.records()
-        waiting = [one for one in records if one.machine.kind is UnexplainedKind.QUARANTINED and one.verdict != KEEP]
+        waiting = [
+            one for one in records if one.machine.kind is UnknownMachineKind.QUARANTINED and one.decision != PROTECT
+        ]
         metrics.IN_QUARANTINE.labels(cell).set(len(waiting))
         metrics.BREAKERS_OPEN.labels(cell).set(sum(one.is_open for one in await store.safety.breakers()))
 
 
 async def _declare(bus: Bus) -> None:
-    for queue in (*ANNOUNCED_TO, REQUESTS, GIVEN_UP_QUEUE, RESULTS, HOSTS, LEASES, KNOWN):
+    for queue in (*ANNOUNCED_TO, REQUESTS, DEAD_LETTER_QUEUE, RESULTS, HOSTS, LEASES, KNOWN):
         await bus.declare(queue)
 
 
 def _add_consumers(  # noqa: PLR0917  (one caller)
-    service: Service,
+    service: WorkerRuntime,
     bus: Bus,
     config: ConductorConfig,
     requests: RequestHandlers,
     hosts: HostHandlers,
-    keeper: LeaseKeeper,
+    keeper: LeaseController,
 ) -> None:
     for queue, handler in (
         (REQUESTS, requests.requests),
-        (GIVEN_UP_QUEUE, requests.given_up),
+        (DEAD_LETTER_QUEUE, requests.dead_letters),
         (RESULTS, requests.results),
     ):
         consumer = Consumer(
@@ -225,14 +227,14 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             await clock.sleep(config.sweep_interval_s)
 
 
-async def search_forever(engine: Engine, clock: Clock) -> None:
+async def look_up_forever(engine: Engine, clock: Clock) -> None:
     """Look for the sources of moves that are to be undone, one search at a time.
 
     An instance that is not searched now comes again with its deadline.
     """
     while True:
         try:
-            await engine.search()
+            await engine.look_up_sources()
         except (Transient, BusError) as fault:
             log.warning("search.waiting", code=fault.code, reason=str(fault))
             await clock.sleep(UNAVAILABLE_PAUSE_S)
@@ -253,10 +255,12 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
             before, failed_before = (clock.time() - s for s in (config.deleted_retention_s, config.failed_retention_s))
             fences = await store.fences.fences()
             repaired = clock.time() - FENCE_PROVES_S
-            awaited = (one.since for one in fences if (one.at > failed_before if one.lifting else one.since > repaired))
+            awaited = (
+                one.since for one in fences if (one.at > failed_before if one.unfencing else one.since > repaired)
+            )
             oldest = min(awaited, default=math.inf) - CLOCKS_APART_S
             deleted = await store.purge(PURGED, min(before, oldest), config.purge_batch)
-            await store.fences.purge_lifted(before, config.purge_batch)
+            await store.fences.purge_ended(before, config.purge_batch)
             failed = await store.purge(PURGED_FAILED, min(failed_before, oldest), config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import DatabaseMark
-from bus.contracts.cell import MAX_FOUND
+from bus.contracts.cell import MAX_LOOKUP
 from bus.faults import Forbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
@@ -26,14 +26,14 @@ from bus.tracing.context import traceparent_of
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.delete_rules import is_of_another_project
-from .domain.desires import desire_of
+from .domain.delete_rules import is_other_project
+from .domain.desires import desired_state_of
 from .domain.events import (
+    ActionRequested,
     BuildRequested,
     DeleteRequested,
     InstanceEvent,
     MachineDecided,
-    MoveRequested,
     SourceQuery,
     TimedOut,
 )
@@ -41,22 +41,22 @@ from .domain.fences import Fence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.marks import Stated
-from .domain.move_steps import misses_proof
-from .domain.orders import repeat_at
-from .domain.report import UnexplainedKind
+from .domain.move_steps import lacks_proof
+from .domain.orders import next_resend_at
+from .domain.report import UnknownMachineKind
 from .domain.steps import Step, StepContext
-from .domain.table import FenceSteps, question_of, step
+from .domain.table import FenceSteps, awaited_request_of, step
 from .placement_requests import (
-    PendingQuestion,
+    PendingRequest,
     PlacementRequests,
     Transition,
-    due_questions,
-    may_be_redone,
+    due_requests,
+    is_repeatable,
     observe_steps,
 )
-from .search import MachineSearch
+from .search import SourceLookup
 from .store.port import DatabaseChange, InstanceStore, Transaction, UnreadableRecords
-from .store.safety import KEEP
+from .store.safety import PROTECT
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
 # The most instances that wait for a search; one beyond them comes again with its deadline.
-MAX_UNSEEN = MAX_FOUND
+MAX_LOOKUPS = MAX_LOOKUP
 
 
 class Listening(Transient):
@@ -80,10 +80,10 @@ class Listening(Transient):
         super().__init__("the compute services have not been heard yet since it was connected to its database")
 
 
-class LeaseView(Protocol):
-    """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseKeeper`)."""
+class LeasePort(Protocol):
+    """Which compute services are up, as this conductor knows it (`lease_keeper.LeaseController`)."""
 
-    def heard(self) -> Collection[str]:
+    def alive_services(self) -> Collection[str]:
         """Those that certainly are."""
 
     def down(self) -> Mapping[str, Lease]:
@@ -95,18 +95,18 @@ class LeaseView(Protocol):
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         """It is stated by a service; "": from above."""
 
-    def note_recovery(self) -> None:
+    def record_recovery(self) -> None:
         """The cell recovers by what is stated now."""
 
 
-class FenceView(Protocol):
-    """The fences as this conductor has them (`fences.FenceKeeper`)."""
+class FencePort(Protocol):
+    """The fences as this conductor has them (`fences.FenceController`)."""
 
     @property
-    def known(self) -> Mapping[str, Fence]:
+    def fences(self) -> Mapping[str, Fence]:
         """By host. Raises Transient while they are not read."""
 
-    async def ensure_known(self) -> None:
+    async def ensure_loaded(self) -> None:
         """Read them if they are not read."""
 
     @property
@@ -151,9 +151,9 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        leases: LeaseView,
-        fences: FenceView,
-        search: MachineSearch,
+        leases: LeasePort,
+        fences: FencePort,
+        lookup: SourceLookup,
         blocked: Callable[[Collection[str]], None] = lambda _instances: None,
     ) -> None:
         """`blocked(instances)`: what is true of these is to be found out."""
@@ -169,13 +169,13 @@ class Engine:
             bus,
             clock,
             config.claim_timeout_s,
-            lambda: store.set_back.incarnation,
+            lambda: store.incarnation,
             lambda incarnation: leases.hear(DatabaseMark(incarnation)),
         )
-        self._search = search
-        self._unseen: dict[str, None] = {}  # instances whose sources are to be looked for
+        self._lookup = lookup
+        self._lookups: dict[str, None] = {}  # instances whose sources are to be looked for
         self._decided: set[str] = set()  # instances with a machine in quarantine to adopt
-        self._search_due = asyncio.Event()
+        self._lookup_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = context_of(config, cell)
 
@@ -190,9 +190,9 @@ class Engine:
         Returns an awaitable that ends once all of it is on disk, before which the events must not be acknowledged;
         None: it is on disk.
         """
-        losses, flushes = self._store.losses, self._unflushed
+        losses, flushes = self._store.connection_losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
-            await self._ask_placement(await self._apply(incoming))
+            await self._request_placement(await self._apply(incoming))
         return None if flushes == self._unflushed else self._store.flushed(losses)
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[tuple[InstanceEvent, Instance]]:
@@ -203,10 +203,10 @@ class Engine:
         without locks they would still look open, and the breaker would count events that have been handled.
         """
         try:
-            known = await self.known({one.uuid for one in incoming})
+            known = await self.recorded({one.uuid for one in incoming})
         except UnreadableRecords as unreadable:
-            return await self.effective(_of_others(incoming, unreadable))
-        context = replace(self._context, deployment=self._store.deployment)
+            return await self.effective(_events_of_readable(incoming, unreadable))
+        context = replace(self._context, database_id=self._store.database_id)
         found: list[tuple[InstanceEvent, Instance]] = []
         for one in incoming:
             instance = known.get(one.uuid)
@@ -219,10 +219,10 @@ class Engine:
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
         now, stated = self._clock.time(), self._leases.stated()
-        is_later = stated.conductor > self._store.set_back.incarnation
+        is_later = stated.conductor > self._store.incarnation
         if not (self._store.is_recovering or stated.marks or is_later) and not await self._store.has_due(now):
             return 0
-        await self._fences.ensure_known()
+        await self._fences.ensure_loaded()
         async with self._store.transaction() as transaction:
             # Before any deadline counts: in a database that was set back it proves nothing.
             stated = self._leases.stated()  # now that there is a connection
@@ -237,7 +237,7 @@ class Engine:
                 incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
                 recorded = await self._record(transaction, due, incoming)
         if change is not None:
-            self._note_change(change)
+            self._record_change(change)
             return 0
         self._committed(transaction, recorded)
         self._blocked([uuid for uuid, instance in due.items() if instance.blocked_reason])
@@ -245,31 +245,31 @@ class Engine:
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._ask_placement(due_questions(due, recorded, again=due.keys()))
+            await self._request_placement(due_requests(due, recorded, again=due.keys()))
         return len(due)
 
-    def _note_change(self, change: DatabaseChange) -> None:
-        metrics.DATABASE_CHANGES.inc()
-        about = {"cell": self._context.cell, "deployment": change.deployment, "incarnation": change.incarnation}
+    def _record_change(self, change: DatabaseChange) -> None:
+        metrics.DATABASE_RESTORES.inc()
+        about = {"cell": self._context.cell, "database_id": change.database_id, "incarnation": change.incarnation}
         if not change.recovers:
             log.warning("cell.database_taken_over", **about)
             return
-        self._leases.note_recovery()
+        self._leases.record_recovery()
         log.error(
-            "cell.database_set_back",
+            "cell.database_restored",
             **about,
             hint="nothing is begun in the cell until its compute services have listed what they have",
         )
 
-    async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
+    async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingRequest]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
-        await self._fences.ensure_known()
+        await self._fences.ensure_loaded()
         try:
             return await self._apply_all(incoming)
         except UnreadableRecords as unreadable:
-            return await self._apply_all(_of_others(incoming, unreadable))
+            return await self._apply_all(_events_of_readable(incoming, unreadable))
 
-    async def _apply_all(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
+    async def _apply_all(self, incoming: Sequence[InstanceEvent]) -> list[PendingRequest]:
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
@@ -282,25 +282,25 @@ class Engine:
                     if change is None and not stated.may_act:
                         raise Listening
                     if change is None:
-                        fresh = await self._fresh(transaction, incoming)
+                        fresh = await self._reread(transaction, incoming)
                         known = await transaction.lock(uuids)
                         recorded = await self._record(transaction, known, fresh)
-                        transaction.durable = not may_be_redone(recorded, known)
+                        transaction.durable = not is_repeatable(recorded, known)
             except Conflict:
                 continue
             if change is not None:
-                self._note_change(change)
+                self._record_change(change)
                 continue
             self._committed(transaction, recorded)
             self._unflushed += not transaction.durable
             # A message that was seen before: the conductor that took it then may have died before it could send the
             # request.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
-            return due_questions(known, recorded, again=again)
+            return due_requests(known, recorded, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
-    async def _fresh(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> Sequence[InstanceEvent]:
+    async def _reread(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> Sequence[InstanceEvent]:
         ids = [instance_event.message_id for instance_event in incoming if instance_event.message_id]
         if not ids:
             return incoming
@@ -319,29 +319,31 @@ class Engine:
         for instance_event in incoming:
             before, event = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid), instance_event.event
             stepped = self._stepped(before, instance_event, context, ended_by, failed)
-            if isinstance(event, DeleteRequested) and is_of_another_project(before, event):
+            if isinstance(event, DeleteRequested) and is_other_project(before, event):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)
             cause = after.cause or instance_event.cause
             trace = traceparent_of(cause) or after.traceparent
-            by = self._store.set_back.incarnation
+            by = self._store.incarnation
             outgoing += [OutboxMessage(self._bus.name, command, cause, trace, by) for command in stepped.commands]
             steps[before.state, type(event).__name__] += 1
-            if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
+            if stepped.instance.state is not before.state and desired_state_of(stepped.instance).ends:
                 ended.append(stepped.instance)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         if ended_by.hosts and not await transaction.rely_on(
-            list(ended_by.hosts), ended_by.given_up, self._clock.time(), list(ended_by.proofs)
+            list(ended_by.hosts), ended_by.abandoned, self._clock.time(), list(ended_by.proofs)
         ):
             self._fences.invalidate()
-            raise Transient("the fence that this relies on was lifted meanwhile", code="fence.lifted")
+            raise Transient("the fence that this relies on was lifted meanwhile", code="fence.ended")
         await transaction.insert(created)
         await transaction.update(changed)
         await transaction.send_later(outgoing)
         stepped_on = {uuid: one for uuid, one in now.items() if uuid not in failed}
-        asked = {uuid: question for uuid, one in stepped_on.items() if (question := question_of(one)) is not None}
-        return Transition(stepped_on, asked, outgoing, steps, ended, bool(ended_by.given_up))
+        asked = {
+            uuid: question for uuid, one in stepped_on.items() if (question := awaited_request_of(one)) is not None
+        }
+        return Transition(stepped_on, asked, outgoing, steps, ended, bool(ended_by.abandoned))
 
     def _stepped(
         self,
@@ -360,12 +362,12 @@ class Engine:
         event = incoming.event
         try:
             stepped = step(before, event, context)
-            question_of(stepped.instance)
+            awaited_request_of(stepped.instance)
             if ended_by is None:
                 return stepped
-            if misses_proof(before, stepped.instance) and not self._fences.is_recent:
+            if lacks_proof(before, stepped.instance) and not self._fences.is_recent:
                 raise Transient("the fence may be on record and not read yet", code="fence.unread")
-            return ended_by.follow(before, stepped, event, context) if context.fences else stepped
+            return ended_by.apply(before, stepped, event, context) if context.fences else stepped
         except Transient:
             raise
         except Exception as error:  # any: it must not stop the other records
@@ -376,40 +378,40 @@ class Engine:
             code = getattr(error, "code", type(error).__name__)
             log.exception("instance.step_failed", instance=before.uuid, code=code, cause=before.cause)
             is_due = isinstance(event, TimedOut)
-            return Step(replace(before, deadline=repeat_at(before, event.at, context)) if is_due else before)
+            return Step(replace(before, deadline=next_resend_at(before, event.at, context)) if is_due else before)
 
     async def _context_of(self, transaction: Transaction, incoming: Sequence[InstanceEvent]) -> StepContext:
         context = replace(
             self._context,
-            deployment=self._store.deployment,
-            up=self._leases.heard(),
+            database_id=self._store.database_id,
+            up=self._leases.alive_services(),
             down=self._leases.down(),
-            fences=self._fences.known,
+            fences=self._fences.fences,
         )
-        found = await transaction.unexplained({one.uuid for one in incoming})
-        kept = {one.place: one.machine.attempt for one in found if one.verdict == KEEP}
-        unknown = [one.machine for one in found if one.verdict != KEEP]
-        quarantined = {one.uuid for one in unknown if one.kind is UnexplainedKind.QUARANTINED}
-        return replace(context, unexplained=quarantined, kept=kept)
+        found = await transaction.unknown_machines({one.uuid for one in incoming})
+        kept = {one.location: one.machine.attempt for one in found if one.decision == PROTECT}
+        unknown = [one.machine for one in found if one.decision != PROTECT]
+        quarantined = {one.uuid for one in unknown if one.kind is UnknownMachineKind.QUARANTINED}
+        return replace(context, quarantined=quarantined, protected=kept)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
         self._relay.send(transaction.rows, recorded.outgoing)
-        if recorded.gives_up:
+        if recorded.abandons:
             self._fences.reload_soon()
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def search(self) -> None:
+    async def look_up_sources(self) -> None:
         """Look for the sources of moves that are to be undone, all at once, so that one silent service delays none of
         them longer than another; and have what operators have decided on looked at.
 
         Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
         """
-        await self._search_due.wait()
-        self._search_due.clear()
-        unseen, self._unseen = self._unseen, {}
+        await self._lookup_due.wait()
+        self._lookup_due.clear()
+        unseen, self._lookups = self._lookups, {}
         decided, self._decided = sorted(self._decided), set()
-        await self._by_halves(self._see_sources, sorted(unseen))
+        await self._by_halves(self._look_up_sources, sorted(unseen))
         await self._by_halves(self._take_decided, decided)
 
     async def _by_halves(self, take: Callable[[Sequence[str]], Awaitable[None]], waiting: Sequence[str]) -> None:
@@ -429,57 +431,63 @@ class Engine:
                 return
             metrics.STEPS_FAILED.labels("", "search").inc()
             code = getattr(error, "code", type(error).__name__)
-            log.exception("instance.search_failed", instance=waiting[0], code=code, cause=waiting[0])
+            log.exception("instance.lookup_failed", instance=waiting[0], code=code, cause=waiting[0])
 
-    async def _see_sources(self, instances: Sequence[str]) -> None:
-        known = await self.known(instances)
-        asked = {uuid: one for uuid, instance in known.items() if isinstance(one := question_of(instance), SourceQuery)}
-        seen = await self._search.see_sources(asked) if asked else {}
+    async def _look_up_sources(self, instances: Sequence[str]) -> None:
+        known = await self.recorded(instances)
+        asked = {
+            uuid: one
+            for uuid, instance in known.items()
+            if isinstance(one := awaited_request_of(instance), SourceQuery)
+        }
+        seen = await self._lookup.look_up_sources(asked) if asked else {}
         if seen:
-            await self._ask_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in seen.items()]))
+            await self._request_placement(await self._apply([InstanceEvent(uuid, one) for uuid, one in seen.items()]))
 
     async def _take_decided(self, instances: Sequence[str]) -> None:
         now = self._clock.time()
-        await self._ask_placement(await self._apply([InstanceEvent(one, MachineDecided(at=now)) for one in instances]))
+        await self._request_placement(
+            await self._apply([InstanceEvent(one, MachineDecided(at=now)) for one in instances])
+        )
 
-    async def known(self, instances: Collection[str]) -> Mapping[str, Instance]:
+    async def recorded(self, instances: Collection[str]) -> Mapping[str, Instance]:
         """The records of these instances, once a change of them that is being committed is on record."""
         if not instances:
             return {}
         async with self._store.transaction() as transaction:
             return await transaction.lock(sorted(instances))
 
-    def adopt(self, instance: str) -> None:
+    def adopt_machine(self, instance: str) -> None:
         """A machine in quarantine is this instance's by an operator's word. It comes again with each report of its
         host.
         """
-        if len(self._decided) < MAX_UNSEEN:
+        if len(self._decided) < MAX_LOOKUPS:
             self._decided.add(instance)
-            self._search_due.set()
+            self._lookup_due.set()
 
-    async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
+    async def _request_placement(self, questions: Sequence[PendingRequest]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
         are left to the sweep.
 
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            answers = await self._placement.ask(self._of_placement(questions))
+            answers = await self._placement.send(self._of_placement(questions))
             if not answers:
                 return
             questions = await self._apply(answers)
-        log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
+        log.error("instance.unresolved", instances=[question.instance.uuid for question in questions][:10])
 
-    def _of_placement(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
+    def _of_placement(self, questions: Sequence[PendingRequest]) -> list[PendingRequest]:
         """The requests to placement; the questions to compute services wait for the next search."""
         for one in questions:
-            if isinstance(one.message, SourceQuery) and len(self._unseen) < MAX_UNSEEN:
-                self._unseen[one.instance.uuid] = None
-                self._search_due.set()
+            if isinstance(one.message, SourceQuery) and len(self._lookups) < MAX_LOOKUPS:
+                self._lookups[one.instance.uuid] = None
+                self._lookup_due.set()
         return [one for one in questions if not isinstance(one.message, SourceQuery)]
 
 
-def _of_others(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:
+def _events_of_readable(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords) -> list[InstanceEvent]:
     """The events about other instances. Raises what it is given where a message brings one of its own: that is a dead
     letter, as any that crashes; what no message brings comes again.
     """
@@ -490,7 +498,7 @@ def _of_others(incoming: Sequence[InstanceEvent], unreadable: UnreadableRecords)
 
 def _in_its_trace(before: Instance, after: Instance, incoming: InstanceEvent) -> Instance:
     """The instance with the trace of the request that has just changed it."""
-    if after is before or not isinstance(incoming.event, BuildRequested | DeleteRequested | MoveRequested):
+    if after is before or not isinstance(incoming.event, BuildRequested | DeleteRequested | ActionRequested):
         return after
     trace = traceparent_of(after.cause or incoming.cause)
     return after if trace == after.traceparent else replace(after, traceparent=trace)

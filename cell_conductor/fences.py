@@ -26,10 +26,9 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, fence_of, holds_fence
-from .domain.instance import Brief
-from .domain.report import has_just_changed, is_over
-from .domain.set_back import SetBack
+from .domain.fences import Fence, fence_of, prevents_unfencing
+from .domain.instance import InstanceSummary
+from .domain.report import changed_recently, is_provably_ended
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -44,7 +43,7 @@ NO_UUID = "00000000-0000-0000-0000-000000000000"
 _version_of = attrgetter("version")
 
 
-class FenceKeeper:
+class FenceController:
     """The fences of one cell as one conductor has them."""
 
     def __init__(self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, cell: str) -> None:
@@ -54,8 +53,8 @@ class FenceKeeper:
         self._config = config
         self._cell = cell
         self._fences: Mapping[str, Fence] | None = None  # they are not read
-        # {host: the decision whose waiting steps this conductor has ended, and the database's set-back then}
-        self._in_effect: dict[str, tuple[int, SetBack]] = {}
+        # {host: the decision whose waiting steps this conductor has ended, and the database's incarnation then}
+        self._in_effect: dict[str, tuple[int, int]] = {}
         self._asked: dict[str, Fence] = {}  # decisions that came again: what is on record of them is announced soon
         self._is_fresh = False
         self._reload_at = 0.0
@@ -64,7 +63,7 @@ class FenceKeeper:
         self._loading = asyncio.Lock()
 
     @property
-    def known(self) -> Mapping[str, Fence]:
+    def fences(self) -> Mapping[str, Fence]:
         """Fences by host. Raises Transient while they are not read.
 
         A fence that this conductor has not received yet is applied late; one that is lifted already is refused.
@@ -73,7 +72,7 @@ class FenceKeeper:
             raise Transient("the fences on record are not read yet", code="fence.unread")
         return self._fences
 
-    async def ensure_known(self) -> None:
+    async def ensure_loaded(self) -> None:
         """Read them if they are not read."""
         if self._fences is None:
             await self.load()
@@ -114,7 +113,7 @@ class FenceKeeper:
         """Note that a conductor of this cell has recorded a change of a fence."""
         known = (self._fences or {}).get(change.host_uuid)
         version = -1 if known is None else known.version
-        is_lifted = change.state is FenceState.LIFTED and version == change.version
+        is_lifted = change.state is FenceState.UNFENCED and version == change.version
         if change.cell == self._cell and (is_lifted or version < change.version):
             self._is_fresh = False
 
@@ -134,14 +133,14 @@ class FenceKeeper:
         """One round of `run`. Raises Transient or BusError."""
         if not self._is_fresh or self._clock.monotonic() >= self._reload_at:
             await self.load()
-        await self._put_in_effect(list(self.known.values()), engine)
+        await self._put_in_effect(list(self.fences.values()), engine)
         if self._clock.monotonic() >= self._announce_at:
             self._announce_at = self._clock.monotonic() + ANNOUNCE_S
             # Schedulers whose record was set back to before a decision do not have the request to lift it.
-            for fence in list(self.known.values()):
+            for fence in list(self.fences.values()):
                 await self._announce(fence)
-        for fence in [one for one in self.known.values() if one.lifting]:
-            await self._lift(fence)
+        for fence in [one for one in self.fences.values() if one.unfencing]:
+            await self._unfence(fence)
         for asked in list(self._asked.values()):
             await self._announce_known(asked)
             self._asked.pop(asked.host_uuid, None)
@@ -162,7 +161,7 @@ class FenceKeeper:
             is_new |= on_record is fence or self._is_due(on_record)
             if on_record is fence:
                 log.warning(
-                    "host.fenced" if not fence.lifting else "host.fence_lifting",
+                    "host.fenced" if not fence.unfencing else "host.unfencing",
                     host=fence.host,
                     uuid=fence.host_uuid,
                     by=fence.by,
@@ -173,7 +172,7 @@ class FenceKeeper:
             self._asked.update(asked)
             return
         await self.load()
-        if due := [one for host, one in self.known.items() if host in asked and self._is_due(one)]:
+        if due := [one for host, one in self.fences.items() if host in asked and self._is_due(one)]:
             await self._put_in_effect(due, engine)
             await self.load()
         for on_record in asked.values():
@@ -185,19 +184,19 @@ class FenceKeeper:
         Each does once for each decision: another may have ended before it could, or have stepped an instance before it
         knew of the fence.
         """
-        return fence.state is FenceState.FENCED and self._in_effect.get(fence.host_uuid) != self._mark_of(fence)
+        return fence.state is FenceState.FENCED and self._in_effect.get(fence.host_uuid) != self._effect_key(fence)
 
-    def _mark_of(self, fence: Fence) -> tuple[int, SetBack]:
-        return fence.version, self._store.set_back
+    def _effect_key(self, fence: Fence) -> tuple[int, int]:
+        return fence.version, self._store.incarnation
 
     async def _put_in_effect(self, fences: Sequence[Fence], engine: Engine) -> None:
-        self._in_effect = {host: mark for host, mark in self._in_effect.items() if host in self.known}
+        self._in_effect = {host: mark for host, mark in self._in_effect.items() if host in self.fences}
         for fence in filter(self._is_due, fences):
-            mark = self._mark_of(fence)
-            await self._end_what_waits(fence.host_uuid, engine)
+            mark = self._effect_key(fence)
+            await self._end_waiting_steps(fence.host_uuid, engine)
             self._in_effect[fence.host_uuid] = mark
 
-    async def _end_what_waits(self, host_uuid: str, engine: Engine) -> None:
+    async def _end_waiting_steps(self, host_uuid: str, engine: Engine) -> None:
         last = NO_UUID
         while True:
             uuids = await self._store.fences.touching(host_uuid, last, self._config.max_batch)
@@ -211,26 +210,26 @@ class FenceKeeper:
             last = uuids[-1]
 
     async def _announce_known(self, fence: Fence) -> None:
-        await self.ensure_known()
-        known = self.known.get(fence.host_uuid)
+        await self.ensure_loaded()
+        known = self.fences.get(fence.host_uuid)
         if known is not None and known.version < fence.version:
             await self.load()
-            known = self.known.get(fence.host_uuid)
+            known = self.fences.get(fence.host_uuid)
         if known is None:
             # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
-            await self._announce(replace(fence, state=FenceState.LIFTED))
-        elif not known.lifting or not await self._lift(known):
+            await self._announce(replace(fence, state=FenceState.UNFENCED))
+        elif not known.unfencing or not await self._unfence(known):
             await self._announce(known)
 
-    async def _lift(self, fence: Fence) -> bool:
-        if fence.given_up:
+    async def _unfence(self, fence: Fence) -> bool:
+        if fence.abandoned:
             return False
-        if not await self._store.fences.lift(fence.host_uuid, fence.version, self._clock.time()):
+        if not await self._store.fences.unfence(fence.host_uuid, fence.version, self._clock.time()):
             self._is_fresh = False
             return False
-        log.info("host.fence_lifted", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
+        log.info("host.unfenced", host=fence.host, uuid=fence.host_uuid, cause=fence.host_uuid)
         self.invalidate()
-        await self._announce(replace(fence, state=FenceState.LIFTED))
+        await self._announce(replace(fence, state=FenceState.UNFENCED))
         return True
 
     async def _announce(self, fence: Fence) -> None:
@@ -240,7 +239,7 @@ class FenceKeeper:
                 host_uuid=fence.host_uuid,
                 version=fence.version,
                 state=fence.state,
-                losses=0 if fence.state is FenceState.LIFTED else fence.losses,
+                stale_machines=0 if fence.state is FenceState.UNFENCED else fence.stale_machines,
                 at=self._clock.time(),
             ),
             cause=fence.host_uuid,
@@ -251,8 +250,8 @@ class FenceKeeper:
     async def compare(
         self,
         report: ComputeHosts,
-        briefs: Sequence[Brief],
-        deployment: str,
+        briefs: Sequence[InstanceSummary],
+        database_id: str,
         has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
     ) -> list[tuple[str, str]]:
         """Record what a report shows of fenced hosts; returns (host, rescan) of what a later scan has to show.
@@ -262,34 +261,36 @@ class FenceKeeper:
         has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
         of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
         """
-        fences = self.known  # a fence may be lifted meanwhile
+        fences = self.fences  # a fence may be lifted meanwhile
         by_uuid = {one.uuid: one for one in briefs}
         rescans = list[tuple[str, str]]()
         for host in report.hosts:
             if host.running is None or (fence := fences.get(host.uuid)) is None:
                 continue
-            ours = [(one, by_uuid.get(one.instance_uuid)) for one in host.running if one.deployment == deployment]
-            left = [one for one, record in ours if record is None or not is_over(record, one.attempt, host.uuid)]
+            own = [(one, by_uuid.get(one.instance_uuid)) for one in host.running if one.database_id == database_id]
+            left = [
+                one for one, record in own if record is None or not is_provably_ended(record, one.attempt, host.uuid)
+            ]
             if fence.rescan in report.rescans:
-                await self._note_running(fence, report.service, left, has_passed)
+                await self._record_running(fence, report.service, left, has_passed)
             elif left or any(name == report.service or has_passed(host.uuid, name) for name in fence.running):
                 rescans.append((host.uuid, fence.rescan))
-            mine = [name for name in fence.given_up if name == report.service or has_passed(host.uuid, name)]
+            mine = [name for name in fence.abandoned if name == report.service or has_passed(host.uuid, name)]
             shown = [name for name in mine if fence.rescan_for(name) in report.rescans]
             rescans += [
                 (host.uuid, fence.rescan_for(name))
                 for name in mine
-                if name not in shown and not self._has_just_changed(fence.given_up[name].at)
+                if name not in shown and not self._changed_recently(fence.abandoned[name].at)
             ]
-            if shown and not any(holds_fence(record, one, host.uuid) for one, record in ours):
-                await self._store.fences.note_empty(host.uuid, {name: fence.given_up[name] for name in shown})
+            if shown and not any(prevents_unfencing(record, one, host.uuid) for one, record in own):
+                await self._store.fences.record_empty(host.uuid, {name: fence.abandoned[name] for name in shown})
                 self._is_fresh = False
         return rescans
 
-    def _has_just_changed(self, at: float) -> bool:
-        return has_just_changed(at, now=self._clock.time(), grace_s=self._config.report_grace_s)
+    def _changed_recently(self, at: float) -> bool:
+        return changed_recently(at, now=self._clock.time(), grace_s=self._config.report_grace_s)
 
-    async def _note_running(
+    async def _record_running(
         self,
         fence: Fence,
         service: str,
@@ -299,5 +300,5 @@ class FenceKeeper:
         attempts = {one.instance_uuid: one.attempt for one in listed if not (one.stopped or one.destroying)}
         passed = [name for name in fence.running if has_passed(fence.host_uuid, name)]
         if fence.with_running(service, attempts, passed) != fence:
-            await self._store.fences.note_running(fence, service, attempts, passed)
+            await self._store.fences.record_running(fence, service, attempts, passed)
             await self.load()

@@ -10,58 +10,52 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.consuming.outcome import GIVEN_UP_BY_BROKER, Done, Outcome, Received, Refuse, given_up_of
+from bus.consuming.outcome import DEAD_LETTERED_BY_BROKER, Done, Outcome, Received, Refuse, dead_letter_reason_of
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import (
     MAX_RESCANS,
     CellBuild,
     CellBuildQuery,
     CellDelete,
+    CellServiceDelete,
     ComputeHosts,
     ComputeOutcome,
     ComputeResult,
-    ForgetServiceInCell,
     RescanHosts,
 )
-from bus.contracts.moves import (
-    CellDepart,
-    CellMove,
-    CellMoveQuery,
-    MachineChanged,
-    MoveKind,
-)
+from bus.contracts.moves import ActionKind, CellAction, CellActionQuery, CellTransferOut, MachineChanged
 from bus.contracts.operations import CellFence
 
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Listings
 from .domain.events import (
+    ActionRequested,
     BuildRequested,
     ChangeEnded,
     DeleteRequested,
-    DepartRequested,
-    DepartureEnded,
     Destroyed,
     Event,
-    HostRuns,
     InstanceEvent,
-    MoveRequested,
+    MachineRunning,
     Spawned,
     SpawnFailed,
-    move_event,
+    TransferEnded,
+    TransferRequested,
+    action_event,
 )
-from .domain.report import Differences, Newest, Rescans, differences
+from .domain.report import Differences, NewestReports, Rescans, differences
 from .engine import Engine, Listening
-from .fences import FenceKeeper
-from .guard import Guard, HostOwners
-from .lease_keeper import LeaseKeeper
+from .fences import FenceController
+from .guard import HostOwners, ReportGuard
+from .lease_keeper import LeaseController
 from .store.port import InstanceStore
 
 E = TypeVar("E", bound=Event)
 log = structlog.get_logger(__name__)
 
 DONE = Done()
-GIVEN_UP_QUEUE = "conductor.given_up"
+DEAD_LETTER_QUEUE = "conductor.dead_letters"
 LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
 LOGGED_HOSTS = 10  # of one page
 
@@ -75,8 +69,8 @@ class RequestHandlers:
         clock: Clock,
         bus: Bus,
         *,
-        fences: FenceKeeper,
-        leases: LeaseKeeper,
+        fences: FenceController,
+        leases: LeaseController,
     ) -> None:
         """`bus`: the cell's, on which checks for other cells are passed on."""
         self._bus = bus
@@ -86,35 +80,35 @@ class RequestHandlers:
         self._fences = fences
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
-        depend on it; and ForgetServiceInCell, which is handled last: no build waits for it.
+        """CellBuild, CellAction, CellDelete, and queries of them; CellFence, which is handled first, because the others
+        depend on it; and CellServiceDelete, which is handled last: no build waits for it.
         """
         decisions = [one.message for one in batch if isinstance(one.message, CellFence)]
         if decisions:
             await self._fences.take(decisions, self._engine)
         elif any(_is_evacuation(one.message) for one in batch):
             await self._fences.load()  # another conductor may have taken the fence a moment ago
-        rest = [one for one in batch if not isinstance(one.message, CellFence | ForgetServiceInCell)]
+        rest = [one for one in batch if not isinstance(one.message, CellFence | CellServiceDelete)]
         handled = iter(await self._take(rest, "requests") if rest else ())
         outcomes: list[Outcome] = []
         for received in batch:
-            if isinstance(received.message, ForgetServiceInCell):
-                outcomes.append(await self._forget(received, received.message))
+            if isinstance(received.message, CellServiceDelete):
+                outcomes.append(await self._delete_service(received, received.message))
             else:
                 outcomes.append(DONE if isinstance(received.message, CellFence) else next(handled))
         return outcomes
 
-    async def _forget(self, received: Received, command: ForgetServiceInCell) -> Outcome:
+    async def _delete_service(self, received: Received, command: CellServiceDelete) -> Outcome:
         if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
-        return await self._leases.forget(command)
+        return await self._leases.delete(command)
 
-    async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
+    async def dead_letters(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue conductor.dead_letters: a build or a move that was given up ends with one event, and is not begun.
 
         A delete is tried once more, without the messages that it came with.
         """
-        return await self._take(batch, "given_up")
+        return await self._take(batch, "dead_letters")
 
     async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeResult and MachineChanged."""
@@ -125,7 +119,7 @@ class RequestHandlers:
         outcomes: list[Outcome] = []
         incoming: list[InstanceEvent] = []
         for received in batch:
-            is_query = isinstance(received.message, CellBuildQuery | CellMoveQuery)
+            is_query = isinstance(received.message, CellBuildQuery | CellActionQuery)
             if is_query and not self._engine.acts:  # it comes again: what it is about may wait behind it
                 outcomes.append(DONE)
                 continue
@@ -153,22 +147,22 @@ class HostHandlers:
         bus: Bus,
         *,
         listings: Listings,
-        fences: FenceKeeper,
-        leases: LeaseKeeper,
+        fences: FenceController,
+        leases: LeaseController,
     ) -> None:
         """listings: what it receives. leases: which services are up, and which are gone for good."""
         self._engine = engine
         self._store = store
         self._clock = clock
         self._config = config
-        self._newest = Newest()
+        self._newest = NewestReports()
         self._listings = listings
-        self._contested: dict[str, frozenset[str]] = {}
+        self._host_conflicts: dict[str, frozenset[str]] = {}
         self._up, self._stated = leases.up, leases.stated
-        self._outdated = leases.note_outdated
+        self._outdated = leases.record_superseded
         self._fences = fences
-        self._guard = Guard(
-            store, bus, clock, config, effective=engine.effective, adopt=engine.adopt, may_have=self._may_have
+        self._guard = ReportGuard(
+            store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine, may_have=self._may_have
         )
         self._bus = bus
         self._owners = HostOwners(bus, listings, leases)
@@ -182,11 +176,11 @@ class HostHandlers:
             if not isinstance(message, ComputeHosts):
                 continue
             if self._store.is_recovering:  # by its records no machine is judged; another report comes
-                self._listings.note(message)
+                self._listings.record(message)
                 continue
             if self._newest.is_newer(message):
                 await self._compare(message)
-                self._newest.note(message)
+                self._newest.record(message)
             elif message.epoch < (newest := self._newest.epoch(message.service)):
                 self._outdated(message.service, newest)
         return [Done()] * len(batch)
@@ -199,48 +193,50 @@ class HostHandlers:
         blocked = set[str]()
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
-            briefs = await self._store.briefs([host.uuid for host in listed], running)
-            await self._fences.ensure_known()
-            fenced = self._fences.known
-            rescans = await self._fences.compare(report, briefs, self._store.deployment, self._owners.has_passed)
-            words = {(host, one.uuid) for one in briefs for host in one.kept}
+            briefs = await self._store.summaries([host.uuid for host in listed], running)
+            await self._fences.ensure_loaded()
+            fenced = self._fences.fences
+            rescans = await self._fences.compare(
+                report, briefs, self._store.database_id, self._owners.has_changed_owner
+            )
+            words = {(host, one.uuid) for one in briefs for host in one.protected_hosts}
             blocked = {one.uuid for one in briefs if one.blocked_reason}
             found = differences(
                 report,
                 briefs,
                 now=self._clock.time(),
                 grace_s=self._config.report_grace_s,
-                deployment=self._store.deployment,
+                database_id=self._store.database_id,
                 may_have=self._may_have,
                 fenced=fenced,
             )
         else:
             found, words = Differences(), set()
         await self._take(report.service, found.events)
-        await self._guard.reserve(report, found.unexplained)
-        rescans += await self._guard.forget(report, found.unexplained, words, blocked)
+        await self._guard.reserve(report, found.unknown_machines)
+        rescans += await self._guard.forget(report, found.unknown_machines, words, blocked)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
         rescans = [*rescans, *_of_hosts(found.rescans)]
         # A scan does not end a demand whose event is held: such demands would fill the bounded request, each time.
-        if found.harmful_rescans and not await self._guard.is_open(report.service):
-            rescans += _of_hosts(found.harmful_rescans)
+        if found.destructive_rescans and not await self._guard.is_open(report.service):
+            rescans += _of_hosts(found.destructive_rescans)
         await self._request_rescan(report, rescans)
 
     def _may_have(self, service: str, host: str) -> bool:
-        return not self._owners.has_passed(host, service)
+        return not self._owners.has_changed_owner(host, service)
 
     def _note_listed(self, report: ComputeHosts) -> None:
         """Log and count the hosts of this report that another service which is up lists, too, when that changes."""
-        self._listings.note(report)
-        found = self._listings.contested(report, self._up() or ())
+        self._listings.record(report)
+        found = self._listings.conflicts(report, self._up() or ())
         listed = {host.uuid for host in report.hosts}
-        before = self._contested.get(report.service, frozenset())
+        before = self._host_conflicts.get(report.service, frozenset())
         now = {uuid for uuid in before - listed if self._listings.may_have(report.service, uuid)} | found.keys()
         if now == before:
             return
-        self._contested[report.service] = frozenset(now)
-        metrics.CONTESTED.labels(report.service).set(len(now))
+        self._host_conflicts[report.service] = frozenset(now)
+        metrics.HOST_CONFLICTS.labels(report.service).set(len(now))
         for host in sorted(found.keys() - before)[:LOGGED_HOSTS]:
             log.error(
                 "host.reported_twice",
@@ -271,7 +267,7 @@ class HostHandlers:
         for start in range(0, len(incoming), self._config.max_batch):
             piece = incoming[start : start + self._config.max_batch]
             for instance_event in piece:
-                kind = "runs" if isinstance(instance_event.event, HostRuns) else "missing"
+                kind = "runs" if isinstance(instance_event.event, MachineRunning) else "missing"
                 metrics.REPAIRED.labels(kind).inc()
                 log.info("instance.differs", instance=instance_event.uuid, kind=kind, service=service)
             flushed = await self._engine.take(piece, source="reports")
@@ -284,7 +280,7 @@ def _of_hosts(rescans: Rescans) -> list[tuple[str, str]]:
 
 
 def _is_evacuation(message: Message) -> bool:
-    return isinstance(message, CellMove) and message.kind is MoveKind.EVACUATE
+    return isinstance(message, CellAction) and message.kind is ActionKind.EVACUATE
 
 
 def _instance_event(received: Received, at: float) -> InstanceEvent | None:
@@ -294,20 +290,22 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     event: Event | None = None
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
-        event = build_requested(message, at, meta.cause or uuid, _given_up(received))
+        event = build_requested(message, at, meta.cause or uuid, _dead_letter_reason(received))
     elif isinstance(message, CellBuildQuery):
         uuid = message.spec.instance_uuid
         event = build_queried(message, at, meta.cause)
     elif isinstance(message, CellDelete):
         uuid = message.instance_uuid
         event = _event(DeleteRequested, message, at, cause=meta.cause or uuid)
-    elif isinstance(message, CellMove):
+    elif isinstance(message, CellAction):
         uuid = message.instance_uuid
-        event = move_event(message, at, meta.cause or message.request_id, given_up=_given_up(received))
-    elif isinstance(message, CellMoveQuery):
-        uuid, event = message.instance_uuid, move_queried(message, at, meta.cause)
-    elif isinstance(message, CellDepart):
-        uuid, event = message.instance_uuid, departure_event(message, at, meta.cause, _given_up(received))
+        event = action_event(
+            message, at, meta.cause or message.request_id, dead_letter_reason=_dead_letter_reason(received)
+        )
+    elif isinstance(message, CellActionQuery):
+        uuid, event = message.instance_uuid, action_queried(message, at, meta.cause)
+    elif isinstance(message, CellTransferOut):
+        uuid, event = message.instance_uuid, transfer_event(message, at, meta.cause, _dead_letter_reason(received))
     elif isinstance(message, MachineChanged):
         uuid, event = message.instance_uuid, _event(ChangeEnded, message, at)
     elif isinstance(message, ComputeResult):
@@ -315,9 +313,9 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     return None if event is None else InstanceEvent(uuid, event, meta.id, meta.cause)
 
 
-def _given_up(received: Received) -> Refusal | None:
+def _dead_letter_reason(received: Received) -> Refusal | None:
     """Why a request is not carried out any more; None: it is carried out."""
-    return given_up_of(received) or (GIVEN_UP_BY_BROKER if received.queue == GIVEN_UP_QUEUE else None)
+    return dead_letter_reason_of(received) or (DEAD_LETTERED_BY_BROKER if received.queue == DEAD_LETTER_QUEUE else None)
 
 
 def _common(message: Message, kind: type[Struct]) -> dict[str, Any]:
@@ -330,37 +328,41 @@ def _event(kind: type[E], message: Message, at: float, **other: Any) -> E:
     return kind(**{**_common(message, kind), **other, "at": at})
 
 
-def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal | None = None) -> BuildRequested:
+def build_requested(
+    message: CellBuild, at: float, cause: str, dead_letter_reason: Refusal | None = None
+) -> BuildRequested:
     """The event that a CellBuild brings."""
-    return _event(BuildRequested, message, at, cause=cause, given_up=given_up)
+    return _event(BuildRequested, message, at, cause=cause, dead_letter_reason=dead_letter_reason)
 
 
 def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildRequested:
     """The event that a CellBuildQuery brings: a build that is not begun any more."""
     nothing: dict[str, Any] = {"selections": (), "consumer_generation": None}
     cause = cause or message.spec.instance_uuid
-    return _event(BuildRequested, message, at, cause=cause, given_up=LOST, is_query=True, **nothing)
+    return _event(BuildRequested, message, at, cause=cause, dead_letter_reason=LOST, is_query=True, **nothing)
 
 
-def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequested:
-    """The event that a CellMoveQuery brings."""
-    return move_event(CellMove(**_common(message, CellMove)), at, cause or message.request_id, is_query=True)
+def action_queried(message: CellActionQuery, at: float, cause: str = "") -> ActionRequested:
+    """The event that a CellActionQuery brings."""
+    return action_event(CellAction(**_common(message, CellAction)), at, cause or message.request_id, is_query=True)
 
 
-def departure_event(message: CellDepart, at: float, cause: str = "", given_up: Refusal | None = None) -> Event:
+def transfer_event(
+    message: CellTransferOut, at: float, cause: str = "", dead_letter_reason: Refusal | None = None
+) -> Event:
     """The event that a CellDepart brings."""
     if message.ended:
-        return _event(DepartureEnded, message, at)
-    request, cause = CellMove(**_common(message, CellMove), offload=True), cause or message.request_id
-    if given_up is not None:
-        return move_event(request, at, cause, given_up=given_up)
-    return DepartRequested(at=at, request=request, cause=cause, attempt=message.attempt)
+        return _event(TransferEnded, message, at)
+    request, cause = CellAction(**_common(message, CellAction), offload=True), cause or message.request_id
+    if dead_letter_reason is not None:
+        return action_event(request, at, cause, dead_letter_reason=dead_letter_reason)
+    return TransferRequested(at=at, request=request, cause=cause, attempt=message.attempt)
 
 
 def _result(message: ComputeResult, at: float) -> Event:
     match message.outcome:
         case ComputeOutcome.ACTIVE:
-            return _event(Spawned, message, at, remark=message.reason, ended_at=message.at)
+            return _event(Spawned, message, at, warning=message.reason, ended_at=message.at)
         case ComputeOutcome.FAILED:
             return _event(SpawnFailed, message, at, code=message.code or "spawn.failed", ended_at=message.at)
         case ComputeOutcome.DESTROYED:

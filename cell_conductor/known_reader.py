@@ -21,7 +21,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import doubled_s
 
-from .domain.known import Told, told
+from .domain.known import PageContents, contents_of
 from .domain.recovery_facts import KnownInstance
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ class KnownPart(Struct, frozen=True):
 class _Asked:
     def __init__(self, question: CellRecovering) -> None:
         self.question = question
-        self.told: Told | None = None
+        self.told: PageContents | None = None
         self.is_answered = asyncio.Event()
 
 
@@ -65,7 +65,11 @@ class KnownReader:
         """A page that answers another question than the present one is too late."""
         for received in batch:
             page, asked = received.message, self._asked
-            if isinstance(page, CellKnown) and asked is not None and (found := told(asked.question, page)) is not None:
+            if (
+                isinstance(page, CellKnown)
+                and asked is not None
+                and (found := contents_of(asked.question, page)) is not None
+            ):
                 self._asked, asked.told = None, found
                 asked.is_answered.set()
         return [Done()] * len(batch)
@@ -107,13 +111,13 @@ class KnownReader:
 
     async def _ask(
         self, database_incarnation: int, *, after: str = "", asked: tuple[str, ...] = (), times: int | None = None
-    ) -> Told:
+    ) -> PageContents:
         """times: that it is asked, after which nothing is known; None: until it is answered."""
         question = CellRecovering(
             cell=self._bus.name,
             process=self._bus.process,
             database_incarnation=database_incarnation,
-            question=new_uuid(self._bus.rng),
+            query_id=new_uuid(self._bus.rng),
             after=after,
             asked=asked,
         )
@@ -124,9 +128,9 @@ class KnownReader:
             if number == times:
                 break
             try:
-                await self._bus.publish(question, cause=question.question)
+                await self._bus.publish(question, cause=question.query_id)
             except BusError as fault:
                 log.warning("recovery.not_asked", code=fault.code, reason=str(fault))
             await event_or_time(here.is_answered, self._bus.clock, doubled_s(FIRST_WAIT_S, LONGEST_WAIT_S, number))
         self._asked = None
-        return Told({})
+        return PageContents({})

@@ -1,7 +1,7 @@
 """Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
 
 Every conductor receives every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does
-no harm). One of them, the keeper (`leases.next_keeper`), records the state of services, and publishes it.
+no harm). One of them, the keeper (`leases.next_leader`), records the state of services, and publishes it.
 A service that an operator has stated to be gone for good is forgotten: nothing waits for its answers.
 """
 
@@ -20,14 +20,14 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import DatabaseMark
 from bus.contracts.cell import (
     MAX_RING_MEMBERS,
-    ForgetServiceInCell,
+    CellServiceDelete,
+    CellServiceDeleted,
     Heartbeat,
     RingMembers,
     ServiceDown,
-    ServiceForgottenInCell,
-    ServiceGone,
-    ServiceOutdated,
-    ServicesDigest,
+    ServiceRemoved,
+    ServiceStates,
+    ServiceSuperseded,
 )
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
@@ -37,8 +37,8 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import InstanceEvent, ServiceLost
 from .domain.leases import (
-    DEFAULT_BEAT_S,
-    LISTEN_BEATS,
+    DEFAULT_HEARTBEAT_S,
+    LISTEN_HEARTBEATS,
     MAX_SERVICES,
     STEP_S,
     STOPPED,
@@ -53,25 +53,27 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.25  # between two checks of the leases; changes within it are published together
-DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
-KEEP_S = 5.0  # a keeper that does not renew its lease is replaced after this
-KEEP_AGAIN_S = 2.0
+SERVICE_STATES_INTERVAL_S = (
+    STEP_S / 2
+)  # between two digests when nothing has changed; conductors measure silence by them
+LEADERSHIP_S = 5.0  # a keeper that does not renew its lease is replaced after this
+RENEW_LEADERSHIP_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
 # For so long after the database may have forgotten commits: the results that they recorded come again first.
-AFTER_LOSS_S = 10.0
+AFTER_DISCONNECT_S = 10.0
 ASK_AGAIN_S = 30.0  # while no scheduler answers what the top has heard of the database
 FARTHEST_INCARNATION = 1000  # no database is set back more often than this between two of its copies
 MAX_WORDS = 10  # recoveries that one service alone may begin while this process runs: it may be out of its mind
 # Who states a later incarnation was commanded by it: its conductor, if it lives, is heard within this, also where
 # another one takes over.
-RIVAL_S = KEEP_S + 2 * KEEP_AGAIN_S + DIGEST_S
+RIVAL_S = LEADERSHIP_S + 2 * RENEW_LEADERSHIP_S + SERVICE_STATES_INTERVAL_S
 PER_PAGE = 1000
 MAX_PAGES = 100
 PURGE_BATCH = 1000
 LOGGED_RINGS = 10
 MAX_NAMED = 5  # instances that a refusal names
 UP = "service.up"
-UNSURE = "service.unsure"
+STATE_UNKNOWN = "service.state_unknown"
 HAS_INSTANCES = "service.has_instances"
 
 
@@ -101,7 +103,7 @@ class _Listening(Struct):
     may_act: bool = False
 
 
-class LeaseKeeper:
+class LeaseController:
     """The leases of one cell as this conductor has them."""
 
     def __init__(
@@ -124,11 +126,11 @@ class LeaseKeeper:
         self._process = process
         self._on_fence = on_fence
         self._table = LeaseTable(config.missed_heartbeats)
-        self._keeping: _Term | None = None
+        self._leading: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
         self._published: Mapping[str, Lease] | None = None
-        self._keep_at = self._digest_at = self._fail_over_at = self._purge_at = 0.0
-        self._losses = 0  # connections to the database that have ended by themselves
+        self._renew_at = self._service_states_at = self._fail_over_at = self._purge_at = 0.0
+        self._connection_losses = 0  # connections to the database that have ended by themselves
         self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
         self._unbelieved = LogInterval(clock)
@@ -138,15 +140,15 @@ class LeaseKeeper:
         self._words = Counter[str]()
         self._conductor = 0
         self._listening: _Listening | None = None
-        self._later_since = math.inf  # since when a later incarnation is stated
+        self._newer_since = math.inf  # since when a later incarnation is stated
 
     def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
         return self._table.down
 
-    def heard(self) -> Collection[str]:
+    def alive_services(self) -> Collection[str]:
         """Compute services that are certainly up."""
-        return self._table.heard
+        return self._table.alive_services
 
     def up(self) -> Collection[str] | None:
         """Compute services that are up; None: this conductor does not know yet."""
@@ -161,27 +163,27 @@ class LeaseKeeper:
         if listening is not None and listening.server != self._store.servers:
             listening = self._listening = _Listening(self._store.servers, now_s)
             table.hear_anew()
-        is_later = self._forget_recorded(now_s)
+        is_later = self._delete_recorded(now_s)
         listened_s = -1.0 if listening is None else now_s - listening.since
-        if listening is not None and table.listens and listened_s >= table.beats_s and not self._above:
+        if listening is not None and table.is_listening and listened_s >= table.heartbeats_s and not self._above:
             listening.may_act = True
         # Also of a service that is not on record.
-        listens_s = max(table.listens_s, table.beats_s, LISTEN_BEATS * DEFAULT_BEAT_S)
+        listens_s = max(table.listening_s, table.heartbeats_s, LISTEN_HEARTBEATS * DEFAULT_HEARTBEAT_S)
         return Stated(
             marks=tuple(self._above.values()),
             conductor=self._conductor,
-            is_known=listened_s >= listens_s and (not is_later or now_s - self._later_since >= RIVAL_S),
-            is_whole=table.listens and not table.unheard,
+            is_known=listened_s >= listens_s and (not is_later or now_s - self._newer_since >= RIVAL_S),
+            is_whole=table.is_listening and not table.unheard,
             may_act=listening is not None and listening.may_act and not is_later,
         )
 
-    def _forget_recorded(self, now_s: float) -> bool:
+    def _delete_recorded(self, now_s: float) -> bool:
         """Drop the marks that are on record by now. Whether one of those left is of a later incarnation."""
         recorded = self._store.recorded
         self._above = {by: mark for by, mark in self._above.items() if is_behind(recorded, mark)}
         own = recorded.own.database_incarnation
         is_later = any(one.database_incarnation > own for one in self._above.values())
-        self._later_since = min(self._later_since, now_s) if is_later else math.inf
+        self._newer_since = min(self._newer_since, now_s) if is_later else math.inf
         return is_later
 
     def wants_marks(self) -> bool:
@@ -213,27 +215,27 @@ class LeaseKeeper:
         if is_believed:
             self._above[by] = self._above.get(by, mark).joined(mark)
 
-    def note_recovery(self) -> None:
+    def record_recovery(self) -> None:
         """The cell recovers by what is stated now."""
         if len(self._above) == 1:
             self._words.update(self._above.keys() - {""})
 
-    def forgotten(self) -> Collection[str]:
+    def deleted(self) -> Collection[str]:
         """Compute services that are gone for good, as an operator has stated since this conductor started."""
-        return self._table.forgotten
+        return self._table.deleted
 
     @property
-    def is_keeper(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this conductor is the one that records which services are up, and so has the whole record."""
-        return self._keeping is not None and self._clock.monotonic() < self._keeping.until
+        return self._leading is not None and self._clock.monotonic() < self._leading.until
 
-    def is_gone(self, service: str) -> bool:
+    def is_removed(self, service: str) -> bool:
         """Whether this compute service is gone for good; meaningful at the keeper."""
-        return self._table.is_gone(service, self._clock.time(), self._config.takeover_s)
+        return self._table.is_removed(service, self._clock.time(), self._config.takeover_s)
 
-    def note_outdated(self, service: str, epoch: int) -> None:
+    def record_superseded(self, service: str, epoch: int) -> None:
         """A report came whose epoch is below this one of the same service."""
-        self._table.note_outdated(service, epoch)
+        self._table.record_superseded(service, epoch)
 
     async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
@@ -247,10 +249,12 @@ class LeaseKeeper:
                 self.hear(DatabaseMark(message.database_incarnation, message.sent_sequences), by=message.service)
             else:
                 self._conductor = max(self._conductor, received.meta.database_incarnation)
-            if isinstance(message, ServicesDigest):
-                self._table.follow((message.term, message.number), [_lease_of(one) for one in message.down])
-            elif isinstance(message, ServiceGone):
-                self._forget(message)
+            if isinstance(message, ServiceStates):
+                self._table.apply_service_states(
+                    (message.term, message.number), [_lease_of(one) for one in message.down]
+                )
+            elif isinstance(message, ServiceRemoved):
+                self._delete(message)
             elif isinstance(message, HostFence):
                 self._on_fence(message)
             elif isinstance(message, Heartbeat) and self._table.renew(message, at):
@@ -258,13 +262,13 @@ class LeaseKeeper:
                 log.info("service.state", service=message.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
-    def _forget(self, gone: ServiceGone) -> None:
-        self._table.forget(gone.service)
-        if self._keeping is not None:
+    def _delete(self, gone: ServiceRemoved) -> None:
+        self._table.delete(gone.service)
+        if self._leading is not None:
             # It may have been recorded since it was deleted, or be up after all: it is deleted or written again.
             self._recorded = {**self._recorded, gone.service: Lease(service=gone.service, epoch=0)}
 
-    async def forget(self, command: ForgetServiceInCell) -> Outcome:
+    async def delete(self, command: CellServiceDelete) -> Outcome:
         """Drop the lease of a service that is gone for good, and notify the cell's conductors and the schedulers.
         Raises Transient.
 
@@ -272,7 +276,9 @@ class LeaseKeeper:
         """
         up = self.up()
         if up is None:
-            return Refuse(UNSURE, "this conductor has not listened for long enough to know which services are up")
+            return Refuse(
+                STATE_UNKNOWN, "this conductor has not listened for long enough to know which services are up"
+            )
         if command.service in up:
             return Refuse(UP, f"the compute service {command.service} is up")
         found = await self._store.at_service(command.service, MAX_NAMED + 1)
@@ -282,18 +288,18 @@ class LeaseKeeper:
                 f"instances are on record there, on hosts that are not fenced: {', '.join(found[:MAX_NAMED])}{more}"
             )
             return Refuse(HAS_INSTANCES, reason)
-        removed = await self._store.leases.forget(command.service)
+        removed = await self._store.leases.delete(command.service)
         at = self._clock.time()
-        await self._bus.publish(ServiceGone(cell=self._cell, service=command.service, at=at), cause=command.service)
+        await self._bus.publish(ServiceRemoved(cell=self._cell, service=command.service, at=at), cause=command.service)
         log.warning(
-            "service.forgotten",
+            "service.deleted",
             service=command.service,
             by=command.by,
             reason=command.reason,
             removed=removed,
             cause=command.service,
         )
-        return Done(reply=ServiceForgottenInCell(removed=removed, at=at))
+        return Done(reply=CellServiceDeleted(removed=removed, at=at))
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""
@@ -303,10 +309,10 @@ class LeaseKeeper:
             self._assess()
             try:
                 await self._fail_over(engine)
-                await self._keep()
-                await self._publish_digest()
+                await self._renew_leadership()
+                await self._publish_service_states()
                 await self._publish_rings()
-                await self._announce_outdated()
+                await self._publish_superseded()
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
 
@@ -323,8 +329,8 @@ class LeaseKeeper:
         lost, now_s = self._table.abandoned, self._clock.monotonic()
         if self._store.is_recovering:
             return
-        if self._store.losses != self._losses:
-            self._losses, self._results_by = self._store.losses, now_s + AFTER_LOSS_S
+        if self._store.connection_losses != self._connection_losses:
+            self._connection_losses, self._results_by = self._store.connection_losses, now_s + AFTER_DISCONNECT_S
         if now_s < self._results_by:
             return
         if lost and (now_s >= self._fail_over_at or not self._failed_over.issuperset(lost)):
@@ -341,31 +347,31 @@ class LeaseKeeper:
             self._fail_over_at = now_s + FAIL_OVER_AGAIN_S
         self._failed_over = frozenset(lost)
 
-    async def _keep(self) -> None:
+    async def _renew_leadership(self) -> None:
         """Become the keeper if no other conductor is, and record the changes. Each new keeper reads the record, and so
         does each conductor that starts: a service that is down sends it nothing.
         """
         now_s = self._clock.monotonic()
-        if now_s >= self._keep_at:
-            self._keep_at = now_s + KEEP_AGAIN_S
-            held = None if self._keeping is None else self._keeping.term
-            term = await self._store.leases.keep(self._process, KEEP_S, held)
+        if now_s >= self._renew_at:
+            self._renew_at = now_s + RENEW_LEADERSHIP_S
+            held = None if self._leading is None else self._leading.term
+            term = await self._store.leases.hold_leadership(self._process, LEADERSHIP_S, held)
             is_new = term is not None and term != held
-            if is_new or not self._table.listens:
+            if is_new or not self._table.is_listening:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
-                self._table.adopt_record(recorded.values())
-                known = self._table.leases.keys() | self._table.forgotten
+                self._table.load_record(recorded.values())
+                known = self._table.leases.keys() | self._table.deleted
                 self._recorded = {service: lease for service, lease in recorded.items() if service in known}
                 self._published = None
                 if is_new:
-                    log.info("leases.keeper", term=term, services=len(recorded))
+                    log.info("leases.leader", term=term, services=len(recorded))
             if term is None:
-                self._keeping = None
-            elif self._keeping is None or term != held:
-                self._keeping = _Term(term, now_s + KEEP_S)
+                self._leading = None
+            elif self._leading is None or term != held:
+                self._leading = _Term(term, now_s + LEADERSHIP_S)
             else:
-                self._keeping.until = now_s + KEEP_S
-        keeping = self._keeping
+                self._leading.until = now_s + LEADERSHIP_S
+        keeping = self._leading
         if keeping is None:
             return
         old = frozenset(self._old(now_s))
@@ -373,7 +379,7 @@ class LeaseKeeper:
         changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
         gone = self._recorded.keys() - leases.keys()
         if (changed or gone) and not await self._store.leases.record(keeping.term, changed, gone):
-            self._keeping = None
+            self._leading = None
             return
         self._table.remove(old)
         self._recorded = leases
@@ -385,19 +391,19 @@ class LeaseKeeper:
         self._purge_at = now_s + self._config.purge_interval_s
         return self._table.down_before(self._clock.time() - self._config.services_retention_s, PURGE_BATCH)
 
-    async def _publish_digest(self) -> None:
+    async def _publish_service_states(self) -> None:
         """The digest, when it has changed, and periodically."""
-        keeping, now_s = self._keeping, self._clock.monotonic()
+        keeping, now_s = self._leading, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
         down = self._table.down
-        if down == self._published and now_s < self._digest_at:
+        if down == self._published and now_s < self._service_states_at:
             return
         keeping.number += 1
         pages = pages_of(down)
         for number, page in enumerate(pages, 1):
             await self._bus.publish(
-                ServicesDigest(
+                ServiceStates(
                     cell=self._cell,
                     term=keeping.term,
                     number=keeping.number,
@@ -407,11 +413,11 @@ class LeaseKeeper:
                     up=len(self._table) - len(down),
                 )
             )
-        self._published, self._digest_at = down, now_s + DIGEST_S * len(pages)
+        self._published, self._service_states_at = down, now_s + SERVICE_STATES_INTERVAL_S * len(pages)
 
     async def _publish_rings(self) -> None:
         """The members of each ring, when they have changed, and periodically."""
-        keeping, now_s = self._keeping, self._clock.monotonic()
+        keeping, now_s = self._leading, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
         rings = self._table.rings()
@@ -430,14 +436,14 @@ class LeaseKeeper:
                     members=members[:MAX_RING_MEMBERS],
                 )
             )
-        keeping.rings_at = now_s + DIGEST_S
+        keeping.rings_at = now_s + SERVICE_STATES_INTERVAL_S
 
-    async def _announce_outdated(self) -> None:
+    async def _publish_superseded(self) -> None:
         """A service that runs under an epoch which the cell counts as over receives the epoch that it has to exceed."""
-        outdated = self._table.outdated()
-        if self._keeping is not None:
+        outdated = self._table.superseded()
+        if self._leading is not None:
             for service, epoch in outdated.items():
-                await self._bus.publish(ServiceOutdated(service=service, epoch=epoch))
+                await self._bus.publish(ServiceSuperseded(service=service, epoch=epoch))
 
 
 def _lease_of(down: ServiceDown) -> Lease:

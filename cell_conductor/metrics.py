@@ -23,8 +23,8 @@ ENDED = Counter("berth_conductor_ended", "Instances that reached active, failed 
 ALTERNATES = Counter("berth_conductor_alternates", "Attempts commanded on an alternate.")
 SWEPT = Counter("berth_conductor_deadlines", "Deadlines that passed, by state.", ["state"])
 REPAIRED = Counter("berth_conductor_report_differences", "Differences between hosts' reports and the record.", ["kind"])
-UNEXPLAINED = Counter(
-    "berth_conductor_unexplained", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
+UNKNOWN_MACHINES = Counter(
+    "berth_conductor_unknown_machines", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
 )
 QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
@@ -34,7 +34,7 @@ IN_QUARANTINE = Gauge(
     "Machines in quarantine in the cell now, less those that an operator keeps there.",
     ["cell"],
 )
-HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
+BLOCKED = Counter("berth_conductor_breaker_blocked", "Destructions and losses held back by a breaker.", ["service"])
 RESERVED = Counter(
     "berth_conductor_reserve_orders",
     "Orders to keep machines in quarantine out of an inventory, by service.",
@@ -45,13 +45,13 @@ RESCANS = Counter(
     "Instances whose host a service not on record for it was requested to scan again, by service.",
     ["service"],
 )
-CONTESTED = Gauge(
+HOST_CONFLICTS = Gauge(
     "berth_conductor_hosts_reported_twice",
     "Hosts of a compute service that another service which is up reports as well, by service.",
     ["service"],
 )
-DATABASE_CHANGES = Counter(
-    "berth_conductor_database_changes", "How often the cell's database was found restored or promoted."
+DATABASE_RESTORES = Counter(
+    "berth_conductor_database_restores", "How often the cell's database was found restored or promoted."
 )
 SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])
 DOWN = Gauge(
@@ -62,7 +62,7 @@ BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, tr
 
 def stages(messages: Iterable[Message]) -> None:
     """The stages that end in a cell, of the builds that these announcements end."""
-    ended = [m.stamps for m in messages if isinstance(m, BuildEvent) and m.stamps is not None]
+    ended = [m.stage_times for m in messages if isinstance(m, BuildEvent) and m.stage_times is not None]
     if ended:
-        STAGE_S.observe("dispatched", [stamps.dispatched - stamps.claimed for stamps in ended])
-        STAGE_S.observe("built", [stamps.built - stamps.dispatched for stamps in ended])
+        STAGE_S.observe("dispatched", [stage_times.dispatched - stage_times.claimed for stage_times in ended])
+        STAGE_S.observe("built", [stage_times.built - stage_times.dispatched for stage_times in ended])

@@ -16,16 +16,8 @@ from bus.clock import Clock
 from bus.contracts.base import ORDER_OUTDATED, Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import MoveEvent
-from bus.contracts.placement import (
-    Claim,
-    ClaimOutcome,
-    ClaimResult,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
-)
+from bus.contracts.moves import ActionEvent
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
@@ -33,7 +25,7 @@ from bus.port import BusError
 from . import metrics
 from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted, RevertRefused
 from .domain.instance import Instance, State
-from .domain.table import Question, question_of
+from .domain.table import AwaitedRequest, awaited_request_of
 
 log = structlog.get_logger(__name__)
 
@@ -45,27 +37,27 @@ REPLIES: tuple[tuple[type[Message], type[Message]], ...] = (
 )
 
 
-class PendingQuestion(Struct, frozen=True):
-    """A query about one instance, to placement or to compute services. repeated: it may have been sent before."""
+class PendingRequest(Struct, frozen=True):
+    """A query about one instance, to placement or to compute services. resent: it may have been sent before."""
 
     instance: Instance
-    message: Question
-    repeated: bool = False
+    message: AwaitedRequest
+    resent: bool = False
 
 
-def due_questions(
+def due_requests(
     before: Mapping[str, Instance], recorded: Transition, *, again: Collection[str]
-) -> list[PendingQuestion]:
+) -> list[PendingRequest]:
     """The questions that are due: new ones, and those of `again` once more.
 
     An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     """
-    found: list[PendingQuestion] = []
-    for uuid, message in recorded.questions.items():
+    found: list[PendingRequest] = []
+    for uuid, message in recorded.requests.items():
         instance, known = recorded.instances[uuid], before.get(uuid)
-        is_new = known is None or question_of(known) != message
+        is_new = known is None or awaited_request_of(known) != message
         if is_new or uuid in again:
-            found.append(PendingQuestion(instance, message, repeated=not is_new))
+            found.append(PendingRequest(instance, message, resent=not is_new))
     return found
 
 
@@ -85,7 +77,7 @@ class PlacementRequests:
         self._outdated = outdated
         self._under_way: set[str] = set()  # instances
 
-    async def ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+    async def send(self, questions: Sequence[PendingRequest]) -> list[InstanceEvent]:
         """One round of requests, except for instances that wait for an answer already; returns the
         answers as events.
         """
@@ -94,11 +86,11 @@ class PlacementRequests:
             return []
         self._under_way.update(question.instance.uuid for question in mine)
         try:
-            return await self._ask(mine)
+            return await self._send(mine)
         finally:
             self._under_way.difference_update(question.instance.uuid for question in mine)
 
-    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+    async def _send(self, questions: Sequence[PendingRequest]) -> list[InstanceEvent]:
         """Many of a kind at once."""
         incoming: list[InstanceEvent] = []
         for kind, reply in REPLIES:
@@ -115,7 +107,7 @@ class PlacementRequests:
                     incoming.append(InstanceEvent(one.instance.uuid, event))
         return incoming
 
-    def _event(self, question: PendingQuestion, answer: object) -> Event | None:
+    def _event(self, question: PendingRequest, answer: object) -> Event | None:
         """The event of placement's answer to this question; None: no answer yet, and the request is repeated."""
         instance = question.instance
         match question.message, answer:
@@ -127,7 +119,7 @@ class PlacementRequests:
                 return Released(at=self._clock.time(), consumer=release.consumer, attempt=release.attempt or 0)
         return None
 
-    def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
+    def _claim_event(self, question: PendingRequest, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """The event of placement's answer; None: no answer yet."""
         now, instance = self._clock.time(), question.instance
         if isinstance(answer, RequestRefused) and answer.code != ORDER_OUTDATED:
@@ -153,14 +145,14 @@ class PlacementRequests:
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )
-        return _refused(claim, answer, now, question.repeated)
+        return _refused(claim, answer, now, question.resent)
 
     def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
         if isinstance(reply, Fault):
             self._unanswered(instance, "release", reply)
             return False
         metrics.ANSWERS.labels("release", reply.outcome).inc()
-        if reply.outcome == "consumer_changed":
+        if reply.outcome == "consumer_conflict":
             # A newer attempt than any of ours holds it: the allocation is not ours to release.
             log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
         return True
@@ -172,10 +164,10 @@ class PlacementRequests:
             return None
         metrics.ANSWERS.labels("revert", reply.outcome).inc()
         now, about = self._clock.time(), {"instance": instance.uuid, "cause": instance.cause, "reason": reply.reason}
-        if reply.outcome not in {"reverted", "consumer_changed"}:
+        if reply.outcome not in {"reverted", "consumer_conflict"}:
             log.error("instance.revert_refused", outcome=reply.outcome, **about)
             return RevertRefused(at=now, attempt=revert.attempt, outcome=reply.outcome, reason=reply.reason)
-        if reply.outcome == "consumer_changed":
+        if reply.outcome == "consumer_conflict":
             log.warning("instance.revert_foreign", **about)
         return Reverted(at=now, attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
@@ -195,9 +187,9 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
     return ClaimRefused(
         at=now,
         attempt=claim.attempt,
-        consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
+        consumer_conflict=answer.outcome is ClaimOutcome.CONSUMER_CONFLICT and not ours,
         consumer_generation=answer.consumer_generation,
-        holding=answer.holding,
+        allocations=answer.allocations,
         outcomes=answer.outcomes,
         reason=answer.reason,
     )
@@ -205,18 +197,18 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
 
 class Transition(Struct, frozen=True):
     """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after
-    the commit. questions: of those of its instances that have one. gives_up: machines on a fenced host.
+    the commit. requests: of those of its instances that have one. abandons: machines on a fenced host.
     """
 
     instances: Mapping[str, Instance]
-    questions: Mapping[str, Question]
+    requests: Mapping[str, AwaitedRequest]
     outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
-    gives_up: bool = False
+    abandons: bool = False
 
 
-def may_be_redone(recorded: Transition, known: Mapping[str, Instance]) -> bool:
+def is_repeatable(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
     that.
 
@@ -231,12 +223,12 @@ def may_be_redone(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """
     if any(one.queried and recorded.instances.get(uuid) is not one for uuid, one in known.items()):
         return False
-    if recorded.questions:
+    if recorded.requests:
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]
-    if any(isinstance(one, MoveEvent) and (one.terminal or one.departure is not None) for one in outgoing):
+    if any(isinstance(one, ActionEvent) and (one.terminal or one.transfer is not None) for one in outgoing):
         return False
-    return all(isinstance(message, BuildEvent | MoveEvent) for message in outgoing)
+    return all(isinstance(message, BuildEvent | ActionEvent) for message in outgoing)
 
 
 def observe_steps(

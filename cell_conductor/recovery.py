@@ -35,12 +35,12 @@ from .domain.reconcile import reconcile
 from .domain.recovered import Loss, loss_of, recovered, restatement
 from .domain.recovery_facts import KnownInstance, OperatorDecision, Reconciled, Verb
 from .domain.steps import StepContext
-from .engine import FenceView, Sender
+from .engine import FencePort, Sender
 from .known_reader import MAX_OWN, KnownReader, OwnInstances
-from .lease_keeper import LeaseKeeper
+from .lease_keeper import LeaseController
 from .store.keyed import MAX_LOSSES_NAMED, Losses, Unrecognised
 from .store.port import InstanceStore, LockingTransaction, UnreadableRecords
-from .store.safety import ADOPT, DESTROY, KEEP, UnexplainedRecord
+from .store.safety import ADOPT, DESTROY, PROTECT, UnknownMachineRecord
 
 log = structlog.get_logger(__name__)
 
@@ -91,8 +91,8 @@ class CellRecovery:
         clock: Clock,
         config: ConductorConfig,
         known: KnownReader,
-        leases: LeaseKeeper,
-        fences: FenceView,
+        leases: LeaseController,
+        fences: FencePort,
         context: StepContext,
     ) -> None:
         self._store = store
@@ -128,17 +128,17 @@ class CellRecovery:
     async def look(self) -> None:
         """One round of `run`. Raises Transient and BusError."""
         if self._leases.wants_marks():
-            self._leases.hear_all(await self._known.marks(self._store.set_back.incarnation))
+            self._leases.hear_all(await self._known.marks(self._store.incarnation))
         if self._leases.up() is None:
             return  # a service that is up may not have been heard yet
-        if self._store.is_recovering and self._leases.is_keeper:
+        if self._store.is_recovering and self._leases.is_leader:
             await self._recover()
         elif not self._store.is_recovering:
             await self._look_again()
 
     async def _look_again(self) -> None:
         """At what is blocked, and at all that a service has which lists for the first time since the last recovery."""
-        late = await self._late() if self._leases.is_keeper else set[str]()
+        late = await self._late() if self._leases.is_leader else set[str]()
         if not self._blocked and not late:
             return
         blocked, self._blocked = set(self._blocked), {}
@@ -150,7 +150,7 @@ class CellRecovery:
         made = await self._settle(uuids, known, listing)
         if late:
             async with self._store.transaction() as transaction:
-                await transaction.note_listed(late)
+                await transaction.record_listed(late)
             self._unlisted = None
             log.warning("recovery.late", services=sorted(late)[:LOGGED], instances=len(uuids), **made)
 
@@ -158,10 +158,10 @@ class CellRecovery:
         """The services that have not listed since the last recovery, and are up now."""
         if self._clock.monotonic() < self._late_at_s:
             return set()
-        if self._unlisted is None or self._unlisted_of != self._store.set_back.incarnation:
+        if self._unlisted is None or self._unlisted_of != self._store.incarnation:
             async with self._store.transaction() as transaction:
                 self._unlisted = frozenset(await transaction.absent_services())
-            self._unlisted_of = self._store.set_back.incarnation
+            self._unlisted_of = self._store.incarnation
         return set(self._unlisted).intersection(self._leases.up() or ())
 
     async def _recover(self) -> None:
@@ -189,9 +189,9 @@ class CellRecovery:
             await transaction.expect_recovering()  # the next keeper may have opened the cell meanwhile
             begun = await transaction.begin_recovery(self._leases.stated())
         if begun != incarnation:
-            self._leases.note_recovery()
+            self._leases.record_recovery()
             return  # what was commanded by a later one than this is refused from now on: anew
-        await self._fences.ensure_known()
+        await self._fences.ensure_loaded()
         if await self._waits_for_word(incarnation, listing, own):
             await self._clock.sleep(WORD_S)
             return
@@ -237,16 +237,16 @@ class CellRecovery:
     async def _list(self) -> MachineListing:
         """What each service that is up has. Those that are down, and may have hosts all the same, are silent."""
         failed = set(self._leases.up() or ())
-        incarnation, down = self._store.set_back.incarnation, set(self._leases.down())
+        incarnation, down = self._store.incarnation, set(self._leases.down())
         async with self._store.transaction() as transaction:
             absent = await transaction.absent_services()
-        without = {*self._leases.forgotten(), *(name for name, has_nothing in absent.items() if has_nothing)} - failed
+        without = {*self._leases.deleted(), *(name for name, has_nothing in absent.items() if has_nothing)} - failed
         silent = (down | absent.keys()) - failed - without
         listing = MachineListing(incarnation, silent=silent, without=without)
         for _ in range(MAX_TRIES):
             left, failed = failed, set[str]()
             pages: dict[str, list[MachinesPage]] = {}
-            questions = [ListMachines(service=service, database_id=self._store.deployment) for service in sorted(left)]
+            questions = [ListMachines(service=service, database_id=self._store.database_id) for service in sorted(left)]
             while questions:
                 questions = await self._next_pages(questions, pages, failed)
             for service, listed in pages.items():
@@ -330,7 +330,7 @@ class CellRecovery:
         """What is found of these, by their records: of all while the cell recovers, else of those that are blocked.
         Raises Unrecognised: another recovery has begun since the services were asked.
         """
-        if listing.incarnation != self._store.set_back.incarnation:
+        if listing.incarnation != self._store.incarnation:
             raise Unrecognised
         is_recovering = self._store.is_recovering
         if is_recovering:
@@ -340,14 +340,14 @@ class CellRecovery:
             if await transaction.recognise(stated) is not None or not stated.may_act:
                 raise Unrecognised  # a sweep recognises it
         records, unreadable = await _locked(transaction, instances)
-        words = await transaction.unexplained(instances)
-        decisions, kept = _decisions(words), {one.place for one in words if one.verdict == KEEP}
+        words = await transaction.unknown_machines(instances)
+        decisions, protected = _decisions(words), {one.location for one in words if one.decision == PROTECT}
         found: dict[str, tuple[Instance | None, Reconciled]] = {}
         for uuid in instances:
             record = records.get(uuid)
             if uuid in unreadable or (not is_recovering and record is not None and not record.blocked_reason):
                 continue
-            hosts = [host for host, instance in kept if instance == uuid]
+            hosts = [host for host, instance in protected if instance == uuid]
             found[uuid] = record, self._reconcile(uuid, record, known.get(uuid), listing, decisions.get(uuid), hosts)
         return found
 
@@ -358,16 +358,18 @@ class CellRecovery:
         word: KnownInstance | None,
         listing: MachineListing,
         decision: OperatorDecision | None,
-        kept: Collection[str],
+        protected: Collection[str],
     ) -> Reconciled:
         """What is found of one, of which what follows can be made. A defect costs no other instance: it would end the
         process at each start, and the cell would stay closed.
         """
-        incarnation, machines = self._store.set_back.incarnation, listing.machines.get(uuid, ())
+        incarnation, machines = self._store.incarnation, listing.machines.get(uuid, ())
         unblocked = None if record is None else replace(record, blocked_reason="")
         absent, off = self._absent(record, machines, word, listing), self._off(listing)
         try:
-            result = reconcile(unblocked, machines, word, absent, decision, incarnation=incarnation, kept=kept, off=off)
+            result = reconcile(
+                unblocked, machines, word, absent, decision, incarnation=incarnation, protected=protected, off=off
+            )
             restatement(result, word)
             recovered(record, result, word, self._clock.time(), self._context, incarnation=incarnation)
         except Exception as error:  # any
@@ -391,17 +393,17 @@ class CellRecovery:
         places = list(known.selections) if known is not None else []
         if record is not None:
             places += record.selections
-            if record.move is not None and record.move.source is not None:
-                places.append(record.move.source)
+            if record.action is not None and record.action.source is not None:
+                places.append(record.action.source)
         places = [one for one in places if one.service not in listing.without]
-        lacking = {one for one in listing.silent if not self._leases.is_gone(one)}
+        lacking = {one for one in listing.silent if not self._leases.is_removed(one)}
         absent = {one.host_uuid for one in places if one.host_uuid not in listing.hosts or one.service in lacking}
         found = {one.host_uuid for one in machines}
         return (absent - found - self._off(listing)) | ({""} if listing.silent else set())
 
     def _off(self, listing: MachineListing) -> set[str]:
         """Fenced hosts that have not listed. One whose fence is being lifted is on."""
-        return {host for host, one in self._fences.known.items() if not one.lifting} - listing.hosts
+        return {host for host, one in self._fences.fences.items() if not one.unfencing} - listing.hosts
 
     async def _record(
         self,
@@ -410,8 +412,8 @@ class CellRecovery:
         listing: MachineListing,
         generations: Mapping[str, int | None],
     ) -> Counter[str]:
-        at, incarnation, context = self._clock.time(), self._store.set_back.incarnation, self._context
-        context = replace(context, deployment=self._store.deployment)
+        at, incarnation, context = self._clock.time(), self._store.incarnation, self._context
+        context = replace(context, database_id=self._store.database_id)
         made, outgoing = Counter[str](), list[OutboxMessage]()
         inserts, updates = list[Instance](), list[Instance]()
         async with self._store.transaction() as transaction:
@@ -451,9 +453,9 @@ async def _locked(
         return await transaction.lock(sorted(set(instances) - error.uuids)), error.uuids
 
 
-def _decisions(machines: Iterable[UnexplainedRecord]) -> dict[str, OperatorDecision]:
+def _decisions(machines: Iterable[UnknownMachineRecord]) -> dict[str, OperatorDecision]:
     return {
-        one.machine.uuid: OperatorDecision(VERBS[one.verdict], one.machine.host_uuid)
+        one.machine.uuid: OperatorDecision(VERBS[one.decision], one.machine.host_uuid)
         for one in machines
-        if one.verdict in VERBS
+        if one.decision in VERBS
     }

@@ -10,7 +10,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import MAX_FOUND_AT_ONCE, FindMachines, MachinesFound
+from bus.contracts.cell import MAX_LOOKUP_AT_ONCE, LookUpMachines, MachineLookupResult
 from bus.faults import Fault
 
 from .config import ConductorConfig
@@ -22,7 +22,7 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 
-class MachineSearch:
+class SourceLookup:
     """One conductor's. listings: what the services have reported."""
 
     def __init__(
@@ -34,30 +34,30 @@ class MachineSearch:
         self._config = config
         self._listings = listings
 
-    async def see_sources(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
+    async def look_up_sources(self, sources: Mapping[str, SourceQuery]) -> dict[str, SourceAnswered]:
         """Query the services that have the hosts of these machines, by the record or by their reports, whether the
         hosts list them now; by instance. None of it counts if the cell has recovered since.
         """
-        incarnation, queried = self._store.set_back.incarnation, defaultdict[str, dict[str, SourceQuery]](dict)
+        incarnation, queried = self._store.incarnation, defaultdict[str, dict[str, SourceQuery]](dict)
         for uuid, source in sorted(sources.items()):
             for service in sorted({source.service, *self._listings.listers(source.host_uuid)}):
                 queried[service][uuid] = source
         questions = [
-            FindMachines(
+            LookUpMachines(
                 service=service,
-                deployment=self._store.deployment,
+                database_id=self._store.database_id,
                 instance_uuids=piece,
                 on_hosts=tuple(dict.fromkeys(about[uuid].host_uuid for uuid in piece)),
             )
             for service, about in sorted(queried.items())
-            for piece in batched(about, MAX_FOUND_AT_ONCE)
+            for piece in batched(about, MAX_LOOKUP_AT_ONCE)
         ]
         causes = [question.instance_uuids[0] for question in questions]
         timeout_s = self._config.answer_timeout_s
-        answers = await self._bus.request_all(questions, MachinesFound, timeout_s=timeout_s, causes=causes)
-        if incarnation != self._store.set_back.incarnation:
+        answers = await self._bus.request_all(questions, MachineLookupResult, timeout_s=timeout_s, causes=causes)
+        if incarnation != self._store.incarnation:
             return {}
-        found: dict[str, list[tuple[str, MachinesFound | Fault]]] = defaultdict(list)
+        found: dict[str, list[tuple[str, MachineLookupResult | Fault]]] = defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
             for uuid in question.instance_uuids:
                 found[uuid].append((question.service, answer))
@@ -65,7 +65,7 @@ class MachineSearch:
         seen = {uuid: answer_about(uuid, source, found[uuid], at) for uuid, source in sources.items()}
         for uuid, one in seen.items():
             if one.code:
-                log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
+                log.warning("action.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
         return seen
 
 

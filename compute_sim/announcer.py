@@ -25,7 +25,7 @@ log = structlog.get_logger()
 Result = ComputeResult | MachineChanged
 
 MAX_BATCH = 500  # results published at once
-GATHER_TURNS = 8  # the turns of the event loop before the gathered results are published, while further ones arrive
+BATCH_YIELDS = 8  # the turns of the event loop before the gathered results are published, while further ones arrive
 MAX_WAITING = 50_000  # the bound of unconfirmed results; above it no commands are taken
 # Until the results are published: the jobs that ended have been done, and their conductor must get the results.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
@@ -89,7 +89,7 @@ class ResultSender:
 
     async def _gather(self) -> None:
         """Let jobs that end at this moment end first: they began together, and their results are published together."""
-        for _ in range(GATHER_TURNS):
+        for _ in range(BATCH_YIELDS):
             had = len(self._waiting)
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -8,12 +8,12 @@ from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from compute_sim import metrics
-from compute_sim.domain.attempts import Entry, answer
+from compute_sim.domain.attempts import HostAttempt, answer
 from compute_sim.jobs import Chain
 from compute_sim.records import Key, Records
 
 
-class Answers:
+class Results:
     """One service's results. send: queues one to be published, without waiting."""
 
     def __init__(self, service: str, send: Callable[[ComputeResult], None], clock: Clock, records: Records) -> None:
@@ -23,24 +23,24 @@ class Answers:
         self._clock = clock
         self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
 
-    def report_end(self, key: Key, entry: Entry, started_at: float = 0.0) -> None:
+    def send_result(self, key: Key, entry: HostAttempt, started_at: float = 0.0) -> None:
         """Report how the attempt on record ended."""
         result = answer(entry)
         assert result is not None, entry
         self._report(key, result[0], result[1], entry.code, entry.reason, final=entry.final, started_at=started_at)
 
-    def report_refused(self, key: Key, attempt: int, code: str, reason: str) -> None:
+    def send_refusal(self, key: Key, attempt: int, code: str, reason: str) -> None:
         """Report that the attempt is not taken on this host, and why."""
         self._report(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
 
-    def report_destroyed(self, key: Key, attempt: int) -> None:
+    def send_destroyed(self, key: Key, attempt: int) -> None:
         """Report that nothing is left of the attempt."""
         self._report(key, attempt, ComputeOutcome.DESTROYED)
 
-    def report_cleared(self, key: Key, chain: Chain) -> None:
+    def send_cleared(self, key: Key, chain: Chain) -> None:
         """Report that nothing is left of all attempts that this chain owes an answer for."""
         for attempt in sorted(chain.answers):
-            self.report_destroyed(key, attempt)
+            self.send_destroyed(key, attempt)
         chain.answers.clear()
 
     def _report(

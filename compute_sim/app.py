@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from bus.consuming.consumer import Consumer
-from bus.service.presence import announce_presence
-from bus.service.service import Service
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
 from compute_sim.config import ComputeConfig
 from compute_sim.driver import Driver
 from compute_sim.fleet import Fleet
-from compute_sim.name import QUEUE, source_of
+from compute_sim.name import QUEUE, reporter_name
 from compute_sim.parts import Parts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def build(
     fleet: Fleet | None = None,
     driver: Driver | None = None,
     die: Callable[[], None] | None = None,
-) -> Service:
+) -> WorkerRuntime:
     """One compute service of one cell, over that cell's bus alone.
 
     fleet: the machines and the service's memory; give the same one again to restart the service in this process.
@@ -46,7 +46,7 @@ def build(
         reason = "its machines and its records are lost with this process: set compute.state_dir"
         log.warning("compute.in_memory", service=service, cell=cell, reason=reason)
     parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
-    result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
+    result = WorkerRuntime(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
     result.add_resource(parts.connect, parts.bus.close)
     result.add_resource(parts.open, parts.close)
     result.add_drain(parts.drain)
@@ -59,15 +59,15 @@ def build(
     return result
 
 
-def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
+def _add_tasks(result: WorkerRuntime, env: Environment, parts: Parts) -> None:
     result.add_task("results", parts.announcer.run)
-    announce_presence(result, env, parts.bus, "compute")
+    add_heartbeat(result, env, parts.bus, "compute")
     result.add_task("name", parts.name.watch)
-    result.add_task("heartbeats", parts.reporter.beat)
-    result.add_task("offering", parts.offering.run)
+    result.add_task("heartbeats", parts.reporter.send_heartbeats)
+    result.add_task("startup gate", parts.startup_gate.run)
     result.add_task("announcements", parts.reporter.announce)
     result.add_task("inventory", parts.inventory.report)
-    result.add_task("contested hosts", parts.contested.announce)
+    result.add_task("host conflicts", parts.host_conflicts.announce)
     result.add_task("jobs", parts.agent.watch)
     result.add_task("destructions", parts.agent.retry_destroys)
     result.add_task("crash plan", parts.crash_plan.wait)
@@ -75,18 +75,18 @@ def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
         result.add_task("measuring", measuring.run)
     if (waiting := parts.waiting()) is not None:
         result.add_task("waiting", waiting.run)
-    if parts.metal is not None:
-        result.add_task("nodes", parts.metal.watch)
+    if parts.ironic is not None:
+        result.add_task("nodes", parts.ironic.watch)
 
 
-def _add_consumers(result: Service, parts: Parts, service: str) -> None:
+def _add_consumers(result: WorkerRuntime, parts: Parts, service: str) -> None:
     bus, handlers = parts.bus, parts.handlers
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = Consumer(
         bus, "compute.{service}", handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.add_consumer(commands)
-    control = Consumer(bus, QUEUE, handlers.control, concurrency=1, service=service, source=source_of(service))
+    control = Consumer(bus, QUEUE, handlers.control, concurrency=1, service=service, reporter=reporter_name(service))
     result.add_consumer(control)
     if parts.ring is not None:
         members = Consumer(bus, RING_QUEUE, handlers.ring_members, concurrency=1, service=service, ring=parts.ring.name)

@@ -19,7 +19,7 @@ from bus.contracts.base import MAX_REASON
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, MachineChanged
 from bus.tracing.tracer import work_for
 from compute_sim import metrics
-from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.driver import (
     Build,
     BuildFault,
@@ -28,13 +28,13 @@ from compute_sim.driver import (
     Driver,
     DriverUnavailable,
     HandOverRefused,
-    NotOurs,
+    NotOwned,
 )
 from compute_sim.jobs import Chain, Jobs
-from compute_sim.records import EntryRow, Key, Records
+from compute_sim.records import HostAttemptRow, Key, Records
 
 
-class Changes:
+class MachineChanges:
     """The changes of one service's machines. send: queues an answer to be published, without waiting.
 
     begun: no change begins before it is set.
@@ -59,7 +59,7 @@ class Changes:
         self._clock = clock
         self._begun = begun
 
-    def take(self, command: ChangeMachine, *, is_host: bool) -> EntryRow | None:
+    def handle(self, command: ChangeMachine, *, is_host: bool) -> HostAttemptRow | None:
         """Start the work of the command. Returns the entry to record before the command is acknowledged."""
         key = (command.host_uuid, command.spec.instance_uuid)
         if not is_host:
@@ -70,27 +70,27 @@ class Changes:
             self._jobs.start(key, Chain(), self._check(command))
             return None
         entry = self._records.get(key)
-        if entry is not None and entry.attempt == command.attempt and command.order <= entry.order:
+        if entry is not None and entry.attempt == command.attempt and command.change_number <= entry.order:
             metrics.COMMANDS.labels(self._service, "stale").inc()
             return None
         row = None
         if entry is not None and _is_its_machine(entry, command):
-            row = self._records.note(key, replace(entry, order=command.order, changing=command.change), None)
-        elif entry is not None and entry.phase is not Phase.RUNNING:
+            row = self._records.note(key, replace(entry, order=command.change_number, changing=command.change), None)
+        elif entry is not None and entry.phase is not AttemptPhase.RUNNING:
             self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine runs here", runs=False)
             return None
         chain = self._jobs.without_build(key)
         chain.build = self._jobs.start(key, chain, self._change(key, chain, command))
         return row
 
-    def answer_unfinished(self, key: Key, entry: Entry) -> None:
+    def answer_unfinished(self, key: Key, entry: HostAttempt) -> None:
         """Answer a change that the last run of this service left without an answer."""
         assert entry.changing is not None
         self._send(
             MachineChanged(
                 instance_uuid=key[1],
                 attempt=entry.attempt,
-                order=entry.order,
+                change_number=entry.order,
                 host_uuid=key[0],
                 service=self._service,
                 change=entry.changing,
@@ -102,15 +102,15 @@ class Changes:
 
     async def _check(self, command: ChangeMachine) -> None:
         build = Build(
-            command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment, None
+            command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.database_id, None
         )
         try:
             async with asyncio.timeout(command.timeout_s):
                 await self._driver.check(build)
         except BuildFault as fault:
             self._answer(command, done=False, code=fault.code, reason=fault.reason)
-        except NotOurs as fault:
-            self._answer(command, done=False, code="host.taken", reason=str(fault))
+        except NotOwned as fault:
+            self._answer(command, done=False, code="host.machine_conflict", reason=str(fault))
         except DriverUnavailable as fault:
             self._answer(command, done=False, code=fault.code, reason=str(fault))
         except TimeoutError:
@@ -128,9 +128,9 @@ class Changes:
                 host_uuid=command.host_uuid,
                 spec=command.spec,
                 attempt=command.attempt,
-                order=command.order,
+                order=command.change_number,
                 allocations=dict(command.allocations),
-                deployment=command.deployment,
+                database_id=command.database_id,
                 to_host=command.to_host,
                 rescue_password=command.rescue_password,
             )
@@ -143,8 +143,8 @@ class Changes:
                 self._answer(command, code=fault.code, reason=fault.reason, runs=fault.runs, refusal=fault)
             except ChangeFault as fault:
                 self._answer(command, done=False, code=fault.code, reason=fault.reason, runs=fault.runs)
-            except NotOurs as fault:
-                self._answer(command, done=False, code="change.not_ours", reason=str(fault), runs=False)
+            except NotOwned as fault:
+                self._answer(command, done=False, code="change.not_owned", reason=str(fault), runs=False)
             except DriverUnavailable as fault:
                 self._answer(command, done=False, code=fault.code, reason=str(fault))
             except TimeoutError:
@@ -161,27 +161,27 @@ class Changes:
             await check(change)
 
     async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
-        """Whether the machine belongs to this attempt; without a record the machine's own mark decides."""
+        """Whether the machine belongs to this attempt; without a record the machine's own tag decides."""
         entry = self._records.get(key)
         if entry is None:
             listed = await self._listed(key)
             if listed is None:
                 self._answer(command, done=False, code="driver.unavailable", reason="its host could not be looked at")
                 return False
-            if listed != (command.attempt, command.deployment):
+            if listed != (command.attempt, command.database_id):
                 self._answer(command, done=False, code=MACHINE_ABSENT, reason="no such machine is here", runs=False)
                 return False
-            entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment, reported=True)
-            self._records.put(key, replace(entry, order=command.order, changing=command.change))
+            entry = HostAttempt(command.attempt, AttemptPhase.RUNNING, database_id=command.database_id, reported=True)
+            self._records.put(key, replace(entry, order=command.change_number, changing=command.change))
             return True
         if _is_its_machine(entry, command):
-            return entry.order == command.order  # otherwise a later change is on record, whose answer counts
+            return entry.order == command.change_number  # otherwise a later change is on record, whose answer counts
         reason = "another attempt's machine is here"
         self._answer(command, done=False, code="machine.other", reason=reason, runs=False)
         return False
 
     async def _listed(self, key: Key) -> tuple[int | None, str | None] | None:
-        """Return the mark of the machine; None when its host was not listed."""
+        """Return the tag of the machine; None when its host was not listed."""
         try:
             listed = await self._driver.list((key[0],))
         except DriverUnavailable:
@@ -190,7 +190,7 @@ class Changes:
         if machines is None:
             return None
         found = next((one for one in machines if one.instance_uuid == key[1] and one.built), None)
-        return (None, None) if found is None else (found.attempt, found.deployment)
+        return (None, None) if found is None else (found.attempt, found.database_id)
 
     def _answer(
         self,
@@ -208,7 +208,7 @@ class Changes:
             MachineChanged(
                 instance_uuid=command.spec.instance_uuid,
                 attempt=command.attempt,
-                order=command.order,
+                change_number=command.change_number,
                 host_uuid=command.host_uuid,
                 service=self._service,
                 change=command.change,
@@ -218,12 +218,12 @@ class Changes:
                 code=code,
                 reason=reason[:MAX_REASON],
                 refused=refusal is not None,
-                elsewhere=refusal is not None and refusal.elsewhere,
+                retry_other_host=refusal is not None and refusal.retry_other_host,
             )
         )
 
 
-def _is_its_machine(entry: Entry, command: ChangeMachine) -> bool:
+def _is_its_machine(entry: HostAttempt, command: ChangeMachine) -> bool:
     """Whether the machine on record is the one that the command means."""
-    is_attempt = entry.phase is Phase.RUNNING and entry.attempt == command.attempt > entry.fence
-    return is_attempt and entry.deployment == command.deployment
+    is_attempt = entry.phase is AttemptPhase.RUNNING and entry.attempt == command.attempt > entry.max_ended_attempt
+    return is_attempt and entry.database_id == command.database_id

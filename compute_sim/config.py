@@ -89,7 +89,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The bare-metal nodes of this service.
 
     Services of one cell with the same settings share the free nodes by a hash ring: another process joins it by
-    starting. A node with an instance of ours stays with the service that its mark names.
+    starting. A node with an instance of ours stays with the service that its tag names.
     """
 
     url: str = "http://127.0.0.1:6385"
@@ -199,8 +199,8 @@ def default_service(cell: str, host: str) -> str:
 class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One compute service."""
 
-    driver: Literal["hypervisor", "ironic"] = "hypervisor"
-    """The manager of the machines: `hypervisor` (the simulated fleet) or `ironic`."""
+    driver: Literal["simulated", "ironic"] = "simulated"
+    """The manager of the machines: `simulated` (the simulated fleet) or `ironic`."""
     hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
     """Simulated hosts of this service."""
     sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)

@@ -1,8 +1,8 @@
-"""Hosts that the resource book assigns to another compute service: builds for them are refused here until that service
+"""Hosts that placement assigns to another compute service: builds for them are refused here until that service
 has given them up or ended for good.
 
-Two services with a host of one uuid would send one host's builds to two machines. The book keeps the first one's
-inventory and refuses the second one's report (`InventoryTaken`). The second one takes no builds for the host and
+Two services with a host of one uuid would send one host's builds to two machines. Placement keeps the first one's
+inventory and refuses the second one's report (`InventoryConflict`). The second one takes no builds for the host and
 announces it with its owner. The cell's conductor knows which services are up: it notifies the owner, and releases the
 host to the second service once the owner has given it up or is gone for good (the host has passed to it).
 """
@@ -14,58 +14,58 @@ from collections.abc import Collection, Sequence
 import structlog
 
 from bus.clock import Clock
-from bus.contracts.cell import HostsContested, HostsReleased
-from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryTaken
+from bus.contracts.cell import HostConflict, HostsReleased
+from bus.contracts.placement import COMPUTE_REPORTER, OTHER_SERVICE, InventoryConflict
 from compute_sim import metrics
-from compute_sim.host_changes import HostChanges
-from compute_sim.name import source_of
+from compute_sim.host_changes import PendingHostReports
+from compute_sim.name import reporter_name
 
 log = structlog.get_logger(__name__)
 
-AGAIN_S = 10.0  # the interval of announcements of refused hosts, in answer to which the conductor releases them
-MAX_HOSTS = 100_000  # refused hosts kept; the book refuses the hosts beyond them again
+RESEND_S = 10.0  # the interval of announcements of refused hosts, in answer to which the conductor releases them
+MAX_HOSTS = 100_000  # refused hosts kept; placement refuses the hosts beyond them again
 LOGGED = 10  # hosts of one message
 HINT = "two compute services have a host of this uuid: give one of the hosts another uuid, or stop one of the services"
 
 
-class ContestedHosts:
-    """The contested hosts of one service, by the refusals since its start. The owners are stored in the book."""
+class HostConflicts:
+    """The contested hosts of one service, by the refusals since its start. The owners are stored in placement."""
 
-    def __init__(self, *, service: str, changes: HostChanges, clock: Clock) -> None:
+    def __init__(self, *, service: str, changes: PendingHostReports, clock: Clock) -> None:
         self._service = service
         self._changes = changes
         self._clock = clock
         self._owners: dict[str, str] = {}  # by host: the service that has it
         self._taking_over: dict[str, str] = {}  # by host: the service that had it
         self._others: dict[str, str] = {}  # by host of this service: the one that was refused it
-        self._named: dict[str, str] = {}  # by host that was refused for its name: why
-        self._again: set[str] = set()  # those of them that are to be reported again
-        metrics.CONTESTED.labels(service).set_function(lambda: len(self._owners))
+        self._name_conflicts: dict[str, str] = {}  # by host that was refused for its name: why
+        self._to_report: set[str] = set()  # those of them that are to be reported again
+        metrics.HOST_CONFLICTS.labels(service).set_function(lambda: len(self._owners))
 
     def owner_of(self, host: str) -> str | None:
         """The other service that has this host; None: it is this one's."""
         return self._owners.get(host)
 
-    def take_over(self, host: str) -> str | None:
-        """The source whose root the next report of this host takes over. Asked once for each release: the owner may
+    def pop_former_reporter(self, host: str) -> str | None:
+        """The reporter whose root the next report of this host takes over. Asked once for each release: the owner may
         come back, and be the owner again.
         """
         owner = self._taking_over.pop(host, None)
-        return None if owner is None else source_of(owner)
+        return None if owner is None else reporter_name(owner)
 
     def keep(self, hosts: Collection[str]) -> None:
         """Set all hosts of this service, and drop contested hosts that are no longer among them."""
-        for known in (self._owners, self._taking_over, self._others, self._named):
+        for known in (self._owners, self._taking_over, self._others, self._name_conflicts):
             for host in [one for one in known if one not in hosts]:
                 del known[host]
 
-    def on_taken(self, refused: InventoryTaken) -> None:
-        """The book has refused a report of this service."""
+    def on_inventory_conflict(self, refused: InventoryConflict) -> None:
+        """Placement has refused a report of this service."""
         host = refused.root_uuid
         if refused.owner is None:
-            self._on_named(refused)
+            self._on_name_conflict(refused)
             return
-        owner = refused.owner.removeprefix(COMPUTE_SOURCE)
+        owner = refused.owner.removeprefix(COMPUTE_REPORTER)
         if self._owners.get(host) == owner or owner == self._service:
             return
         if self._taking_over.get(host) == owner:  # a report from before the release
@@ -76,17 +76,17 @@ class ContestedHosts:
         log.error(OTHER_SERVICE, code=OTHER_SERVICE, service=self._service, host=host, owner=owner, hint=HINT)
         self._changes.announcements.add((host,))
 
-    def _on_named(self, refused: InventoryTaken) -> None:
-        """Another host has the name of this one by the book."""
+    def _on_name_conflict(self, refused: InventoryConflict) -> None:
+        """Another host has the name of this one by placement."""
         host, why = refused.root_uuid, refused.reason
-        if host not in self._named and len(self._named) >= MAX_HOSTS:
+        if host not in self._name_conflicts and len(self._name_conflicts) >= MAX_HOSTS:
             return
-        if self._named.get(host) != why:
-            log.error("host.name_taken", code=refused.code, service=self._service, host=host, reason=why)
-        self._named[host] = why
-        self._again.add(host)
+        if self._name_conflicts.get(host) != why:
+            log.error("host.name_conflict", code=refused.code, service=self._service, host=host, reason=why)
+        self._name_conflicts[host] = why
+        self._to_report.add(host)
 
-    def on_contested(self, message: HostsContested) -> None:
+    def on_host_conflict(self, message: HostConflict) -> None:
         """Another service was refused these hosts, which are this one's. The hosts are announced once more, because a
         scheduler that has just started may have received the other service's announcement first.
         """
@@ -94,7 +94,7 @@ class ContestedHosts:
         self._others.update(dict.fromkeys(new[: max(0, MAX_HOSTS - len(self._others))], message.other))
         for host in new[:LOGGED]:
             log.error(
-                "host.contested",
+                "host.conflict",
                 code=OTHER_SERVICE,
                 service=self._service,
                 host=host,
@@ -118,13 +118,13 @@ class ContestedHosts:
     async def announce(self) -> None:
         """A side task: announce repeated refusals, and report hosts again whose name may be free, until cancelled."""
         while True:
-            await self._clock.sleep(AGAIN_S)
+            await self._clock.sleep(RESEND_S)
             if self._owners:
-                self._changes.announcements.add(self.refused())
-            if self._again:
-                self._changes.inventory.add(sorted(self._again))
-                self._again.clear()
+                self._changes.announcements.add(self.list_refused())
+            if self._to_report:
+                self._changes.inventory.add(sorted(self._to_report))
+                self._to_report.clear()
 
-    def refused(self) -> Sequence[str]:
+    def list_refused(self) -> Sequence[str]:
         """The hosts of which builds are refused."""
         return list(self._owners)

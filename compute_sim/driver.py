@@ -50,23 +50,23 @@ class ChangeFault(Exception):
 class HandOverRefused(Exception):
     """A machine that cannot be migrated live now; nothing was begun. `runs`: whether it runs.
 
-    elsewhere: it can perhaps be migrated to another host than the one that was named.
+    retry_other_host: it can perhaps be migrated to another host than the one that was named.
     """
 
-    def __init__(self, code: str, reason: str = "", *, elsewhere: bool = False, runs: bool = True) -> None:
+    def __init__(self, code: str, reason: str = "", *, retry_other_host: bool = False, runs: bool = True) -> None:
         super().__init__(f"{code}: {reason}" if reason else code)
         self.code = code
         self.reason = reason
-        self.elsewhere = elsewhere
+        self.retry_other_host = retry_other_host
         self.runs = runs
 
 
-class NotOurs(Exception):
-    """The host has a machine of this instance, and nothing proves that this deployment built it. The machine is left as
+class NotOwned(Exception):
+    """The host has a machine of this instance, and nothing proves that this database has it. The machine is left as
     it is.
     """
 
-    code = "destroy.not_ours"
+    code = "destroy.not_owned"
 
 
 class DriverUnavailable(Exception):
@@ -102,7 +102,7 @@ class MachineProtected(DriverUnavailable):
 class DriverHost(Struct, frozen=True, kw_only=True):
     """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads.
 
-    offered: this service announces it. Of hosts that another service announces now, builds are taken all the same: one
+    reported: this service announces it. Of hosts that another service announces now, builds are taken all the same: one
     that was on its way when the host changed hands has the claim, and the host itself lets one build have it.
     """
 
@@ -111,11 +111,11 @@ class DriverHost(Struct, frozen=True, kw_only=True):
     enabled: bool = True
     disabled_reason: str = ""
     attributes: dict[str, str] = {}
-    offered: bool = True
+    reported: bool = True
 
 
 class Build(Struct, frozen=True):
-    """One attempt to build one instance on one host. deployment: the identity that the machine is marked with.
+    """One attempt to build one instance on one host. database_id: the identity that the machine is tagged with.
 
     origin: the instance has a machine on another host, or an image, that this attempt takes over.
     """
@@ -124,7 +124,7 @@ class Build(Struct, frozen=True):
     spec: InstanceSpec
     attempt: int
     allocations: dict[str, Resources]
-    deployment: str | None = None
+    database_id: str | None = None
     origin: Origin | None = None
 
 
@@ -137,7 +137,7 @@ class ChangeOrder(Struct, frozen=True, kw_only=True):
     attempt: int
     order: int
     allocations: dict[str, Resources]
-    deployment: str | None = None
+    database_id: str | None = None
     to_host: str | None = None
     rescue_password: str = ""
 
@@ -152,18 +152,18 @@ class ChangeResult(Struct, frozen=True):
 class Machine(Struct, frozen=True):
     """One instance that a host carries.
 
-    attempt, deployment: as in its mark (None: it has no mark of ours). built: it is certainly complete. runs: it is
-    not stopped. left: only its mark still names it, what manages the host reports that it is gone, and `destroy` leaves
-    it as it is. allocations: its resources, by provider (None: the host does not know).
+    attempt, database_id: as in its tag (None: it has no tag of ours). built: it is certainly complete. runs: it is
+    not stopped. tag_only: only its tag still names it, what manages the host reports that it is gone, and `destroy`
+    leaves it. allocations: its resources, by provider (None: the host does not know).
     """
 
     host_uuid: str
     instance_uuid: str
     attempt: int | None
-    deployment: str | None = None
+    database_id: str | None = None
     built: bool = True
     runs: bool = True
-    left: bool = False
+    tag_only: bool = False
     allocations: Mapping[str, Resources] | None = None
 
 
@@ -189,18 +189,18 @@ class Driver(Protocol):
         """The provider trees of these hosts (None: of all). Empty when another source reports them."""
 
     async def spawn(self, build: Build) -> str | None:
-        """Build and mark the machine; return when it runs, with a remark for the build's story (None: nothing special).
+        """Build and tag the machine; return when it runs, with a warning for the build's story (None: nothing special).
 
         Raises BuildAbort, Reschedule, or DriverUnavailable.
-        The mark (deployment, instance, attempt) is put on the machine before or with the first change to its host.
+        The tag (database_id, instance, attempt) is put on the machine before or with the first change to its host.
         Cancelled when the build is destroyed meanwhile: `destroy` follows and removes the remains.
         """
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Return when nothing of this deployment's attempts up to this one is left on the host, leftovers included.
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
+        """Return when nothing of this database's attempts up to this one is left on the host, leftovers included.
 
-        Destroying a machine that does not exist succeeds. Raises NotOurs, having changed nothing, when the machine's
-        mark does not name this deployment; MachineProtected; DriverUnavailable when it cannot be sure.
+        Destroying a machine that does not exist succeeds. Raises NotOwned, having changed nothing, when the machine's
+        tag does not name this database; MachineProtected; DriverUnavailable when it cannot be sure.
         """
 
     async def check(self, build: Build) -> None:
@@ -211,7 +211,7 @@ class Driver(Protocol):
     async def change(self, change: ChangeOrder) -> ChangeResult:
         """Change a machine where it is; return when that is done. A change that is done already succeeds.
 
-        Raises ChangeFault when it is not done, NotOurs when the machine's mark does not name this deployment,
+        Raises ChangeFault when it is not done, NotOwned when the machine's tag does not name this database,
         DriverUnavailable. Cancelled when a later change or a destruction takes its place: a hand-over that is cancelled
         leaves the machine where it is, running or stopped, and the later change determines which it is to be.
         """

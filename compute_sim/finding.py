@@ -4,24 +4,24 @@ some.
 
 from __future__ import annotations
 
-from bus.contracts.cell import MAX_LOOKED_AT_ONCE, FindMachines, FoundMachine, MachinesFound
-from compute_sim.domain.attempts import Entry, Phase, is_there
+from bus.contracts.cell import MAX_LOOKED_AT_ONCE, LookedUpMachine, LookUpMachines, MachineLookupResult
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt, has_machine
 from compute_sim.driver import Driver, Machine
 from compute_sim.records import Key, Records
-from compute_sim.survey import Survey
+from compute_sim.survey import MachineScanner
 
 
-class Finder:
+class MachineLookup:
     """One service's. It reads; nothing is changed."""
 
-    def __init__(self, *, service: str, driver: Driver, records: Records, survey: Survey) -> None:
+    def __init__(self, *, service: str, driver: Driver, records: Records, scanner: MachineScanner) -> None:
         self._service = service
         self._driver = driver
         self._records = records
-        self._survey = survey
+        self._scanner = scanner
 
-    async def find(self, question: FindMachines) -> MachinesFound:
-        """Every machine of these instances with this deployment's mark that no order has ended.
+    async def look_up(self, question: LookUpMachines) -> MachineLookupResult:
+        """Every machine of these instances with this database's tag that no order has ended.
 
         Also those that are still being built, and those that the record does not have but that their hosts listed when
         these were last looked at, as the reports name them. A thorough query is answered with those of other
@@ -29,73 +29,78 @@ class Finder:
         """
         if question.on_hosts:
             return await self._on_hosts(question)
-        wanted, ours, thorough = frozenset(question.instance_uuids), question.deployment, question.thorough
+        wanted, database_id, thorough = frozenset(question.instance_uuids), question.database_id, question.thorough
         recorded = {
             key: entry
             for key, entry in self._records.live(wanted).items()
-            if is_there(entry, (entry.deployment or ours) if thorough else ours)
+            if has_machine(entry, (entry.database_id or database_id) if thorough else database_id)
         }
         listed_only = {
             (one.host_uuid, one.instance_uuid): one
-            for one in self._survey.beside_record(wanted)
-            if (thorough or one.deployment == ours) and not one.left
+            for one in self._scanner.list_unrecorded(wanted)
+            if (thorough or one.database_id == database_id) and not one.tag_only
         }
         recorded = {key: entry for key, entry in recorded.items() if key not in listed_only}
         places = sorted({host for host, _ in recorded})
         listed = await self._driver.list(places) if places else {}
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
-        found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
-        found += [self._listed(one, ours) for one in listed_only.values()]
+        found = [self._recorded(key, entry, seen.get(key), database_id) for key, entry in recorded.items()]
+        found += [self._listed(one, database_id) for one in listed_only.values()]
         hosts, more = self._looked_at(question.hosts_after) if thorough else ((), False)
-        return MachinesFound(machines=tuple(found), hosts=hosts, more=more)
+        return MachineLookupResult(machines=tuple(found), hosts=hosts, more=more)
 
-    async def _on_hosts(self, question: FindMachines) -> MachinesFound:
+    async def _on_hosts(self, question: LookUpMachines) -> MachineLookupResult:
         """The complete machines that these hosts list, and that no order has ended: a record alone proves none."""
-        wanted, ours = frozenset(question.instance_uuids), question.deployment
-        listed = await self._driver.list(sorted(self._survey.hosts.intersection(question.on_hosts)))
+        wanted, database_id = frozenset(question.instance_uuids), question.database_id
+        listed = await self._driver.list(sorted(self._scanner.hosts.intersection(question.on_hosts)))
         found = [
-            self._listed(one, ours)
+            self._listed(one, database_id)
             for machines in listed.values()
             for one in machines
-            if one.instance_uuid in wanted and one.deployment == ours and one.built and self._is_kept(one, ours)
+            if one.instance_uuid in wanted
+            and one.database_id == database_id
+            and one.built
+            and self._is_kept(one, database_id)
         ]
         hosts = tuple(host for host in question.on_hosts if host in listed)
-        return MachinesFound(machines=tuple(found), hosts=hosts)
+        return MachineLookupResult(machines=tuple(found), hosts=hosts)
 
-    def _is_kept(self, machine: Machine, ours: str) -> bool:
+    def _is_kept(self, machine: Machine, database_id: str) -> bool:
         entry = self._records.get((machine.host_uuid, machine.instance_uuid))
         if entry is None:
-            return not machine.left
-        return entry.attempt == machine.attempt and entry.phase is Phase.RUNNING and is_there(entry, ours)
+            return not machine.tag_only
+        return (
+            entry.attempt == machine.attempt and entry.phase is AttemptPhase.RUNNING and has_machine(entry, database_id)
+        )
 
     def _looked_at(self, after: int) -> tuple[tuple[str, ...], bool]:
         """A page of the hosts that have been looked at, and whether there are others."""
-        found = self._survey.listed(after, MAX_LOOKED_AT_ONCE + 1)
+        found = self._scanner.list_scanned_hosts(after, MAX_LOOKED_AT_ONCE + 1)
         return found[:MAX_LOOKED_AT_ONCE], len(found) > MAX_LOOKED_AT_ONCE
 
-    def _recorded(self, key: Key, entry: Entry, machine: Machine | None, ours: str) -> FoundMachine:
-        return FoundMachine(
+    def _recorded(self, key: Key, entry: HostAttempt, machine: Machine | None, database_id: str) -> LookedUpMachine:
+        return LookedUpMachine(
             instance_uuid=key[1],
             host_uuid=key[0],
-            host=self._survey.name_of(key[0]),
+            host=self._scanner.name_of(key[0]),
             service=self._service,
             attempt=entry.attempt,
-            built=entry.phase is Phase.RUNNING,
+            built=entry.phase is AttemptPhase.RUNNING,
             project_id=entry.project or None,
             allocations=_taken(machine),
-            foreign=entry.deployment not in (None, ours),
+            foreign=entry.database_id not in (None, database_id),
         )
 
-    def _listed(self, machine: Machine, ours: str) -> FoundMachine:
-        return FoundMachine(
+    def _listed(self, machine: Machine, database_id: str) -> LookedUpMachine:
+        return LookedUpMachine(
             instance_uuid=machine.instance_uuid,
             host_uuid=machine.host_uuid,
-            host=self._survey.name_of(machine.host_uuid),
+            host=self._scanner.name_of(machine.host_uuid),
             service=self._service,
             attempt=machine.attempt or 0,
             built=machine.built,
             allocations=_taken(machine),
-            foreign=machine.deployment != ours,
+            foreign=machine.database_id != database_id,
         )
 
 

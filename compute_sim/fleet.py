@@ -23,8 +23,8 @@ REWRITE_AFTER = 100_000  # journal rows beyond four times the number of live one
 log = structlog.get_logger(__name__)
 
 
-class Guest(Struct, frozen=True, array_like=True):
-    """One machine on a host. complete: False for the remains of a failed build. deployment: its mark.
+class SimulatedMachine(Struct, frozen=True, array_like=True):
+    """One machine on a host. complete: False for the remains of a failed build. database_id: its tag.
 
     runs: it is not stopped. image: the image that it was built from, by name.
     """
@@ -33,19 +33,19 @@ class Guest(Struct, frozen=True, array_like=True):
     attempt: int
     allocations: dict[str, Resources]
     complete: bool = True
-    deployment: str | None = None
+    database_id: str | None = None
     runs: bool = True
     image: str = ""
 
 
-class GuestRow(Struct, frozen=True, array_like=True, tag="g"):
+class MachineRow(Struct, frozen=True, array_like=True, tag="g"):
     """A machine was created, or was completed."""
 
     host: str
-    guest: Guest
+    machine: SimulatedMachine
 
 
-class GoneRow(Struct, frozen=True, array_like=True, tag="x"):
+class DestroyedRow(Struct, frozen=True, array_like=True, tag="x"):
     """A machine was destroyed."""
 
     host: str
@@ -61,20 +61,22 @@ class HostRow(Struct, frozen=True, array_like=True, tag="h"):
     size: HostSize
 
 
-Row = GuestRow | GoneRow | HostRow
+Row = MachineRow | DestroyedRow | HostRow
 
 
 class Host:
     """One simulated host: its plan, and its progress."""
 
-    __slots__ = ("disabled_reason", "enabled", "guests", "plan", "size")
+    __slots__ = ("disabled_reason", "enabled", "machines", "plan", "size")
 
     def __init__(self, plan: HostPlan) -> None:
         self.plan = plan
         self.size = plan.size
         self.enabled = True
         self.disabled_reason = ""
-        self.guests: dict[str, Guest] | None = None  # made when first needed: most of a large fleet is empty
+        self.machines: dict[str, SimulatedMachine] | None = (
+            None  # made when first needed: most of a large fleet is empty
+        )
 
     def row(self) -> HostRow:
         """Return the differences from the plan, for the journal."""
@@ -88,17 +90,17 @@ class Fleet:
         self._hosts = {plan.uuid: Host(plan) for plan in plans}
         self._journal: Journal[Row] | None = Journal(path, Row, synced=False) if path else None  # type: ignore[arg-type]
         self._listeners: list[Callable[[Sequence[str]], None]] = []
-        self._guests = 0
+        self._machine_count = 0
         self.records = records
 
     @classmethod
     def planned(cls, config: ComputeConfig, cell: str, service: str) -> Fleet:
         """Return the fleet of this configuration, with the same uuids and names each time."""
-        plans = plan_hosts(config, cell, service) if config.driver == "hypervisor" else ()
+        plans = plan_hosts(config, cell, service) if config.driver == "simulated" else ()
         if not config.state_dir:
             return cls(plans, Records())
         base = Path(config.state_dir)
-        records = Records(base / f"{cell}.{service}.records", synced=config.driver != "hypervisor")
+        records = Records(base / f"{cell}.{service}.records", synced=config.driver != "simulated")
         return cls(plans, records, base / f"{cell}.{service}.machines")
 
     def open(self) -> None:
@@ -109,7 +111,7 @@ class Fleet:
                 self._apply(row)
             if self._journal.damage is not None:
                 self._assume_what_is_recorded()
-            if self._journal.rows > REWRITE_AFTER + 4 * self._guests:
+            if self._journal.rows > REWRITE_AFTER + 4 * self._machine_count:
                 self._journal.rewrite(self._snapshot())
 
     def _assume_what_is_recorded(self) -> None:
@@ -118,10 +120,10 @@ class Fleet:
         place would be destroyed as a leftover.
         """
         for (host, instance), entry in self.records.running().items():
-            found = self.guest(host, instance)
+            found = self.machine(host, instance)
             if host in self._hosts and (found is None or found.attempt < entry.attempt):
                 log.error("machine.assumed", host=host, instance=instance, cause=instance, attempt=entry.attempt)
-                self.put(host, Guest(instance, entry.attempt, {}, deployment=entry.deployment))
+                self.put(host, SimulatedMachine(instance, entry.attempt, {}, database_id=entry.database_id))
 
     def close(self) -> None:
         """Let go of the files; the machines stay."""
@@ -140,27 +142,27 @@ class Fleet:
         """One host."""
         return self._hosts.get(uuid)
 
-    def guest(self, host: str, instance: str) -> Guest | None:
+    def machine(self, host: str, instance: str) -> SimulatedMachine | None:
         """One machine."""
         found = self._hosts.get(host)
-        return None if found is None or found.guests is None else found.guests.get(instance)
+        return None if found is None or found.machines is None else found.machines.get(instance)
 
-    def guests(self) -> Iterator[tuple[str, Guest]]:
-        """Every (host uuid, machine), half-built ones too: what invariant checks compare with the book."""
+    def machines(self) -> Iterator[tuple[str, SimulatedMachine]]:
+        """Every (host uuid, machine), half-built ones too: what invariant checks compare with placement."""
         for uuid, host in self._hosts.items():
-            for guest in (host.guests or {}).values():
-                yield uuid, guest
+            for machine in (host.machines or {}).values():
+                yield uuid, machine
 
     # --- what drivers do
 
-    def put(self, host: str, guest: Guest) -> None:
+    def put(self, host: str, machine: SimulatedMachine) -> None:
         """Add a machine to this host."""
-        self._write(GuestRow(host, guest))
+        self._write(MachineRow(host, machine))
 
     def remove(self, host: str, instance: str) -> None:
         """Remove a machine from this host. Removing a machine that does not exist succeeds."""
-        if self.guest(host, instance) is not None:
-            self._write(GoneRow(host, instance))
+        if self.machine(host, instance) is not None:
+            self._write(DestroyedRow(host, instance))
 
     # --- what operators and chaos do
 
@@ -176,11 +178,11 @@ class Fleet:
         """Change the size of the host. Running machines stay, even when they no longer fit."""
         self._change(host, size=size)
 
-    def lose(self, host: str) -> None:
+    def wipe(self, host: str) -> None:
         """Remove all machines of the host without an announcement, as a reinstallation does."""
         found = self._hosts[host]
-        for instance in list(found.guests or ()):
-            self._write(GoneRow(host, instance))
+        for instance in list(found.machines or ()):
+            self._write(DestroyedRow(host, instance))
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> Callable[[], None]:
         """Call back when hosts change; returns what ends that."""
@@ -208,7 +210,7 @@ class Fleet:
         self._apply(row)
         if self._journal is not None:
             self._journal.append((row,))
-            if self._journal.rows > REWRITE_AFTER + 4 * self._guests:
+            if self._journal.rows > REWRITE_AFTER + 4 * self._machine_count:
                 self._journal.rewrite(self._snapshot())
 
     def _apply(self, row: Row) -> None:
@@ -216,14 +218,14 @@ class Fleet:
         if host is None:  # the plan has fewer hosts now: the machines there are no longer ours to report
             return
         match row:
-            case GuestRow(_, guest):
-                if host.guests is None:
-                    host.guests = {}
-                self._guests += guest.instance_uuid not in host.guests
-                host.guests[guest.instance_uuid] = guest
-            case GoneRow(_, instance):
-                if host.guests is not None and host.guests.pop(instance, None) is not None:
-                    self._guests -= 1
+            case MachineRow(_, machine):
+                if host.machines is None:
+                    host.machines = {}
+                self._machine_count += machine.instance_uuid not in host.machines
+                host.machines[machine.instance_uuid] = machine
+            case DestroyedRow(_, instance):
+                if host.machines is not None and host.machines.pop(instance, None) is not None:
+                    self._machine_count -= 1
             case HostRow(_, enabled, reason, size):
                 host.enabled, host.disabled_reason, host.size = enabled, reason, size
 
@@ -231,5 +233,5 @@ class Fleet:
         for uuid, host in self._hosts.items():
             if not host.enabled or host.size != host.plan.size:
                 yield host.row()
-            for guest in (host.guests or {}).values():
-                yield GuestRow(uuid, guest)
+            for machine in (host.machines or {}).values():
+                yield MachineRow(uuid, machine)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import structlog
 
-from compute_sim.driver import BuildFault, ChangeFault, DriverFault, DriverUnavailable, HandOverRefused, NotOurs
+from compute_sim.driver import BuildFault, ChangeFault, DriverFault, DriverUnavailable, HandOverRefused, NotOwned
 
 log = structlog.get_logger()
 
@@ -15,17 +15,17 @@ AnyDriver = TypeVar("AnyDriver")
 
 # What each call may raise beside DriverUnavailable.
 NAMED: dict[str, tuple[type[Exception], ...]] = {
-    "spawn": (BuildFault, NotOurs),
-    "check": (BuildFault, NotOurs),
-    "destroy": (NotOurs,),
-    "change": (ChangeFault, HandOverRefused, NotOurs),
-    "check_source": (ChangeFault, HandOverRefused, NotOurs),
+    "spawn": (BuildFault, NotOwned),
+    "check": (BuildFault, NotOwned),
+    "destroy": (NotOwned,),
+    "change": (ChangeFault, HandOverRefused, NotOwned),
+    "check_source": (ChangeFault, HandOverRefused, NotOwned),
 }
 # By name and not by what they are: a driver may decorate a call, which still returns an awaitable.
 CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "look", "measure"}
 
 
-def guarded(driver: AnyDriver) -> AnyDriver:
+def isolate_driver(driver: AnyDriver) -> AnyDriver:
     """The driver, of which each call that raises what the port does not name raises DriverFault instead.
 
     Whoever calls it answers that as it answers a driver that is unavailable. An exception that leaves a job would end

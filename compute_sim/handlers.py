@@ -9,32 +9,32 @@ from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.cell import (
     Destroy,
-    FindMachines,
     Heartbeat,
-    HostsContested,
+    HostConflict,
     HostsReleased,
-    MachinesFound,
-    QueueMarker,
+    LookUpMachines,
+    MachineLookupResult,
+    QueueBarrier,
     ReportHosts,
     RescanHosts,
     ReserveMachines,
     RingMembers,
-    ServiceOutdated,
+    ServiceSuperseded,
     Spawn,
 )
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
-from bus.contracts.placement import InventoryOutdated, InventoryTaken
+from bus.contracts.placement import InventoryConflict, InventoryStale
 from bus.contracts.queues import CONDUCTOR
 from compute_sim.agent import Agent
-from compute_sim.contested import ContestedHosts
+from compute_sim.contested import HostConflicts
 from compute_sim.driver import DriverUnavailable
-from compute_sim.name import source_of
+from compute_sim.name import reporter_name
 from compute_sim.records import Key
 from compute_sim.ring import Ring
 
 DONE = Done()
-COMMANDS = (Spawn, Destroy, ChangeMachine, QueueMarker, FindMachines, ListMachines)
+COMMANDS = (Spawn, Destroy, ChangeMachine, QueueBarrier, LookUpMachines, ListMachines)
 # What conductors alone send, by an incarnation of the cell's database.
 ORDERS = frozenset(row.message for row in MESSAGES if row.publishers == (CONDUCTOR,))
 
@@ -51,15 +51,15 @@ class ComputeHandlers:
         on_report_requested: Callable[[], None],
         on_heartbeat: Callable[[Heartbeat], None],
         outdated: Callable[..., None],
-        on_marker: Callable[[QueueMarker, Sequence[Key]], None],
+        on_barrier: Callable[[QueueBarrier, Sequence[Key]], None],
         reserve: Callable[[ReserveMachines], Awaitable[None]],
         on_rescan: Callable[[RescanHosts], None],
-        find: Callable[[FindMachines], Awaitable[MachinesFound]],
+        look_up: Callable[[LookUpMachines], Awaitable[MachineLookupResult]],
         list_machines: Callable[[ListMachines], Awaitable[MachinesPage]],
         sync: Callable[[], Awaitable[None]],
         is_outdated: Callable[[DatabaseMark], bool],
         ring: Ring | None = None,
-        contested: ContestedHosts | None = None,
+        host_conflicts: HostConflicts | None = None,
     ) -> None:
         self._agent = agent
         self._service = service
@@ -67,25 +67,25 @@ class ComputeHandlers:
         self._on_report_requested = on_report_requested
         self._on_heartbeat = on_heartbeat
         self._outdated = outdated
-        self._on_marker = on_marker
+        self._on_barrier = on_barrier
         self._reserve = reserve
         self._on_rescan = on_rescan
-        self._find = find
+        self._look_up = look_up
         self._list_machines = list_machines
         self._sync = sync
         self._is_outdated = is_outdated
         self._ring = ring
-        self._contested = contested
+        self._host_conflicts = host_conflicts
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn, Destroy and ChangeMachine: Done means remembered and started, not ended; the end is published.
 
-        QueueMarker: everything before it has been taken. FindMachines, ListMachines: answered when that is so.
+        QueueBarrier: everything before it has been taken. LookUpMachines, ListMachines: answered when that is so.
         """
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy | ChangeMachine] = []
-        markers: list[QueueMarker] = []
-        questions: list[tuple[int, FindMachines | ListMachines]] = []
+        barriers: list[QueueBarrier] = []
+        questions: list[tuple[int, LookUpMachines | ListMachines]] = []
         outcomes: list[Outcome] = []
         for received in batch:
             message = received.message
@@ -96,19 +96,19 @@ class ComputeHandlers:
             elif (refused := self._refusal(received)) is not None:
                 outcomes.append(refused)
             else:
-                if isinstance(message, QueueMarker):
-                    markers.append(message)
-                elif isinstance(message, FindMachines | ListMachines):
+                if isinstance(message, QueueBarrier):
+                    barriers.append(message)
+                elif isinstance(message, LookUpMachines | ListMachines):
                     questions.append((len(outcomes), message))
                 else:
                     taken.append(message)
                 outcomes.append(DONE)
-        self._agent.take(taken)
+        self._agent.handle(taken)
         await self._sync()
         for place, question in questions:
             outcomes[place] = await self._answer(question)
-        for marker in markers:
-            self._on_marker(marker, self._agent.owed())
+        for barrier in barriers:
+            self._on_barrier(barrier, self._agent.pending_destroys())
         return outcomes
 
     def _refusal(self, received: Received) -> Refuse | None:
@@ -120,11 +120,11 @@ class ComputeHandlers:
             return None
         return Refuse(ORDER_OUTDATED, f"by incarnation {number} of the cell's database, which has a later one")
 
-    async def _answer(self, question: FindMachines | ListMachines) -> Outcome:
+    async def _answer(self, question: LookUpMachines | ListMachines) -> Outcome:
         try:
             if isinstance(question, ListMachines):
                 return Done(await self._list_machines(question))
-            return Done(await self._find(question))
+            return Done(await self._look_up(question))
         except DriverUnavailable as fault:  # no answer: the conductor repeats it
             return Refuse("driver.unavailable", str(fault))
 
@@ -132,7 +132,7 @@ class ComputeHandlers:
         """ReportHosts: one announcement answers all requests. Heartbeats under this service's name: shows whether
         another process has the name.
 
-        ServiceOutdated, InventoryOutdated: the messages that the cell and the book have received under this name.
+        ServiceOutdated, InventoryStale: the messages that the cell and placement have received under this name.
         ReserveMachines: the quarantined machines on its hosts. RescanHosts: hosts to announce by a scan that begins
         after it.
         """
@@ -141,29 +141,29 @@ class ComputeHandlers:
             message = received.message
             if isinstance(message, Heartbeat):
                 self._on_heartbeat(message)
-            elif isinstance(message, ServiceOutdated) and message.service == self._service:
+            elif isinstance(message, ServiceSuperseded) and message.service == self._service:
                 self._outdated(epoch=message.epoch)
-            elif isinstance(message, InventoryOutdated) and message.source == source_of(self._service):
+            elif isinstance(message, InventoryStale) and message.reporter == reporter_name(self._service):
                 self._outdated(version=message.version)
             elif isinstance(message, ReserveMachines) and message.service == self._service:
                 await self._reserve(message)
             elif isinstance(message, RescanHosts) and message.service == self._service:
                 self._on_rescan(message)
-            elif self._contested is not None:
-                self._take_conflict(message, self._contested)
+            elif self._host_conflicts is not None:
+                self._on_conflict(message, self._host_conflicts)
         if any(isinstance(received.message, ReportHosts) for received in batch):
             self._on_report_requested()
         await self._sync()
         return outcomes
 
-    def _take_conflict(self, message: Message, contested: ContestedHosts) -> None:
-        """InventoryTaken, HostsContested, HostsReleased: hosts that another service has, too."""
-        if isinstance(message, InventoryTaken) and message.source == source_of(self._service):
-            contested.on_taken(message)
-        elif isinstance(message, HostsContested) and message.service == self._service:
-            contested.on_contested(message)
+    def _on_conflict(self, message: Message, host_conflicts: HostConflicts) -> None:
+        """InventoryConflict, HostConflict, HostsReleased: hosts that another service has, too."""
+        if isinstance(message, InventoryConflict) and message.reporter == reporter_name(self._service):
+            host_conflicts.on_inventory_conflict(message)
+        elif isinstance(message, HostConflict) and message.service == self._service:
+            host_conflicts.on_host_conflict(message)
         elif isinstance(message, HostsReleased) and message.service == self._service:
-            contested.on_released(message)
+            host_conflicts.on_released(message)
 
     async def ring_members(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """RingMembers: which services share the free nodes now."""

@@ -1,6 +1,6 @@
 """Collects all changes of hosts: which hosts are to be announced, and whose inventory is to be published.
 
-The driver, the agent, the quarantine and the offering record here which hosts have changed; the reporter and the
+The driver, the agent, the quarantine and the startup gate record here which hosts have changed; the reporter and the
 inventory reporter wait here for hosts that are due. None of them knows the others.
 """
 
@@ -51,7 +51,7 @@ class PendingReport:
         return taken
 
 
-class HostChanges:
+class PendingHostReports:
     """The pending reports of one service about its hosts: `announcements` to its cell, `inventory` to the resource
     book.
     """

@@ -20,14 +20,15 @@ from bus.contracts.listing import (
     ListMachines,
     MachinesPage,
 )
-from compute_sim.domain.attempts import Phase
+from compute_sim.domain.attempts import AttemptPhase
 from compute_sim.driver import Driver, Machine
 from compute_sim.records import Key, Records
-from compute_sim.survey import Survey
+from compute_sim.survey import MachineScanner
 
 
 class MachineLister:
-    """One service's. is_busy: whether a change or a destruction of a machine is under way; owed: the destructions.
+    """One service's. is_busy: whether a change or a destruction of a machine is under way; pending_destroys: those
+    that are to be destroyed.
 
     It reads only.
     """
@@ -38,24 +39,24 @@ class MachineLister:
         service: str,
         driver: Driver,
         records: Records,
-        survey: Survey,
+        scanner: MachineScanner,
         is_busy: Callable[[Key], bool],
-        owed: Callable[[], Sequence[Key]],
+        pending_destroys: Callable[[], Sequence[Key]],
     ) -> None:
         self._service = service
         self._driver = driver
         self._records = records
-        self._survey = survey
+        self._scanner = scanner
         self._is_busy = is_busy
-        self._owed = owed
+        self._pending_destroys = pending_destroys
 
     async def list(self, question: ListMachines) -> MachinesPage:
         """One page: as many hosts as its bounds allow, at least one machine. Raises DriverUnavailable."""
-        behind = (one for one in self._survey.hosts if one >= question.after_host)
+        behind = (one for one in self._scanner.hosts if one >= question.after_host)
         hosts = heapq.nsmallest(MAX_LISTED_HOSTS + 1, behind)
         listed = await self._driver.list(hosts)
         unlisted: dict[str, set[str]] = defaultdict(set)
-        for at, instance in (*self._records.unlisted(), *self._owed()):
+        for at, instance in (*self._records.unlisted(), *self._pending_destroys()):
             unlisted[at].add(instance)
         page, size, read = list[ListedMachine](), 0, list[str]()
         after = (question.after_host, question.after_instance)
@@ -95,11 +96,11 @@ class MachineLister:
         key = (host, instance)
         entry = self._records.get(key)
         if machine is not None:
-            attempt, mark, is_complete = machine.attempt, machine.deployment, machine.built and not machine.left
+            attempt, owner, is_complete = machine.attempt, machine.database_id, machine.built and not machine.tag_only
         else:
-            attempt, mark, is_complete = (entry.attempt, entry.deployment, False) if entry else (None, None, False)
-        is_building = entry is not None and entry.phase is Phase.BUILDING and entry.attempt == attempt
-        kept = self._records.spec_of(key, attempt) if mark == database_id else None
+            attempt, owner, is_complete = (entry.attempt, entry.database_id, False) if entry else (None, None, False)
+        is_building = entry is not None and entry.phase is AttemptPhase.BUILDING and entry.attempt == attempt
+        kept = self._records.spec_of(key, attempt) if owner == database_id else None
         taken = machine.allocations if machine is not None else None
         allocations = taken or (kept.allocations if kept is not None else None)
         return ListedMachine(
@@ -107,11 +108,11 @@ class MachineLister:
             attempt=attempt or UNKNOWN_ATTEMPT,
             host_uuid=host,
             service=self._service,
-            host=self._survey.name_of(host),
+            host=self._scanner.name_of(host),
             complete=is_complete and not is_building,
             runs=machine is not None and machine.runs,
             busy=self._is_busy(key),
-            foreign=mark != database_id,
+            foreign=owner != database_id,
             project_id=kept.spec.project_id if kept is not None and kept.spec is not None else None,
             spec=None if kept is None else kept.spec,
             allocations={uuid: dict(amounts) for uuid, amounts in allocations.items()} if allocations else None,

@@ -11,7 +11,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from compute_sim import metrics
 from compute_sim.driver import DriverUnavailable, MeasuringDriver
-from compute_sim.name import source_of
+from compute_sim.name import reporter_name
 from compute_sim.publishing import JITTER, PublishingBus
 
 
@@ -44,7 +44,7 @@ class Measuring:
 
     async def _publish(self) -> None:
         readings = await self._driver.measure(self._clock.time())
-        source = source_of(self._service)
+        source = reporter_name(self._service)
         for at in range(0, len(readings), MAX_READINGS):
             page = tuple(readings[at : at + MAX_READINGS])
             await self._bus.publish(HostMetrics(source=source, readings=page))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 COMMANDS = Counter(
-    "berth_compute_commands_total", "Spawn and Destroy commands, by their effect.", ["service", "verdict"]
+    "berth_compute_commands_total", "Spawn and Destroy commands, by their effect.", ["service", "action"]
 )
 BUILDS = Counter("berth_compute_builds_total", "Builds that ended, by how.", ["service", "outcome"])
 BUILD_S = Histogram(
@@ -18,13 +18,13 @@ ACCEPTED = Gauge("berth_compute_builds_accepted", "Builds accepted and not ended
 RESULTS = Counter("berth_compute_results_total", "Results that the broker confirmed.", ["service"])
 REPORTS = Counter("berth_compute_inventory_updates_total", "Inventory updates that the broker confirmed.", ["service"])
 MEASURED = Counter("berth_compute_hosts_measured_total", "Readings of hosts published.", ["service"])
-ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports published.", ["service"])
+HOSTS_REPORTED = Counter("berth_compute_hosts_reported_total", "Host reports published.", ["service"])
 JOURNALS_DAMAGED = Counter(
     "berth_compute_journals_damaged_total", "Journals that were found damaged and kept aside, by file.", ["file"]
 )
-CONTESTED = Gauge(
+HOST_CONFLICTS = Gauge(
     "berth_compute_hosts_refused",
-    "Hosts that this service reports and the book has as another compute service's: no builds are taken for them.",
+    "Hosts that this service reports and placement has as another compute service's: no builds are taken for them.",
     ["service"],
 )
 RESERVED = Gauge(

@@ -14,7 +14,7 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import Heartbeat
-from bus.contracts.placement import COMPUTE_SOURCE
+from bus.contracts.placement import COMPUTE_REPORTER
 from bus.faults import Forbidden
 from bus.port import QueueLocked
 from bus.retrying import Retrying, RetryPolicy
@@ -26,15 +26,15 @@ QUEUE = "compute.control.{service}"
 AGAIN_S = 1.0
 
 
-def source_of(service: str) -> str:
+def reporter_name(service: str) -> str:
     """The name under which a service reports inventory."""
-    return f"{COMPUTE_SOURCE}{service}"
+    return f"{COMPUTE_REPORTER}{service}"
 
 
-class NameTaken(Forbidden):
+class ServiceNameInUse(Forbidden):
     """Another process runs a compute service of this name."""
 
-    code = "compute.name_taken"
+    code = "compute.name_conflict"
 
 
 class ServiceName:
@@ -52,7 +52,7 @@ class ServiceName:
         self._other: tuple[int, int, float] | None = None  # epoch and sequence received of another, and since when
 
     async def hold(self) -> None:
-        """Take the name; waits `wait_s` for a former connection to be noticed as gone. Raises NameTaken."""
+        """Take the name; waits `wait_s` for a former connection to be noticed as gone. Raises ServiceNameInUse."""
         again_s = min(AGAIN_S, self._wait_s)
         policy = RetryPolicy(first_s=again_s, longest_s=again_s, least=1.0, lasts_s=self._wait_s)
 
@@ -62,22 +62,22 @@ class ServiceName:
 
         try:
             await Retrying(policy, self._clock).call(
-                lambda: self._bus.declare_now(QUEUE, service=self._service, source=source_of(self._service)),
+                lambda: self._bus.declare_now(QUEUE, service=self._service, reporter=reporter_name(self._service)),
                 lambda error: isinstance(error, QueueLocked),
                 on_failure=log_failure,
             )
         except QueueLocked as locked:
-            raise self._taken(f"for {self._wait_s:g} s") from locked
+            raise self._in_use(f"for {self._wait_s:g} s") from locked
         self._bus.transport.on_locked(self._is_locked)
         self._bus.transport.on_reconnect(self._is_back)
 
     async def watch(self) -> None:
-        """A side task: ends the service when another took the name while the connection was lost. Raises NameTaken."""
+        """A side task: ends the service when another took the name while disconnected. Raises ServiceNameInUse."""
         await self._lost.wait()
-        raise self._taken("since this one's connection to the bus was lost")
+        raise self._in_use("since this one's connection to the bus was lost")
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
-        """A heartbeat under this name. Raises NameTaken when it is another's.
+        """A heartbeat under this name. Raises ServiceNameInUse when it is another's.
 
         One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that
         is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
@@ -92,7 +92,7 @@ class ServiceName:
             return
         _, sequence, since = self._other
         if beat.sequence > sequence and (beat.epoch > own or now - since >= self._wait_s):
-            raise self._taken(f"its heartbeats have epoch {beat.epoch}, ours {own}")
+            raise self._in_use(f"its heartbeats have epoch {beat.epoch}, ours {own}")
 
     def _is_locked(self) -> None:
         now = self._clock.monotonic()
@@ -105,8 +105,10 @@ class ServiceName:
     def _is_back(self) -> None:
         self._locked_at = None
 
-    def _taken(self, how: str) -> NameTaken:
-        return NameTaken(f"{self._sentence()} ({how}): stop that one, or give this one a name of its own (--service)")
+    def _in_use(self, how: str) -> ServiceNameInUse:
+        return ServiceNameInUse(
+            f"{self._sentence()} ({how}): stop that one, or give this one a name of its own (--service)"
+        )
 
     def _sentence(self) -> str:
         return f"another process runs the compute service {self._service!r} of {self._cell}"

@@ -1,6 +1,6 @@
 """The parts of one compute service, made in the order in which they need each other.
 
-Changes on a host meet in `HostChanges`, so that none of these parts calls one that is made after it.
+Changes on a host meet in `PendingHostReports`, so that none of these parts calls one that is made after it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from bus.retrying import Retrying, RetryPolicy
 from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
-from compute_sim.contested import ContestedHosts
+from compute_sim.contested import HostConflicts
 from compute_sim.crash_plan import CrashPlan
 from compute_sim.driver import Driver, DriverUnavailable, MeasuringDriver, WaitingDriver
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.drivers.ironic.driver import BareMetal, ring_name
-from compute_sim.finding import Finder
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.drivers.ironic.driver import IronicDriver, ring_name
+from compute_sim.finding import MachineLookup
 from compute_sim.fleet import Fleet
-from compute_sim.guarded import guarded
+from compute_sim.guarded import isolate_driver
 from compute_sim.handlers import ComputeHandlers
-from compute_sim.host_changes import HostChanges
+from compute_sim.host_changes import PendingHostReports
 from compute_sim.inventory import InventoryReporter
 from compute_sim.listing import MachineLister
 from compute_sim.measuring import Measuring
 from compute_sim.name import ServiceName
-from compute_sim.offering import Offering
+from compute_sim.offering import StartupGate
 from compute_sim.quarantine import Quarantine
 from compute_sim.reporter import Reporter
 from compute_sim.ring import Ring
-from compute_sim.survey import Survey
+from compute_sim.survey import MachineScanner
 from compute_sim.unreliable import FaultyResultSender
 from compute_sim.waiting import WaitingReporter
 
@@ -72,21 +72,21 @@ class Parts:
         self.records = self.fleet.records
         self.crash_plan = CrashPlan(config, self.fleet, die)
         self._driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
-        self.driver = guarded(self._driver)
-        self.metal = self._driver if isinstance(self._driver, BareMetal) else None
+        self.driver = isolate_driver(self._driver)
+        self.ironic = self._driver if isinstance(self._driver, IronicDriver) else None
         self.name = self._name()
         self.announcer = self._announcer()
         self.result_sender = FaultyResultSender(
             self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
-        self.changes = HostChanges(env.clock)
-        self.contested = ContestedHosts(service=service, changes=self.changes, clock=env.clock)
-        self.offering = self._offering()
+        self.changes = PendingHostReports(env.clock)
+        self.host_conflicts = HostConflicts(service=service, changes=self.changes, clock=env.clock)
+        self.startup_gate = self._startup_gate()
         self.quarantine = Quarantine(
             service=service, driver=self.driver, records=self.records, on_changed=self.changes.on_host_changed
         )
-        self.survey = Survey(self.driver, self.records, on_listed=self.quarantine.drop_gone)
-        self.finder = Finder(service=service, driver=self.driver, records=self.records, survey=self.survey)
+        self.scanner = MachineScanner(self.driver, self.records, on_listed=self.quarantine.drop_absent)
+        self.lookup = MachineLookup(service=service, driver=self.driver, records=self.records, scanner=self.scanner)
         self.agent = self._agent()
         self.reporter = self._reporter()
         self.inventory = self._inventory()
@@ -95,7 +95,7 @@ class Parts:
     @property
     def ring(self) -> Ring | None:
         """The services that share the nodes of one Ironic; None where the hosts are this service's own."""
-        return None if self.metal is None else self.metal.ring
+        return None if self.ironic is None else self.ironic.ring
 
     # --- construction
 
@@ -119,13 +119,13 @@ class Parts:
             service=self._service,
         )
 
-    def _offering(self) -> Offering:
-        return Offering(
+    def _startup_gate(self) -> StartupGate:
+        return StartupGate(
             self.bus,
             service=self._service,
             records=self.records,
             clock=self.clock,
-            on_offered=self.changes.on_host_changed,
+            on_ready=self.changes.on_host_changed,
         )
 
     def _agent(self) -> Agent:
@@ -134,7 +134,7 @@ class Parts:
             service=self._service,
             driver=self.driver,
             records=self.records,
-            survey=self.survey,
+            scanner=self.scanner,
             send=self.result_sender.send,
             clock=self.clock,
             rng=self._env.rng,
@@ -147,9 +147,9 @@ class Parts:
             ),
             on_failures=self.changes.on_failures_changed,
             on_accepted=self.crash_plan.accepted,
-            on_settled=self.offering.on_settled,
-            begun=self.offering.begun,
-            owner_of=self.contested.owner_of,
+            on_destroys_done=self.startup_gate.on_destroys_done,
+            begun=self.startup_gate.begun,
+            owner_of=self.host_conflicts.owner_of,
         )
 
     def _lister(self) -> MachineLister:
@@ -157,9 +157,9 @@ class Parts:
             service=self._service,
             driver=self.driver,
             records=self.records,
-            survey=self.survey,
+            scanner=self.scanner,
             is_busy=self.agent.is_busy,
-            owed=self.agent.owed,
+            pending_destroys=self.agent.pending_destroys,
         )
 
     def _reporter(self) -> Reporter:
@@ -167,16 +167,16 @@ class Parts:
             self.bus,
             service=self._service,
             cell=self._cell,
-            survey=self.survey,
+            scanner=self.scanner,
             records=self.records,
             changes=self.changes,
-            offering=self.offering,
+            startup_gate=self.startup_gate,
             clock=self.clock,
             rng=self._env.rng,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             report_interval_s=self._config.report_interval_s,
             ring=self.ring,
-            contested=self.contested,
+            host_conflicts=self.host_conflicts,
         )
 
     def _inventory(self) -> InventoryReporter:
@@ -186,11 +186,11 @@ class Parts:
             driver=self.driver,
             records=self.records,
             changes=self.changes,
-            offering=self.offering,
+            startup_gate=self.startup_gate,
             clock=self.clock,
             rng=self._env.rng,
             report_interval_s=self._config.report_interval_s,
-            take_over=self.contested.take_over,
+            take_over=self.host_conflicts.pop_former_reporter,
         )
 
     def _handlers(self) -> ComputeHandlers:
@@ -201,15 +201,15 @@ class Parts:
             on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
             outdated=self.reporter.outdated,
-            on_marker=self.offering.on_marker,
+            on_barrier=self.startup_gate.on_barrier,
             reserve=self.quarantine.reserve,
             on_rescan=self.changes.on_rescan,
-            find=self.finder.find,
+            look_up=self.lookup.look_up,
             list_machines=self._lister().list,
             sync=self.records.sync,
-            is_outdated=self.records.is_outdated,
+            is_outdated=self.records.may_predate_restore,
             ring=self.ring,
-            contested=self.contested,
+            host_conflicts=self.host_conflicts,
         )
 
     def measuring(self) -> Measuring | None:
@@ -220,7 +220,7 @@ class Parts:
             return None
         return Measuring(
             self.bus,
-            guarded(self._driver),
+            isolate_driver(self._driver),
             service=self._service,
             clock=self.clock,
             rng=random.Random(f"measuring {self._service}"),
@@ -233,7 +233,7 @@ class Parts:
             return None
         return WaitingReporter(
             self.bus,
-            guarded(self._driver),
+            isolate_driver(self._driver),
             service=self._service,
             cell=self._cell,
             clock=self.clock,
@@ -243,7 +243,7 @@ class Parts:
     # --- life
 
     async def connect(self) -> None:
-        """Connect and take the service's name, before anything of the machines is looked at. Raises NameTaken."""
+        """Connect and take the service's name, before the machines are looked at. Raises ServiceNameInUse."""
         self.bus.publishes_as("compute_sim")
         await self.bus.open()
         await self.name.hold()
@@ -284,5 +284,5 @@ def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str,
     """The driver that the configuration names."""
     if config.driver == "ironic":
         ring = Ring(ring_name(config.ironic), service)
-        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, records=fleet.records, ring=ring)
-    return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)
+        return IronicDriver(config.ironic, cell=cell, service=service, clock=clock, records=fleet.records, ring=ring)
+    return SimulatedDriver(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

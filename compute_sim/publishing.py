@@ -10,13 +10,13 @@ import structlog
 
 from bus.clock import Clock
 from bus.contracts.base import Message
-from bus.retrying import Retrying, RetryPolicy, level_of, passes_with_time
+from bus.retrying import Retrying, RetryPolicy, is_transient, level_of
 from compute_sim.driver import DriverUnavailable
 from compute_sim.host_changes import PendingReport
 
 log = structlog.get_logger()
 
-GATHER_S = 0.1  # changes and questions that come within this are answered together
+BATCH_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
 REPORTS = RetryPolicy(first_s=0.1, longest_s=10.0, least=0.0)  # until they are published
 LOOKS = RetryPolicy(first_s=0.1, longest_s=1.0, least=0.0)  # until the driver answers: hosts are offered soon after
@@ -48,7 +48,7 @@ class PendingPublisher:
         while True:
             await self._pending.wait(self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             await self._publish(publish)
-            await self._clock.sleep(GATHER_S)
+            await self._clock.sleep(BATCH_S)
 
     async def _publish(self, publish: Callable[[list[str] | None], Awaitable[None]]) -> None:
         """Until it is published: a broker, a consumer or a driver that is unavailable comes back with time. What is
@@ -68,7 +68,7 @@ class PendingPublisher:
                 publish_pending, lambda error: isinstance(error, DriverUnavailable), on_failure=_log_failure
             )
 
-        await self._retrying.call(look_and_publish, passes_with_time, on_failure=_log_failure)
+        await self._retrying.call(look_and_publish, is_transient, on_failure=_log_failure)
 
 
 def _log_failure(error: BaseException, failures: int) -> None:

@@ -1,7 +1,7 @@
 """Reserves the resources of machines in quarantine in the inventory of their hosts, until the machines are gone or
 explained.
 
-Such a machine may have no claim in the book, so its resources would be offered to others, and a build there would take
+Such a machine may have no claim in placement, so its resources would be offered to others, and a build there would take
 more than its host has. The cell's conductor names these machines (`ReserveMachines`); they are on record here, so that
 a restart does not offer their resources. A machine that its host does not carry any more is dropped at once.
 """
@@ -61,7 +61,7 @@ class Quarantine:
             ):  # others are offered by another source: a bare-metal node by its Ironic, and only when free
                 self._log(host, trees[host])
 
-    def drop_gone(self, listed: Mapping[str, Sequence[Machine]]) -> None:
+    def drop_absent(self, listed: Mapping[str, Sequence[Machine]]) -> None:
         """Offer the resources again of machines that these hosts no longer have."""
         kept = {
             host: tuple(one for one in reserved if any(_is_this(one, machine) for machine in machines))

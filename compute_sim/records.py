@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_EPOCH, DatabaseMark, Resources, encode
 from bus.contracts.cell import ComputeResult, InstanceSpec, ReservedMachine, Spawn
 from bus.contracts.moves import MachineChanged
-from compute_sim.domain.attempts import ENDED, Entry, Phase, answer, is_lost
+from compute_sim.domain.attempts import ENDED, AttemptPhase, HostAttempt, answer, is_lost
 from compute_sim.journal import Journal
 
 Key = tuple[str, str]  # (host uuid, instance uuid)
@@ -28,12 +28,12 @@ VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within o
 FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets versions pass 2**62
 
 
-class EntryRow(Struct, frozen=True, array_like=True, tag="e"):
+class HostAttemptRow(Struct, frozen=True, array_like=True, tag="e"):
     """An attempt's entry; with the command while it is being built, so that a restart can go on."""
 
     host: str
     instance: str
-    entry: Entry
+    entry: HostAttempt
     spawn: Spawn | None = None
 
 
@@ -68,7 +68,7 @@ class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
     machines: tuple[ReservedMachine, ...]
 
 
-class InBookRow(Struct, frozen=True, array_like=True, tag="b"):
+class InPlacementRow(Struct, frozen=True, array_like=True, tag="b"):
     """Hosts whose inventory may be published under this name, or was taken back."""
 
     hosts: tuple[str, ...]
@@ -76,11 +76,11 @@ class InBookRow(Struct, frozen=True, array_like=True, tag="b"):
 
 
 class UndeployingRow(Struct, frozen=True, array_like=True, tag="u"):
-    """The attempt and deployment in a machine's mark, which undeploying its node wipes; None: it is undeployed."""
+    """The attempt and database id in a machine's tag, which undeploying its node wipes; None: it is undeployed."""
 
     host: str
     instance: str
-    mark: tuple[int, str] | None
+    owner_tag: tuple[int, str] | None
 
 
 class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
@@ -98,7 +98,17 @@ class MarkRow(Struct, frozen=True, array_like=True, tag="i"):
     sent_sequences: tuple[int, ...] = ()
 
 
-Row = MarkRow | EntryRow | PurgeRow | SpecRow | FailuresRow | ReservedRow | InBookRow | UndeployingRow | NumbersRow
+Row = (
+    MarkRow
+    | HostAttemptRow
+    | PurgeRow
+    | SpecRow
+    | FailuresRow
+    | ReservedRow
+    | InPlacementRow
+    | UndeployingRow
+    | NumbersRow
+)
 
 
 class Records:
@@ -107,7 +117,7 @@ class Records:
     def __init__(self, path: Path | None = None, *, synced: bool = True) -> None:
         """synced: whether a power cut is to be survived, as machines do that are real."""
         self._journal: Journal[Row] | None = Journal(path, Row, synced=synced) if path else None  # type: ignore[arg-type]
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, HostAttempt] = {}
         self._spawns: dict[Key, Spawn] = {}
         self._specs: dict[Key, SpecRow] = {}  # of machines that are there, or are being built
         self._failed: dict[Key, None] = {}  # that may have left something
@@ -116,7 +126,7 @@ class Records:
         self._lost: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
-        self._in_book: dict[str, bool] = {}
+        self._in_placement: dict[str, bool] = {}
         self._undeploying: dict[Key, tuple[int, str]] = {}  # one a node at most
         self.mark = self._mark_written = DatabaseMark()  # the highest by which it was commanded
         self.epoch = 0
@@ -139,7 +149,7 @@ class Records:
 
     # --- attempts
 
-    def get(self, key: Key) -> Entry | None:
+    def get(self, key: Key) -> HostAttempt | None:
         """The record of this instance on this host."""
         return self._entries.get(key)
 
@@ -164,13 +174,13 @@ class Records:
         """
         return [*self._spawns, *self._failed]
 
-    def entries(self) -> Iterator[tuple[Key, Entry]]:
+    def entries(self) -> Iterator[tuple[Key, HostAttempt]]:
         """All of them, oldest first."""
         return iter(list(self._entries.items()))
 
-    def note(self, key: Key, entry: Entry, spawn: Spawn | None = None) -> EntryRow:
+    def note(self, key: Key, entry: HostAttempt, spawn: Spawn | None = None) -> HostAttemptRow:
         """Remember an entry in memory; returns the row to `write`, so that a batch is written at once."""
-        row = EntryRow(key[0], key[1], entry, spawn)
+        row = HostAttemptRow(key[0], key[1], entry, spawn)
         self._apply(row)
         return row
 
@@ -197,7 +207,7 @@ class Records:
         if self._journal is not None:
             await self._journal.sync()
 
-    def put(self, key: Key, entry: Entry, spawn: Spawn | None = None) -> None:
+    def put(self, key: Key, entry: HostAttempt, spawn: Spawn | None = None) -> None:
         """Remember one entry and write it."""
         self.write([self.note(key, entry, spawn)])
 
@@ -208,7 +218,7 @@ class Records:
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
             if isinstance(result, MachineChanged):
-                if entry is not None and entry.changing is not None and entry.order == result.order:
+                if entry is not None and entry.changing is not None and entry.order == result.change_number:
                     rows.append(self.note(key, replace(entry, changing=None)))
             elif entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
                 rows.append(self.note(key, replace(entry, reported=True)))
@@ -219,11 +229,11 @@ class Records:
         entry = self._entries.get((host, instance))
         return entry is not None and entry.phase not in ENDED
 
-    def live(self, instances: Collection[str]) -> dict[Key, Entry]:
+    def live(self, instances: Collection[str]) -> dict[Key, HostAttempt]:
         """Of these instances what runs or is being built, as far as is known."""
         return {key: self._entries[key] for key in (*self._running, *self._spawns) if key[1] in instances}
 
-    def running(self) -> dict[Key, Entry]:
+    def running(self) -> dict[Key, HostAttempt]:
         """The machines that run, as far as is known."""
         return {key: self._entries[key] for key in self._running}
 
@@ -249,30 +259,30 @@ class Records:
         self.write(rows)
         return [row.host for row in rows]
 
-    def in_book(self) -> list[str]:
+    def in_placement(self) -> list[str]:
         """The hosts whose inventory may be published and was not taken back."""
-        return [host for host, is_in in self._in_book.items() if is_in]
+        return [host for host, is_in in self._in_placement.items() if is_in]
 
-    def note_in_book(self, hosts: Sequence[str], *, is_in: bool) -> None:
+    def record_in_placement(self, hosts: Sequence[str], *, is_in: bool) -> None:
         """The inventory of these hosts is about to be published, or is taken back."""
-        changed = tuple(host for host in hosts if self._in_book.get(host, False) is not is_in)
+        changed = tuple(host for host in hosts if self._in_placement.get(host, False) is not is_in)
         if changed:
-            row = InBookRow(changed, is_in)
+            row = InPlacementRow(changed, is_in)
             self._apply(row)
             self.write([row])
 
     def undeploying(self, host: str) -> dict[str, tuple[int, str]]:
-        """{instance: (attempt, deployment)} in the marks of the machines that are being undeployed here."""
-        return {instance: mark for (at, instance), mark in self._undeploying.items() if at == host}
+        """{instance: (attempt, database_id)} in the tags of the machines that are being undeployed here."""
+        return {instance: tag for (at, instance), tag in self._undeploying.items() if at == host}
 
-    def note_undeploying(self, host: str, instance: str, mark: tuple[int, str] | None) -> None:
+    def record_teardown(self, host: str, instance: str, tag: tuple[int, str] | None) -> None:
         """This machine is about to be undeployed; None: nothing of it is left."""
-        if self._undeploying.get((host, instance)) != mark:
-            row = UndeployingRow(host, instance, mark)
+        if self._undeploying.get((host, instance)) != tag:
+            row = UndeployingRow(host, instance, tag)
             self._apply(row)
             self.write([row])
 
-    def is_outdated(self, mark: DatabaseMark) -> bool:
+    def may_predate_restore(self, mark: DatabaseMark) -> bool:
         """Whether what was decided by this incarnation of the cell's database is refused. A higher one than any before
         is remembered, and a higher mark in it with what is written next.
         """
@@ -286,7 +296,7 @@ class Records:
         """Consecutive failed builds of a host."""
         return self._failures.get(host, 0)
 
-    def count_failures(self, host: str, failed_builds: int) -> bool:
+    def record_failed_builds(self, host: str, failed_builds: int) -> bool:
         """Set them; returns whether that changed anything."""
         if self._failures.get(host, 0) == failed_builds:
             return False
@@ -335,7 +345,7 @@ class Records:
         match row:
             case MarkRow():
                 self.mark = self._mark_written = DatabaseMark(row.database_incarnation, row.sent_sequences)
-            case EntryRow(host, instance, entry, spawn):
+            case HostAttemptRow(host, instance, entry, spawn):
                 self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
                 for forgetful in (self._entries, self._spawns, self._specs, self._ended, self._failed, self._lost):
@@ -348,29 +358,29 @@ class Records:
                 self._reserved[host] = machines
                 if not machines:
                     del self._reserved[host]
-            case InBookRow(hosts, is_in):
-                self._in_book.update(dict.fromkeys(hosts, is_in))
-            case UndeployingRow(host, instance, mark):
+            case InPlacementRow(hosts, is_in):
+                self._in_placement.update(dict.fromkeys(hosts, is_in))
+            case UndeployingRow(host, instance, tag):
                 self._undeploying.pop((host, instance), None)
-                if mark is not None:
-                    self._undeploying[host, instance] = mark
+                if tag is not None:
+                    self._undeploying[host, instance] = tag
             case NumbersRow(epoch, version, starts):
                 self.epoch, self.version, self.starts = epoch, version, starts
 
-    def _apply_entry(self, key: Key, entry: Entry, spawn: Spawn | None) -> None:
+    def _apply_entry(self, key: Key, entry: HostAttempt, spawn: Spawn | None) -> None:
         self._entries[key] = entry
         if entry.phase in ENDED:
             self._specs.pop(key, None)
         if spawn is not None:
             self._spawns[key] = spawn
             self._specs[key] = _spec_row(key, spawn.attempt, spawn.spec, spawn.allocations)
-        elif entry.phase is not Phase.BUILDING:
+        elif entry.phase is not AttemptPhase.BUILDING:
             self._spawns.pop(key, None)
         for table, belongs in (
-            (self._running, entry.phase is Phase.RUNNING),
+            (self._running, entry.phase is AttemptPhase.RUNNING),
             (self._lost, is_lost(entry)),
             (self._ended, entry.phase in ENDED),
-            (self._failed, entry.phase is Phase.FAILED and not is_lost(entry)),
+            (self._failed, entry.phase is AttemptPhase.FAILED and not is_lost(entry)),
         ):
             if belongs:
                 table[key] = None
@@ -384,13 +394,13 @@ class Records:
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():
             yield ReservedRow(host, machines)
-        in_book = self.in_book()
-        for at in range(0, len(in_book), HOSTS_A_ROW):
-            yield InBookRow(tuple(in_book[at : at + HOSTS_A_ROW]), is_in=True)
-        for key, mark in self._undeploying.items():
-            yield UndeployingRow(key[0], key[1], mark)
+        in_placement = self.in_placement()
+        for at in range(0, len(in_placement), HOSTS_A_ROW):
+            yield InPlacementRow(tuple(in_placement[at : at + HOSTS_A_ROW]), is_in=True)
+        for key, tag in self._undeploying.items():
+            yield UndeployingRow(key[0], key[1], tag)
         for key, entry in self._entries.items():
-            yield EntryRow(key[0], key[1], entry, self._spawns.get(key))
+            yield HostAttemptRow(key[0], key[1], entry, self._spawns.get(key))
         yield from self._specs.values()
 
 

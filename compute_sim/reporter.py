@@ -19,12 +19,12 @@ from bus.clock import Clock
 from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
 from bus.faults import Transient
 from bus.port import BusError
-from bus.turns import next_turn
+from bus.turns import yield_to_loop
 from compute_sim import metrics
-from compute_sim.contested import ContestedHosts
+from compute_sim.contested import HostConflicts
 from compute_sim.driver import DriverHost
-from compute_sim.host_changes import HostChanges
-from compute_sim.offering import DESTROYING, Offering
+from compute_sim.host_changes import PendingHostReports
+from compute_sim.offering import DESTROYING, StartupGate
 from compute_sim.publishing import PendingPublisher, PublishingBus
 from compute_sim.records import Records
 from compute_sim.ring import UNKNOWN, Ring
@@ -36,8 +36,8 @@ HOSTS_AT_ONCE = 1000  # put into pages in one turn of the event loop
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 
 
-class HostSource(Protocol):
-    """The operations that the reporter needs of the survey."""
+class HostScanner(Protocol):
+    """The operations that the reporter needs of the scanner."""
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are."""
@@ -55,34 +55,34 @@ class Reporter:
         *,
         service: str,
         cell: str,
-        survey: HostSource,
+        scanner: HostScanner,
         records: Records,
-        changes: HostChanges,
-        offering: Offering,
+        changes: PendingHostReports,
+        startup_gate: StartupGate,
         clock: Clock,
         rng: random.Random,
         heartbeat_interval_s: float,
         report_interval_s: float,
         ring: Ring | None = None,
-        contested: ContestedHosts | None = None,
+        host_conflicts: HostConflicts | None = None,
     ) -> None:
         self._bus = bus
         self._service = service
         self._cell = cell
-        self._survey = survey
+        self._scanner = scanner
         self._records = records
         self._changes = changes
-        self._offering = offering
+        self._startup_gate = startup_gate
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._pending = PendingPublisher(changes.announcements, clock=clock, rng=rng, interval_s=report_interval_s)
         self._ring = ring
-        self._contested = contested
+        self._host_conflicts = host_conflicts
         self._publishing = asyncio.Lock()
         self._sequence = 0
 
     def outdated(self, *, epoch: int = 0, version: int = 0) -> None:
-        """The cell or the book has received a later number under this service's name than any of its own.
+        """The cell or placement has received a later number under this service's name than any of its own.
 
         Its clock was set back, its records are gone, or another process had the name while its clock was ahead. The
         service holds the name: it continues above that epoch, and publishes everything again. A late copy changes
@@ -97,7 +97,7 @@ class Reporter:
 
     # --- side tasks
 
-    async def beat(self) -> None:
+    async def send_heartbeats(self) -> None:
         """Send heartbeats, until cancelled. One that cannot be sent now is dropped."""
         while True:
             with contextlib.suppress(BusError, Transient):
@@ -106,7 +106,7 @@ class Reporter:
 
     async def announce(self) -> None:
         """Host announcements, until cancelled; none before the ring is known, for the free hosts would be missing."""
-        await self._offering.begun.wait()
+        await self._startup_gate.begun.wait()
         if self._ring is not None:
             await self._ring.known.wait()
         await self._pending.run(self._publish_hosts)
@@ -140,11 +140,11 @@ class Reporter:
         scan, seen_at, rescans = self._records.begin_scan(), self._clock.time(), self._changes.rescans
         ring_term, ring_number = UNKNOWN if self._ring is None else self._ring.version
         # Read once: a host that is announced is one whose builds are taken.
-        every = await self._survey.load_hosts()
-        known = [host for host in every if host.offered]
-        if self._contested is not None:
-            self._contested.keep({host.uuid for host in every})
-        running = await self._survey.running(hosts)
+        every = await self._scanner.load_hosts()
+        known = [host for host in every if host.reported]
+        if self._host_conflicts is not None:
+            self._host_conflicts.keep({host.uuid for host in every})
+        running = await self._scanner.running(hosts)
         if hosts is not None:
             wanted = frozenset(hosts)
             known = [host for host in known if host.uuid in wanted]
@@ -174,7 +174,7 @@ class Reporter:
                         rescans=rescans,
                     )
                 )
-            metrics.ANNOUNCED.labels(self._service).inc(len(page))
+            metrics.HOSTS_REPORTED.labels(self._service).inc(len(page))
         self._changes.clear_rescans(rescans)
 
     async def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
@@ -183,14 +183,14 @@ class Reporter:
         instances = 0
         for number, host in enumerate(hosts, 1):
             if number % HOSTS_AT_ONCE == 0:
-                await next_turn()
+                await yield_to_loop()
             runs = running.get(host.uuid)  # None: it was not seen this time, which must not prove anything lost
             count = len(runs or ())
             if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + count > RUNNING_PER_PAGE):
                 pages.append([])
                 instances = 0
             instances += count
-            offers = self._offering.offers(host.uuid)
+            offers = self._startup_gate.is_ready(host.uuid)
             pages[-1].append(
                 HostReport(
                     uuid=host.uuid,
@@ -200,7 +200,7 @@ class Reporter:
                     attributes=host.attributes,
                     failed_builds=self._records.failed_builds(host.uuid),
                     running=None if runs is None else tuple(runs),
-                    owner=None if self._contested is None else self._contested.owner_of(host.uuid),
+                    owner=None if self._host_conflicts is None else self._host_conflicts.owner_of(host.uuid),
                 )
             )
         return pages

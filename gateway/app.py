@@ -13,8 +13,8 @@ from bus.clock import Clock
 from bus.contracts.queues import project_bus
 from bus.fair_queue import Turns
 from bus.service.environment import Environment
-from bus.service.presence import announce_presence
-from bus.service.service import Service
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from gateway.config import GatewayConfig
 from gateway.project import ProjectLink
@@ -26,16 +26,18 @@ ENTERED_S = 5.0
 DRAIN_S = 5.0  # the grace time for what is under way when a project is removed
 
 
-def build(env: Environment, config: GatewayConfig, read_projects: Callable[[], Sequence[str]] | None = None) -> Service:
+def build(
+    env: Environment, config: GatewayConfig, read_projects: Callable[[], Sequence[str]] | None = None
+) -> WorkerRuntime:
     """One gateway process. Any number may run; each project is held by one of them at a time.
 
     read_projects: reads them anew, and raises SettingsError; None: they stay as they are.
     """
     bus = env.bus(API)
     bus.publishes_as("gateway")
-    service = Service("gateway", clock=env.clock, log=log)
+    service = WorkerRuntime("gateway", clock=env.clock, log=log)
     service.add_resource(bus.open, bus.close)
-    announce_presence(service, env, bus, "gateway")
+    add_heartbeat(service, env, bus, "gateway")
     turns = Turns()
     projects = Projects(
         lambda name: ProjectLink(name, bus, env.bus(project_bus(name)), turns), config.projects, env.clock

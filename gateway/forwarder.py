@@ -16,16 +16,24 @@ import structlog
 from msgspec import Struct, structs
 
 from bus.bus import Bus
-from bus.consuming.outcome import EXHAUSTED, Done, GiveUp, Outcome, Received, Wait, given_up_of
+from bus.consuming.outcome import (
+    AT_DELIVERY_LIMIT,
+    DeadLetterNow,
+    Done,
+    Outcome,
+    Received,
+    RetryWhenAvailable,
+    dead_letter_reason_of,
+)
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildPage, BuildRequest, DeleteRequest, seen_by
-from bus.contracts.moves import MovePage, MoveRequest
+from bus.contracts.moves import ActionPage, ActionRequest
 from bus.contracts.queues import BY_QUEUE
 from bus.fair_queue import Turns, cost_of
 from bus.faults import Fault
 from bus.port import BusError
 from bus.publishing import Waiter
-from bus.refused_requests import refused_build_event, refused_move_event
+from bus.refused_requests import refused_action_event, refused_build_event
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +42,7 @@ ANSWER_TIMEOUT_S = 2 * sum(BY_QUEUE["scheduler.door"].retry_s)
 # Batches of one project whose answers are awaited; a further one waits for one of these.
 MAX_UNANSWERED = 256
 # Of what has ended its gateway each time, or so it seems; its dead letter's end is announced.
-_GIVEN_UP = GiveUp(EXHAUSTED, "it was delivered to several gateways, and none of them finished it")
+_DEAD_LETTERED = DeadLetterNow(AT_DELIVERY_LIMIT, "it was delivered to several gateways, and none of them finished it")
 
 
 class _Part(Struct, frozen=True):
@@ -71,8 +79,8 @@ class RequestForwarder:
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Send a batch, one part after the other. What follows one that was not sent waits: it is sent behind it."""
-        if any(one.exhausted for one in batch):  # the others are asked again
-            return [_GIVEN_UP if one.exhausted else Wait(EXHAUSTED) for one in batch]
+        if any(one.at_delivery_limit for one in batch):  # the others are asked again
+            return [_DEAD_LETTERED if one.at_delivery_limit else RetryWhenAvailable(AT_DELIVERY_LIMIT) for one in batch]
         number = next(self._numbers)
         self._since[number] = self._api.clock.monotonic()
         outcomes: list[Outcome] = []
@@ -80,7 +88,7 @@ class RequestForwarder:
             for part in self._parts(batch):
                 fault = await self._sent(part)
                 if fault is not None:
-                    return [*outcomes, *[Wait(fault.code, str(fault))] * (len(batch) - len(outcomes))]
+                    return [*outcomes, *[RetryWhenAvailable(fault.code, str(fault))] * (len(batch) - len(outcomes))]
                 outcomes += [Done()] * len(part.received)
             return outcomes
         finally:
@@ -129,7 +137,7 @@ class RequestForwarder:
                     causes=[_subject_of(one) for one in part.messages],
                     to=self._to,
                     on_confirmed=on_confirmed,
-                    left_s=[_left_s(one) for one in part.received],
+                    remaining_s=[_remaining_s(one) for one in part.received],
                 )
         except BusError as error:
             return error
@@ -167,19 +175,22 @@ class EventForwarder:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Publish a batch; an event that the broker does not take waits."""
         errors = await self._clients.publish_each([(self._event_of(one), one.meta.cause) for one in batch])
-        return [Done() if error is None else Wait(getattr(error, "code", "bus.error"), str(error)) for error in errors]
+        return [
+            Done() if error is None else RetryWhenAvailable(getattr(error, "code", "bus.error"), str(error))
+            for error in errors
+        ]
 
 
 def end_of(received: Received, project: str) -> Message:
     """The event about the end of a request that its queue has given up: it has expired, or ended its gateway each time,
     or so it seems.
     """
-    why, message = given_up_of(received), received.message
-    assert why is not None
-    if isinstance(message, MoveRequest):
-        return refused_move_event(message.request_id, message.instance_uuid, project, message.kind, why=why)
+    refusal, message = dead_letter_reason_of(received), received.message
+    assert refusal is not None
+    if isinstance(message, ActionRequest):
+        return refused_action_event(message.request_id, message.instance_uuid, project, message.kind, refusal=refusal)
     assert isinstance(message, BuildRequest | DeleteRequest)
-    return refused_build_event(message.instance_uuid, project, why)
+    return refused_build_event(message.instance_uuid, project, refusal)
 
 
 def of_project(message: Message, project: str) -> Message:
@@ -192,16 +203,16 @@ def as_seen(answer: Message, project: str) -> Message:
     if isinstance(answer, BuildPage):
         mine = tuple(seen_by(one, project) for one in answer.builds if one.project_id == project)
         return structs.replace(answer, builds=mine)
-    if isinstance(answer, MovePage):
-        return structs.replace(answer, moves=tuple(one for one in answer.moves if one.project_id == project))
+    if isinstance(answer, ActionPage):
+        return structs.replace(answer, actions=tuple(one for one in answer.actions if one.project_id == project))
     return answer
 
 
-def _left_s(received: Received) -> float:
+def _remaining_s(received: Received) -> float:
     """For how long a request is of use. One that nobody awaits is handled however late it is: a scheduler would drop it
     without an event, as it answers the gateway.
     """
-    return math.inf if received.meta.reply_to is None else received.left_s()
+    return math.inf if received.meta.reply_to is None else received.remaining_s()
 
 
 def _subject_of(message: Message) -> str:

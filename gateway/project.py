@@ -52,7 +52,7 @@ class ProjectLink:
             )
             for queue, handler in (
                 (
-                    "gateway.given_up",
+                    "gateway.dead_letters",
                     EventForwarder(clients, partial(end_of, project=project)),
                 ),  # first: letters go there
                 ("gateway.requests", self._requests),
@@ -117,7 +117,7 @@ class ProjectLink:
         if is_connected:
             try:
                 waiting = await self._clients.transport.depth("gateway.requests")
-                metrics.WAITING.labels(self.project).set(waiting + self._consumers[1].in_hand)
+                metrics.WAITING.labels(self.project).set(waiting + self._consumers[1].in_flight)
             except BusError as error:
                 log.info("gateway.not_measured", project=self.project, code=error.code)
 

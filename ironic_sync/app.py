@@ -15,14 +15,14 @@ from bus.port import Transport
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.presence import announce_presence
-from bus.service.service import Service
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
-from ironic_sync.domain.position import source_of
+from ironic_sync.domain.position import reporter_name
 from ironic_sync.loop import SyncLoop
-from ironic_sync.source.port import IronicSource
-from ironic_sync.source.rest import RestSource
+from ironic_sync.source.port import IronicClient
+from ironic_sync.source.rest import IronicRestClient
 from ironic_sync.store.port import Positions
 from ironic_sync.store.postgres import PostgresPositions
 
@@ -35,12 +35,12 @@ def build(
     env: Environment,
     config: IronicSyncConfig,
     *,
-    source: IronicSource | None = None,
+    client: IronicClient | None = None,
     store: Positions | None = None,
-) -> Service:
+) -> WorkerRuntime:
     """One ironic_sync process. Any number may run; one works, the others are ready to take over.
 
-    source: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
+    client: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
     Raises SettingsError: the settings know no such cell.
     """
     if config.cell and config.cell not in env.cells:
@@ -48,12 +48,12 @@ def build(
         raise SettingsError("ironic_sync.cell", f"there is no cell {config.cell!r}; the settings know {known}")
     bus = env.bus(API)
     bus.publishes_as("ironic_sync")
-    service = Service("ironic-sync", clock=env.clock, log=log)
+    service = WorkerRuntime("ironic-sync", clock=env.clock, log=log)
     positions = _positions(service, env, bus, config) if store is None else store
     if store is not None:
-        bus.belongs_to(role_of(config.name), lambda: store.deployment, lambda: "")
+        bus.belongs_to(role_of(config.name), lambda: store.database_id, lambda: "")
     own_broker = notifications_transport(config.broker)
-    reading = source if source is not None else rest_source(config, env.clock)
+    reading = client if client is not None else rest_client(config, env.clock)
     loop = SyncLoop(
         reading,
         positions,
@@ -65,14 +65,14 @@ def build(
         tracer=env.tracer,
     )
     service.add_resource(bus.open, bus.close)
-    announce_presence(service, env, bus, "ironic-sync")
+    add_heartbeat(service, env, bus, "ironic-sync")
     if own_broker is not None:
         service.add_resource(own_broker.open, own_broker.close)
     service.add_resource(None, reading.close)  # it connects with its first request
     service.add_task("sync", loop.run)
     # One at a time: the positions belong to the term.
     service.add_consumer(
-        Consumer(bus, "ironic.outdated.{process}", loop.outdated, concurrency=1, source=source_of(config.name))
+        Consumer(bus, "ironic.stale.{process}", loop.outdated, concurrency=1, reporter=reporter_name(config.name))
     )
     service.add_drain(loop.drain)
     service.add_bus_check("bus", lambda: bus.unavailable_reason)
@@ -80,14 +80,14 @@ def build(
     return service
 
 
-def _positions(service: Service, env: Environment, bus: Bus, config: IronicSyncConfig) -> PostgresPositions:
+def _positions(service: WorkerRuntime, env: Environment, bus: Bus, config: IronicSyncConfig) -> PostgresPositions:
     """The environment's PostgreSQL, opened and watched with the service; the bus is marked as its own."""
     database = env.database(schema_of(config.name))
     positions = PostgresPositions(database)
     service.add_resource(positions.open, positions.close)
     service.add_check("database", lambda: database.ready)
-    service.add_task("identity", partial(watch_identity, database, lambda: positions.deployment, env.clock))
-    bus.belongs_to(role_of(config.name), lambda: positions.deployment, lambda: database.place)
+    service.add_task("identity", partial(watch_identity, database, lambda: positions.database_id, env.clock))
+    bus.belongs_to(role_of(config.name), lambda: positions.database_id, lambda: database.place)
     return positions
 
 
@@ -112,10 +112,10 @@ def notifications_transport(config: NotificationBroker) -> Transport | None:
     return RabbitTransport(config.url, name="ironic", connection_name="berth ironic-sync notifications")
 
 
-def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:
+def rest_client(config: IronicSyncConfig, clock: Clock) -> IronicRestClient:
     """Ironic's REST API as configured. Raises SettingsError."""
     verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting="ironic_sync.ca_file")
-    return RestSource(
+    return IronicRestClient(
         config.url,
         microversion=config.microversion,
         timeout_s=config.request_timeout_s,

@@ -103,7 +103,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     leader_poll_interval_s: Annotated[float, Bound(gt=0, le=2)] = 1.0
     """Seconds between two attempts to become the leader, and between two renewals of its lease of 5 seconds."""
     absent_retention_s: Annotated[float, Bound(ge=0, le=366 * 86_400)] = 7 * 86_400.0
-    """Seconds that a node of which Ironic answers that there is none stays in the book, held back and named as
+    """Seconds that a node of which Ironic answers that there is none stays in placement, held back and named as
     `node.absent`, before it is removed with what operators gave it. One whose deletion Ironic announced is removed at
     once.
     """

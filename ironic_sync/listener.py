@@ -89,7 +89,7 @@ class NotificationListener:
         self.exchange_missing = False
         try:
             # Never `#`: Ironic's RPC goes through the same exchange.
-            await self._transport.bind_foreign(
+            await self._transport.bind_external(
                 config.own_queue, config.exchange, [f"{topic}.*" for topic in config.topics]
             )
             if self._term is None:

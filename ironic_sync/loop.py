@@ -13,18 +13,18 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import InventoryOutdated
+from bus.contracts.placement import InventoryStale
 from bus.faults import Transient, first_fault
 from bus.port import Transport
 from bus.tracing.tracer import Tracer
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.position import Position, source_of
+from ironic_sync.domain.position import Position, reporter_name
 from ironic_sync.listener import ListeningTerm, NotificationListener
 from ironic_sync.measuring import Measurements
 from ironic_sync.notification_traces import NotificationTraces
 from ironic_sync.reader import Reader
-from ironic_sync.source.port import IronicSource
+from ironic_sync.source.port import IronicClient
 from ironic_sync.store.port import NotLeader, Positions, Term
 from ironic_sync.sync_state import SyncState
 from ironic_sync.writer import PublishAll, Writer
@@ -35,13 +35,13 @@ DRAIN_POLL_S = 0.01
 
 
 class SyncLoop:
-    """Keeps the book in step with Ironic. Several processes may run on the same positions; one of them works, and the
+    """Keeps placement in step with Ironic. Several processes may run on the same positions; one of them works, and the
     others wait.
     """
 
     def __init__(
         self,
-        source: IronicSource,
+        client: IronicClient,
         positions: Positions,
         transport: Transport,
         publish_all: PublishAll,
@@ -52,13 +52,13 @@ class SyncLoop:
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
-        self._source = source
+        self._client = client
         self._positions = positions
         self._publish_all = publish_all
         self._clock = clock
         self._rng = rng
         self._config = config
-        self._source_name = source_of(config.name)
+        self._reporter = reporter_name(config.name)
         self._waiting = False
         self._term: _Term | None = None
         self._listener = NotificationListener(transport, clock=clock, config=config)
@@ -82,7 +82,7 @@ class SyncLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether the book has all that is known of Ironic now (for tests and demonstrations)."""
+        """Whether placement has all that is known of Ironic now (for tests and demonstrations)."""
         term = self._term
         return term is not None and term.reader.idle and term.writer.idle and term.reader.last_all_at is not None
 
@@ -101,14 +101,10 @@ class SyncLoop:
             self._term.reader.read_all()
 
     async def outdated(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue ironic.outdated.{process}: rows of the book that are newer than the last report."""
+        """Queue ironic.stale.{process}: rows of placement that are newer than the last report."""
         for received in batch:
             message = received.message
-            if (
-                isinstance(message, InventoryOutdated)
-                and message.source == self._source_name
-                and self._term is not None
-            ):
+            if isinstance(message, InventoryStale) and message.reporter == self._reporter and self._term is not None:
                 self._term.sync_state.outdated(message.root_uuid, message.version)
         return [Done()] * len(batch)
 
@@ -175,13 +171,13 @@ class SyncLoop:
                 ended.sync_state.traces.close("ironic.term_ended")
 
     def _term_of(self, kept: Term, positions: Mapping[str, Position], published: Mapping[str, int]) -> _Term:
-        config, clock, source = self._config, self._clock, self._source_name
+        config, clock, reporter = self._config, self._clock, self._reporter
         sync_state = SyncState(
             positions, published, clock=clock, config=config, traces=NotificationTraces(self._tracer)
         )
-        reader = Reader(self._source, sync_state, clock=clock, rng=self._rng, config=config)
-        writer = Writer(kept, sync_state, self._publish_all, clock=clock, cell=config.cell, source=source)
-        measurements = Measurements(self._publish_all, clock=clock, max_nodes=config.max_nodes, source=source)
+        reader = Reader(self._client, sync_state, clock=clock, rng=self._rng, config=config)
+        writer = Writer(kept, sync_state, self._publish_all, clock=clock, cell=config.cell, reporter=reporter)
+        measurements = Measurements(self._publish_all, clock=clock, max_nodes=config.max_nodes, reporter=reporter)
         listening = ListeningTerm(sync_state, reader.follow_allocation, reader.read_all, measurements.add)
         return _Term(sync_state, reader, writer, listening, measurements)
 

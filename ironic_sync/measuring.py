@@ -15,17 +15,17 @@ from ironic_sync.writer import PublishAll
 
 log = structlog.get_logger(__name__)
 
-GATHER_S = 0.1
+BATCH_S = 0.1
 
 
 class Measurements:
     """Readings by node until they are published; a newer one replaces an older one. At most max_nodes wait."""
 
-    def __init__(self, publish_all: PublishAll, *, clock: Clock, max_nodes: int, source: str) -> None:
+    def __init__(self, publish_all: PublishAll, *, clock: Clock, max_nodes: int, reporter: str) -> None:
         self._publish_all = publish_all
         self._clock = clock
         self._max_nodes = max_nodes
-        self._source = source
+        self._reporter = reporter
         self._waiting: dict[str, HostReading] = {}
         self._some = asyncio.Event()
 
@@ -39,13 +39,13 @@ class Measurements:
         """Publish, until cancelled."""
         while True:
             await self._some.wait()
-            await self._clock.sleep(GATHER_S)
+            await self._clock.sleep(BATCH_S)
             self._some.clear()
             readings, self._waiting = tuple(self._waiting.values()), {}
             pages = [readings[at : at + MAX_READINGS] for at in range(0, len(readings), MAX_READINGS)]
             try:
                 await self._publish_all(
-                    [(HostMetrics(source=self._source, readings=page), self._source) for page in pages]
+                    [(HostMetrics(source=self._reporter, readings=page), self._reporter) for page in pages]
                 )
                 metrics.MEASURED.inc(len(readings))
             except (BusError, Transient) as fault:

@@ -11,7 +11,7 @@ RESYNCS = Counter("berth_ironic_resyncs", "Reads of all nodes, by outcome", ["ou
 RESYNC_S = Histogram("berth_ironic_resync_seconds", "How long reading all nodes took")
 UPDATES = Counter("berth_ironic_updates", "Inventory updates published, by kind", ["kind"])
 MEASURED = Counter("berth_ironic_nodes_measured", "Readings of nodes' sensors published")
-NODES = Gauge("berth_ironic_nodes", "Nodes that were reported to the book")
+NODES = Gauge("berth_ironic_nodes", "Nodes that were reported to placement")
 PROBLEMS = Gauge(
     "berth_ironic_node_problems",
     "Nodes that cannot be placed on as they are, by code; as of the last read of all",

@@ -1,4 +1,4 @@
-"""A trace of each notification of Ironic that has a node read, until the book has what followed from it."""
+"""A trace of each notification of Ironic that has a node read, until placement has what followed from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotificationTraces:
             self._spans[node] = span
 
     def end(self, node: str) -> None:
-        """The book has what followed, or nothing did."""
+        """Placement has what followed, or nothing did."""
         if (span := self._spans.pop(node, None)) is not None:
             span.end()
 

@@ -15,14 +15,14 @@ from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Unreadable
-from ironic_sync.source.port import IronicSource
+from ironic_sync.source.port import IronicClient
 from ironic_sync.sync_state import SyncState
 
 log = structlog.get_logger(__name__)
 
 JITTER = 0.1  # of the time between two reads of all, so that several systems do not ask in step
 # Single reads that begin in a second, however many nodes a storm has named: a read is some milliseconds of work, and
-# what the storm takes out of the book needs none. What still waits at the next read of all is in its pages, too.
+# what the storm takes out of placement needs none. What still waits at the next read of all is in its pages, too.
 READS_A_SECOND = 100
 ROUNDING_S = 1e-3  # a clock that was asked to sleep until then may wake a rounding error before it
 MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all nodes finds the changes
@@ -35,9 +35,9 @@ class Reader:
     """
 
     def __init__(
-        self, source: IronicSource, sync_state: SyncState, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
+        self, client: IronicClient, sync_state: SyncState, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
     ) -> None:
-        self._source = source
+        self._client = client
         self._sync_state = sync_state
         self._clock = clock
         self._rng = rng
@@ -101,7 +101,7 @@ class Reader:
         was_unavailable = False
         while True:
             try:
-                await self._source.ping()
+                await self._client.ping()
                 return was_unavailable
             except Fault:
                 was_unavailable = True
@@ -140,8 +140,8 @@ class Reader:
         return None if due_at is None else max(due_at - self._clock.time(), self._held_back_s())
 
     def _held_back_s(self) -> float:
-        left_s = self._paced_until - self._clock.monotonic()
-        return left_s if left_s > ROUNDING_S else 0.0
+        remaining_s = self._paced_until - self._clock.monotonic()
+        return remaining_s if remaining_s > ROUNDING_S else 0.0
 
     def _ended(self, uuid: str, _: object) -> None:
         del self._reading[uuid]
@@ -154,7 +154,7 @@ class Reader:
         with self._sync_state.read_in_flight() as seq:
             try:
                 with self._sync_state.traces.reading(uuid):
-                    node = await self._source.get_node(uuid)
+                    node = await self._client.get_node(uuid)
             except Fault as fault:
                 if self.reachable:
                     self.read_all()  # fails, too, if Ironic is away; then its first answer is waited for
@@ -177,7 +177,7 @@ class Reader:
         with sync_state.read_in_flight() as first:
             seq = first
             try:
-                async for page in self._source.list_nodes():
+                async for page in self._client.list_nodes():
                     for node in page:
                         sync_state.apply_read(node, seq=seq)
                     seq = sync_state.next_seq()
@@ -188,7 +188,7 @@ class Reader:
                 log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
                 return False
             self.reachable = True
-            for uuid in sync_state.unlisted(first):
+            for uuid in sync_state.missing_nodes(first):
                 sync_state.schedule_read(uuid)
         self.last_all_at = self._clock.time()
         self._report_all(self._clock.monotonic() - began)
@@ -212,7 +212,7 @@ class Reader:
         for _ in range(self._config.allocation_attempts):
             await backoff.wait()
             try:
-                allocation = await self._source.get_allocation(uuid)
+                allocation = await self._client.get_allocation(uuid)
             except Fault as fault:
                 log.warning("ironic.allocation_unread", allocation=uuid, code=fault.code)
                 continue

@@ -91,7 +91,7 @@ class SyncState:
         self.moved.set()
 
     def apply_notification(self, effect: Effect, cause: str, what: str = "") -> None:
-        """Apply a notification: a node is to be read, and perhaps something to be reported to the book first.
+        """Apply a notification: a node is to be read, and perhaps something to be reported to placement first.
 
         what: its event, for its trace.
         """
@@ -100,17 +100,17 @@ class SyncState:
         if before is None:
             return
         if effect.announced:
-            self._move(before, step.announced(before, now=self._clock.time(), config=self._config))
+            self._move(before, step.on_announcement(before, now=self._clock.time(), config=self._config))
             return
         self.notified_at[before.uuid] = (self._clock.monotonic(), cause)
         self.traces.begin(before.uuid, what, cause)
-        after = step.notified(
+        after = step.on_notification(
             before, taken=effect.reserve_all, deleted=effect.deleted, seq=self.next_seq(), now=self._clock.time()
         )
         self._move(before, after)
 
     def settle(self, uuid: str) -> None:
-        """The announced changes of a node have been read, and the book has them."""
+        """The announced changes of a node have been read, and placement has them."""
         self.notified_at.pop(uuid, None)
         self.traces.end(uuid)
 
@@ -124,7 +124,7 @@ class SyncState:
         """Read the node now."""
         before = self._of(uuid)
         if before is not None:
-            self._move(before, step.wanted(before, now=self._clock.time()))
+            self._move(before, step.with_read_due(before, now=self._clock.time()))
 
     def apply_read(self, node: Node | Unreadable, *, seq: int) -> None:
         """The node was read by a request sent at `seq`."""
@@ -161,45 +161,45 @@ class SyncState:
         """The node could not be read."""
         before = self._of(uuid)
         if before is not None:
-            self._move(before, step.failed(before, now=self._clock.time(), config=self._config))
+            self._move(before, step.on_read_failure(before, now=self._clock.time(), config=self._config))
 
     def republish_all(self, *, gone_since: float) -> None:
-        """Report every node to the book again, each when it is next read; now what is held for a fault, as no read may
+        """Report every node to placement again, each when it is next read; now what is held for a fault, as no read may
         show it.
 
         Nodes that have gone since are not read any more: their removal is reported now, because inventory in use when
-        it was removed stays in the book, without capacity, until a later report finds it unused.
+        it was removed stays in placement, without capacity, until a later report finds it unused.
         """
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
             if position.problem == ABSENT:
                 self._republish.add(uuid)  # an operator may have deleted it: a report would make it anew
-            elif position.problem and position.report is not None and not step.is_on_offer(position):
-                self._move(position, step.republished(position, now=now))
+            elif position.problem and position.report is not None and not step.has_free_inventory(position):
+                self._move(position, step.with_new_version(position, now=now))
             elif position.report is not None or position.due_at is not None:
                 self._republish.add(uuid)
             elif position.version and (position.read_at or 0.0) >= gone_since:
-                self._move(position, step.republished(position, now=now))
+                self._move(position, step.with_new_version(position, now=now))
 
     def outdated(self, uuid: str, version: int) -> None:
-        """The book has this version of a node: positions were lost, and an earlier clock was ahead."""
+        """Placement has this version of a node: positions were lost, and an earlier clock was ahead."""
         before = self.positions.get(uuid)
         if before is None or not 0 < before.version < version < FARTHEST:
             return  # a late copy lost, not the newest word
-        log.warning("ironic.outdated", node=uuid, version=before.version, known=version)
+        log.warning("ironic.stale", node=uuid, version=before.version, known=version)
         above = replace(before, version=version)
         if above.report is None:
-            self._move(above, step.republished(above, now=self._clock.time()))
+            self._move(above, step.with_new_version(above, now=self._clock.time()))
             return
         self.positions[uuid] = above  # reported again, above it, with the next read: an offer needs a fresh one
         self._republish.add(uuid)
         self.schedule_read(uuid)
 
     def known(self) -> list[str]:
-        """Nodes that have been reported to the book."""
+        """Nodes that have been reported to placement."""
         return [uuid for uuid, position in self.positions.items() if position.report is not None]
 
-    def unlisted(self, first: int) -> list[str]:
+    def missing_nodes(self, first: int) -> list[str]:
         """Reported nodes of which a list has nothing that began at that number. One that is known to be absent is read
         again when that has been so for long.
         """
@@ -231,7 +231,7 @@ class SyncState:
         while self._due and self._due[0][0] <= now:
             due_at, uuid = heapq.heappop(self._due)
             if self._is_planned(uuid, due_at):
-                self._ready.put(uuid, self.positions[uuid], urgent=step.is_on_offer(self.positions[uuid]))
+                self._ready.put(uuid, self.positions[uuid], urgent=step.has_free_inventory(self.positions[uuid]))
         for uuid in self._ready.first(1):
             self._ready.pop(uuid)
             self.positions[uuid] = replace(self.positions[uuid], due_at=None)
@@ -243,7 +243,7 @@ class SyncState:
         return position is not None and position.due_at == due_at
 
     def purge(self, reported_before: float) -> None:
-        """Drop removed nodes last reported to the book before this time."""
+        """Drop removed nodes last reported to placement before this time."""
         limit = int(reported_before * 1_000_000)
         for uuid, position in list(self.positions.items()):
             is_published = position.version == self.published.get(uuid, 0)
@@ -264,7 +264,7 @@ class SyncState:
         return None if is_full else Position(uuid=uuid)
 
     def _count(self, position: Position) -> None:
-        if step.is_gone(position):
+        if step.is_absent(position):
             self._gone.add(position.uuid)
         else:
             self._gone.discard(position.uuid)
@@ -274,7 +274,7 @@ class SyncState:
         if after.uuid not in self._republish or after.read_at != now or after.notified_seq > after.read_seq:
             return after
         self._republish.discard(after.uuid)
-        return after if after.version > before.version else step.republished(after, now=now)
+        return after if after.version > before.version else step.with_new_version(after, now=now)
 
     def _move(self, before: Position, after: Position) -> None:
         """Adopt a step, to be saved (and reported) where that changes."""
@@ -287,14 +287,14 @@ class SyncState:
             self.planned.set()
         self._log_problem(before, after)
         if after.read_seq > after.notified_seq and after.version <= self.published.get(after.uuid, 0):
-            self.settle(after.uuid)  # read as requested, and the book knows it all
+            self.settle(after.uuid)  # read as requested, and placement knows it all
         if _kept(after) == _kept(before):
             return
         self.to_save(after)
 
     def to_save(self, position: Position) -> None:
         """Have a position saved as it is now."""
-        self.unsaved.put(position.uuid, position, urgent=not step.is_on_offer(position))
+        self.unsaved.put(position.uuid, position, urgent=not step.has_free_inventory(position))
         self.moved.set()
 
     def _log_problem(self, before: Position, after: Position) -> None:

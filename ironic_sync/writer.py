@@ -18,7 +18,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
-from ironic_sync.domain.position import Position, is_on_offer, update_of
+from ironic_sync.domain.position import Position, has_free_inventory, update_of
 from ironic_sync.node_line import NodeLine
 from ironic_sync.store.port import Term
 from ironic_sync.sync_state import SyncState
@@ -43,14 +43,14 @@ class Writer:
     """Saves and publishes the positions that have moved."""
 
     def __init__(
-        self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str, source: str
+        self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str, reporter: str
     ) -> None:
         self._term = term
         self._sync_state = sync_state
         self._publish_all = publish_all
         self._clock = clock
         self._cell = cell
-        self._source = source
+        self._reporter = reporter
         self._saved: NodeLine[Position] = NodeLine()  # not published
         self._to_publish = asyncio.Event()
         self._busy = 0
@@ -117,7 +117,7 @@ class Writer:
     def _after_save(self, positions: Sequence[Position]) -> None:
         for position in positions:
             if position.version > self._sync_state.published.get(position.uuid, 0):
-                self._saved.put(position.uuid, position, urgent=not is_on_offer(position))
+                self._saved.put(position.uuid, position, urgent=not has_free_inventory(position))
                 self._to_publish.set()
 
     async def _publish_once(self, backoff: Backoff) -> None:
@@ -125,7 +125,7 @@ class Writer:
         causes = {uuid: self._sync_state.notified_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
-                [(update_of(position, self._cell, self._source), causes[uuid]) for uuid, position in batch.items()],
+                [(update_of(position, self._cell, self._reporter), causes[uuid]) for uuid, position in batch.items()],
                 [self._sync_state.traces.traceparent(uuid) for uuid in batch],
             )
             await self._term.mark_published({uuid: position.version for uuid, position in batch.items()})
@@ -158,4 +158,4 @@ class Writer:
 def _kind(position: Position) -> str:
     if position.report is None:
         return "removed"
-    return "offered" if is_on_offer(position) else "held"
+    return "offered" if has_free_inventory(position) else "held"

@@ -1,1 +1,1 @@
-"""The resource book: providers, inventories, claims, and the numbered change feed."""
+"""Placement: providers, inventories, claims, and the numbered change feed."""

@@ -1,4 +1,4 @@
-"""Wires one placement worker: the book in PostgreSQL, the API bus, and the buses of the cells, to which placement
+"""Wires one placement worker: placement in PostgreSQL, the API bus, and the buses of the cells, to which placement
 connects.
 """
 
@@ -19,9 +19,9 @@ from bus.persistence.database import Database, watch_identity
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
-from bus.service.presence import announce_presence
-from bus.service.service import Service
-from placement_worker.book import ResourceBook
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
+from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import CellFollower, PlacementHandlers
 from placement_worker.publisher import FeedPublisher
@@ -29,7 +29,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.config import RestConfig, with_oslo_conf
 from placement_worker.rest.server import InProcessRest, RestServer
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 log = structlog.get_logger("placement")
 
@@ -41,17 +41,17 @@ def build(
     config: PlacementConfig,
     cells: Sequence[str],
     *,
-    store: ResourceBook | None = None,
+    store: PlacementService | None = None,
     health_with_rest: bool = False,
     answer: Callable[[Application], None] | None = None,
-) -> Service:
+) -> WorkerRuntime:
     """Return a placement worker, ready to run, that serves the API bus, these cells, and the cells that operators add.
 
     store: instead of the schema `placement` in the environment's database. health_with_rest: the REST API's port
     answers /healthz, /readyz and /metrics too, and from the very start. answer: takes the REST API's application, for
     callers in this process, as the simulation has them.
     """
-    service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
+    service = WorkerRuntime(NAME, clock=env.clock, grace_s=config.grace_s)
     buses = {name: env.bus(name) for name in (API, *cells)}
     store, claim = _store(service, env, config, store)
     for bus in buses.values():
@@ -62,13 +62,13 @@ def build(
     rest = _rest(env, config.rest, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
-        service.add_resource(rest.open, rest.close)  # before the book, so that /readyz shows what is awaited
-    _add_book(service, store, buses[API])
+        service.add_resource(rest.open, rest.close)  # before placement, so that /readyz shows what is awaited
+    _add_placement(service, store, buses[API])
     _add_consumers(service, buses[API], handlers, config)
     service.add_task("feed publisher", publisher.run)
     service.add_task("feed head", publisher.announce)
     service.add_task("feed trim", publisher.trim)
-    announce_presence(service, env, buses[API], "placement")
+    add_heartbeat(service, env, buses[API], "placement")
     links = _links(env, handlers, config, claim, in_use)
     for cell in cells:
         links.configure(buses[cell])
@@ -87,29 +87,29 @@ def build(
 
 
 def _store(
-    service: Service,
+    service: WorkerRuntime,
     env: Environment,
     config: PlacementConfig,
-    store: ResourceBook | None,
-) -> tuple[ResourceBook, Callable[[Bus], None]]:
-    """Return the book, and the function that claims a bus for it. With PostgreSQL, add the check that detects another
+    store: PlacementService | None,
+) -> tuple[PlacementService, Callable[[Bus], None]]:
+    """Return placement, and the function that claims a bus for it. With PostgreSQL, add the check that detects another
     schema.
     """
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
-        store = ResourceBook(PostgresBookRows(database), env.clock)
-        service.add_task("identity", partial(watch_identity, database, lambda: store.rows.deployment, env.clock))
+        store = PlacementService(PostgresPlacementRows(database), env.clock)
+        service.add_task("identity", partial(watch_identity, database, lambda: store.rows.database_id, env.clock))
 
     def claim(bus: Bus) -> None:
         bus.publishes_as("placement_worker")
-        bus.belongs_to("placement", lambda: store.rows.deployment, lambda: "" if database is None else database.place)
+        bus.belongs_to("placement", lambda: store.rows.database_id, lambda: "" if database is None else database.place)
 
     return store, claim
 
 
 def _handlers(
-    env: Environment, store: ResourceBook, publisher: FeedPublisher, buses: Mapping[str, Bus]
+    env: Environment, store: PlacementService, publisher: FeedPublisher, buses: Mapping[str, Bus]
 ) -> PlacementHandlers:
     async def publish(bus: str, messages: Sequence[Message]) -> None:
         if bus not in buses:  # the cell was taken out of use meanwhile
@@ -126,14 +126,14 @@ def _handlers(
     )
 
 
-def _add_book(service: Service, store: ResourceBook, api: Bus) -> None:
+def _add_placement(service: WorkerRuntime, store: PlacementService, api: Bus) -> None:
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
     service.add_check("database", lambda: store.rows.ready)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
 
 
-def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> None:
+def _add_consumers(service: WorkerRuntime, api: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> None:
     for consumer in _writers(api, handlers, config):
         service.add_consumer(consumer)
     service.add_consumer(
@@ -167,7 +167,7 @@ def _links(
     )
 
 
-def _add_cells(service: Service, env: Environment, api: Bus, links: CellLinks) -> None:
+def _add_cells(service: WorkerRuntime, env: Environment, api: Bus, links: CellLinks) -> None:
     """Add the links to cells, and what takes cells into use and out of use, if this process can. They are no part of
     /readyz: a cell that refuses this worker, or is away, takes neither the API bus nor the REST API nor the other cells
     out of service.
@@ -185,14 +185,14 @@ def _add_cells(service: Service, env: Environment, api: Bus, links: CellLinks) -
     )
 
 
-def _add_rest(service: Service, rest: RestServer) -> None:
+def _add_rest(service: WorkerRuntime, rest: RestServer) -> None:
     service.add_task("rest", rest.run)
     service.add_check("rest", rest.ready.is_set)
     service.add_drain(rest.drain)
     service.add_preparation(rest.ready.wait)
 
 
-def _rest(env: Environment, config: RestConfig, store: ResourceBook, publisher: FeedPublisher) -> RestServer | None:
+def _rest(env: Environment, config: RestConfig, store: PlacementService, publisher: FeedPublisher) -> RestServer | None:
     if not config.listen:
         return None
     return RestServer(Api(store, with_oslo_conf(config), clock=env.clock, rng=env.rng, committed=publisher.wake))

@@ -1,8 +1,8 @@
-"""The resource book: every write, and the reads that replicas follow. Each write is one transaction over the operations
+"""Placement: every write, and the reads that replicas follow. Each write is one transaction over the operations
 of `store.port`: lock rows, read them, decide (`domain/`), and write the result with its numbered changes.
 
 The functions with a transaction as their first argument are the writes inside of a transaction that the caller has
-opened; `ResourceBook` opens one for each.
+opened; `PlacementService` opens one for each.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bus.contracts.placement import (
     ProviderState,
 )
 from bus.persistence.marks import HeardMarks
-from bus.turns import turn_for
+from bus.turns import yield_for
 from placement_worker.domain import allocations, trees
-from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
+from placement_worker.domain.allocation_migration import migrated, migrating_classes, old_and_new
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, reshape
-from placement_worker.domain.claim_group import NOBODY, ClaimGroup, numbered, outdated_by
+from placement_worker.domain.claim_group import NOBODY, ClaimGroup, numbered, refuse_stale
 from placement_worker.domain.claim_ledger import ClaimReply, Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
@@ -39,10 +39,10 @@ from placement_worker.domain.report_group import (
     ReportGroup,
     is_retired,
     names_of_reports,
-    one_of_each_root,
+    split_by_root,
     trees_of_reports,
 )
-from placement_worker.domain.reports import HOLDERS_BUSY, ReportRefusal, changes_of, plan
+from placement_worker.domain.reports import CONSUMERS_BUSY, ReportRefusal, changes_of, plan
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
 from placement_worker.store import port
@@ -64,7 +64,7 @@ BYTES_A_NAME = 300
 
 # A consumer has claimed allocations that the report moves, after the holders were locked and before the providers were.
 # To lock it now could deadlock with a transaction that has locked it and waits for the providers.
-BUSY = ReportRefusal(HOLDERS_BUSY, "a consumer has claimed what is to be moved")
+BUSY = ReportRefusal(CONSUMERS_BUSY, "a consumer has claimed what is to be moved")
 
 
 # How long a process that has taken changes holds the position, by the database's clock. Much longer than a broker takes
@@ -82,16 +82,16 @@ class Published(Struct, frozen=True):
     taken: bool = False
 
 
-NO_MARK = DatabaseMark()
+NO_DATABASE_MARK = DatabaseMark()
 
 
-class ResourceBook:
-    """The book over its rows. Every write commits in one transaction together with its numbered changes.
+class PlacementService:
+    """Placement over its rows. Every write commits in one transaction together with its numbered changes.
 
     reads: the reads that no decision follows. names: the class and trait names that this process has cached.
     """
 
-    def __init__(self, rows: port.BookRows, clock: Clock | None = None) -> None:
+    def __init__(self, rows: port.PlacementRows, clock: Clock | None = None) -> None:
         self.rows = rows
         self.names, self.reads = rows.names, rows.reads
         self.head, self.trim, self.close = rows.head, rows.trim, rows.close
@@ -114,7 +114,7 @@ class ResourceBook:
         Transient.
 
         bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
-        consumer that holds them is `consumer_changed`. marks: of the cell's database, when each was decided; one of a
+        consumer that holds them is `consumer_conflict`. marks: of the cell's database, when each was decided; one of a
         lower incarnation than the highest is refused.
         """
         group, mark = ClaimGroup(items, [one.database_incarnation for one in marks]), self._marks.hear(bus, marks)
@@ -125,19 +125,21 @@ class ResourceBook:
                 return taken
         try:
             replies = await self._write(partial(claim, group=group, bus=bus, mark=mark))
-        except port.PassedMeanwhile:
+        except port.LimitExceeded:
             replies = await self._write(partial(claim, group=group, bus=bus, mark=mark, alone=True))
         self._marks.note_recorded(bus, mark, group.highest)
         return replies
 
     async def _take_new(self, group: ClaimGroup, plain: Mapping[str, ClaimOption]) -> list[ClaimReply | Refusal] | None:
         """Take plain claims in one round trip: three more are 3 % of a boot alone. None: the group is to be decided."""
-        consumers = {uuid: replace(group.consumers[uuid], holding=one.allocations) for uuid, one in plain.items()}
-        shapes = {provider: one.shapes.get(provider) for one in plain.values() for provider in one.allocations}
-        taken = await self.rows.take_new(consumers, shapes, group.limits)
+        consumers = {uuid: replace(group.consumers[uuid], allocations=one.allocations) for uuid, one in plain.items()}
+        spec_generations = {
+            provider: one.spec_generations.get(provider) for one in plain.values() for provider in one.allocations
+        }
+        taken = await self.rows.take_new(consumers, spec_generations, group.limits)
         if taken is None:
             return None
-        sequence, generations = taken[0], dict(zip(shapes, taken[1], strict=True))
+        sequence, generations = taken[0], dict(zip(spec_generations, taken[1], strict=True))
         return [
             ClaimResult(
                 outcome=ClaimOutcome.CLAIMED,
@@ -150,7 +152,7 @@ class ResourceBook:
             for one in plain.values()
         ]
 
-    async def report(
+    async def apply_reports(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
     ) -> list[InventoryResult | ReportRefusal]:
         """Apply inventory updates in order, each with its own outcome: those of different roots in one transaction.
@@ -160,28 +162,28 @@ class ResourceBook:
         cells are refused.
         """
         results: list[InventoryResult | ReportRefusal] = []
-        for part in one_of_each_root(updates):
+        for part in split_by_root(updates):
             results += await self._write(partial(report, updates=part, bus=bus), partial(names_of_reports, part))
         return results
 
     async def release_roots(
-        self, source: str, roots: Sequence[str], *, bus: str, mark: DatabaseMark = NO_MARK
+        self, reporter: str, roots: Sequence[str], *, bus: str, mark: DatabaseMark = NO_DATABASE_MARK
     ) -> Refusal | None:
-        """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
+        """Release the roots of a reporter that belong to the cell of `bus`: another compute service may take them
         over. mark: of the cell's database, when that was decided; one of a lower incarnation is refused.
         """
         async with self.rows.transaction() as transaction:
             if (highest := await transaction.raise_mark(bus, mark)) > mark.database_incarnation:
-                return outdated_by(highest)
-            await transaction.lock_sources(())
-            await transaction.release_sources(source, roots, bus)
+                return refuse_stale(highest)
+            await transaction.lock_reporters(())
+            await transaction.release_reporters(reporter, roots, bus)
         return None
 
     async def remove_retired_trees(self, limit: int, *, keep_given_s: float) -> list[str]:
         """Remove retired trees that are no longer used, at most `limit`; what others gave to one is kept so long.
         Returns their roots.
 
-        Their sources may have ended for good. A source that still reports removes its retired trees with the next
+        Their reporters may have ended for good. A reporter that still reports removes its retired trees with the next
         report.
         """
         return await self._write(lambda transaction: remove_retired_trees(transaction, limit, keep_given_s))
@@ -205,7 +207,7 @@ class ResourceBook:
 
     async def _write(
         self,
-        apply: Callable[[port.BookTransaction], Awaitable[Written]],
+        apply: Callable[[port.PlacementTransaction], Awaitable[Written]],
         named: Callable[[], tuple[set[str], set[str]]] = lambda: (set(), set()),
     ) -> Written:
         """Run one transaction. When it fails because of stale names, refresh them and run it again: another process
@@ -231,14 +233,14 @@ class ResourceBook:
             await self.names.refresh()
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
-        """Return those of these names that are not resource classes of the book, in order."""
+        """Return those of these names that are not resource classes of placement, in order."""
         wanted = list(dict.fromkeys(named))
         await self.names.refresh_if_old()
         await self._know(wanted)
         return [name for name in wanted if name not in self.names.class_ids]
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
-        """Return those of these names that are not traits of the book, in order."""
+        """Return those of these names that are not traits of placement, in order."""
         wanted = list(dict.fromkeys(named))
         await self._know((), wanted)
         return [name for name in wanted if name not in self.names.trait_ids]
@@ -265,7 +267,7 @@ class ResourceBook:
         """
         try:
             async with self.rows.transaction() as transaction:
-                await transaction.lock_sources(())
+                await transaction.lock_reporters(())
                 after = await transaction.rename_class(old, new)
                 await transaction.append(changes_of({}, after or {}))
         except port.NameExists:
@@ -275,18 +277,18 @@ class ResourceBook:
 
     # --- the feed
 
-    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        """Return the committed changes after a number, in order. history: the history of the number; when the book has
-        another one, the page is `too_old`.
+    async def changes(self, after: int, limit: int, incarnation: str = "") -> ChangesPage:
+        """Return the committed changes after a number, in order. incarnation: the incarnation of the number; when
+        placement has another one, the page is `too_old`.
         """
         async with self.rows.snapshot() as view:
             newest = await view.head()
             oldest = await view.oldest()
             too_old = after < newest.sequence if oldest is None else after < oldest - 1
-            if too_old or history not in ("", newest.history):
-                return ChangesPage(head=newest.sequence, too_old=True, history=newest.history)
+            if too_old or incarnation not in ("", newest.incarnation):
+                return ChangesPage(head=newest.sequence, too_old=True, incarnation=newest.incarnation)
             rows = await view.changes(after, limit)
-            return ChangesPage(rows=tuple(rows), head=newest.sequence, history=newest.history)
+            return ChangesPage(rows=tuple(rows), head=newest.sequence, incarnation=newest.incarnation)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """Return a page of whole providers in the order of their uuids, as of one number of the feed."""
@@ -301,10 +303,10 @@ class ResourceBook:
                 break
             states.append(state_of(provider))
         more = len(states) < len(providers)
-        return SnapshotPage(sequence=head.sequence, providers=tuple(states), more=more, history=head.history)
+        return SnapshotPage(sequence=head.sequence, providers=tuple(states), more=more, incarnation=head.incarnation)
 
     async def newest(self) -> port.NewestHead:
-        """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
+        """Return the newest head. The incarnation gets a new id when the database was restored or its standby promoted.
 
         A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
         one that this process has read before.
@@ -333,7 +335,7 @@ class ResourceBook:
         self._lease = taken.lease
         last = taken.rows[-1].last
         # No connection is held while the broker confirms.
-        await send(FeedChanges(rows=tuple(taken.rows), history=taken.history))
+        await send(FeedChanges(rows=tuple(taken.rows), incarnation=taken.incarnation))
         await self.rows.move_position(last, taken.lease)
         self._lease = None
         return Published(last - taken.rows[0].first + 1, taken.more)
@@ -345,7 +347,7 @@ def _bytes_of(provider: Provider) -> int:
 
 
 async def claim(
-    transaction: port.BookTransaction,
+    transaction: port.PlacementTransaction,
     group: ClaimGroup,
     bus: str,
     *,
@@ -355,7 +357,7 @@ async def claim(
     """Decide and write one group of claims from one bus.
 
     mark: of the cell's database, to be recorded with it. alone: lock projects with limits exclusively instead of
-    shared. Raises PassedMeanwhile when concurrent claims have used up a limit since the decision; with `alone` there
+    shared. Raises LimitExceeded when concurrent claims have used up a limit since the decision; with `alone` there
     are none.
     """
     limited, keys = group.projects, group.keys
@@ -364,12 +366,12 @@ async def claim(
     if keys:
         await transaction.lock_groups(keys)
     cell = None if bus == ABOVE_CELLS else bus
-    locked = await transaction.lock_claims(port.WantedClaims(group.consumers, group.providers, limited, alone, cell))
+    locked = await transaction.lock_claims(port.ClaimsToLock(group.consumers, group.providers, limited, alone, cell))
     if bus == ABOVE_CELLS and group.enrolled:  # a cell has no word about others' instances
         await transaction.enroll(group.enrolled)
     members = await transaction.members(group.members(locked.found)) if keys else {}
     decision = decide(
-        group.of_incarnation(locked.incarnation),
+        group.items_of_incarnation(locked.incarnation),
         locked.found,
         locked.providers,
         transaction.names.class_ids,
@@ -383,72 +385,74 @@ async def claim(
     sequence = await transaction.write_claims(port.ClaimWrites(decision, locked, changes_of_usage(decision), most))
     # A cell learns nothing of others' consumers.
     lost = decision.lost if bus == ABOVE_CELLS else {}
-    holders = await transaction.newest_holders(lost) if lost else NOBODY
-    return group.with_outdated(numbered(decision.replies, sequence, bus, holders))
+    holders = await transaction.newest_consumers(lost) if lost else NOBODY
+    return group.with_stale(numbered(decision.replies, sequence, bus, holders))
 
 
 async def report(
-    transaction: port.BookTransaction, updates: Sequence[InventoryUpdate], bus: str
+    transaction: port.PlacementTransaction, updates: Sequence[InventoryUpdate], bus: str
 ) -> list[InventoryResult | ReportRefusal]:
     """Decide and write a group of updates that came on one bus."""
-    sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
-    group = ReportGroup(updates, sources, cells=cells, bus=bus)
+    reporters, cells = await transaction.lock_reporters({update.root_uuid for update in updates})
+    group = ReportGroup(updates, reporters, cells=cells, bus=bus)
     group.refuse_invalid(transaction.names.trait_ids)
     group.refuse_owned()
-    group.sort_out_stale()
+    group.refuse_stale()
     return group.answers(await _apply_reports(transaction, group))
 
 
-async def remove_retired_trees(transaction: port.BookTransaction, limit: int, keep_given_s: float) -> list[str]:
-    """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
+async def remove_retired_trees(transaction: port.PlacementTransaction, limit: int, keep_given_s: float) -> list[str]:
+    """Remove retired trees, as if their reporters had reported the removal again. Returns the roots.
 
-    A source that has ended for good will not report again, so no report would remove them.
+    A reporter that has ended for good will not report again, so no report would remove them.
     """
-    await transaction.lock_sources(())
-    sources = await transaction.retired_sources(limit, keep_given_s)
-    if not sources:
+    await transaction.lock_reporters(())
+    reporters = await transaction.retired_reporters(limit, keep_given_s)
+    if not reporters:
         return []
-    _, locked = await transaction.lock_trees(trees.WantedTrees(whole={root for root, _ in sources}))
+    _, locked = await transaction.lock_trees(trees.TreesToLock(whole={root for root, _ in reporters}))
     by_root: dict[str, list[Provider]] = {}
     for provider in locked.values():
         by_root.setdefault(provider.root, []).append(provider)
     # A claim or a write of the REST API may have changed the tree before it was locked.
     empty = [
-        InventoryUpdate(source=source, version=known.version, root_uuid=root)
-        for (root, source), known in sources.items()
+        InventoryUpdate(reporter=reporter, version=known.version, root_uuid=root)
+        for (root, reporter), known in reporters.items()
         if is_retired(by_root.get(root, ()), long_ago=True)
     ]
-    await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS), final=True)
+    await _apply_reports(transaction, ReportGroup(empty, reporters, cells={}, bus=ABOVE_CELLS), final=True)
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
-async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup, *, final: bool = False) -> int:
+async def _apply_reports(transaction: port.PlacementTransaction, group: ReportGroup, *, final: bool = False) -> int:
     """Plan the fresh updates and write the result. final: see `plan`."""
-    fresh = group.fresh()
-    if group.repeated:
-        await transaction.repeat_reports(group.repeated)
+    fresh = group.updates_to_plan()
+    if group.repeated_versions:
+        await transaction.repeat_reports(group.repeated_versions)
     if not fresh:
         return 0
     leaving = {number: pairs for number in fresh if (pairs := migrating_classes(group.updates[number].providers))}
     locked = port.Locked({}, {})
     every = [pair for pairs in leaving.values() for pair in pairs]
     if leaving:  # consumers are locked before providers, as everywhere
-        holders = await transaction.holders(every)
-        locked = await transaction.lock_claims(port.WantedClaims(dict.fromkeys(holders, NEW_HOLDER), None))
-    shape, before = await transaction.lock_trees(trees_of_reports([group.updates[number] for number in fresh]))
-    if leaving and not locked.found.keys() >= set(await transaction.holders(every)):
+        holders = await transaction.consumers_of(every)
+        locked = await transaction.lock_claims(port.ClaimsToLock(dict.fromkeys(holders, NEW_HOLDER), None))
+    spec_generation, before = await transaction.lock_trees(
+        trees_of_reports([group.updates[number] for number in fresh])
+    )
+    if leaving and not locked.found.keys() >= set(await transaction.consumers_of(every)):
         for number, pairs in leaving.items():
-            if not locked.found.keys() >= set(await transaction.holders(pairs)):
+            if not locked.found.keys() >= set(await transaction.consumers_of(pairs)):
                 group.results[number] = BUSY
     fresh = [number for number in fresh if number not in group.results]
     updates = [group.updates[number] for number in fresh]
-    holdings = {uuid: consumer.holding for uuid, consumer in locked.found.items() if consumer.holding}
+    holdings = {uuid: consumer.allocations for uuid, consumer in locked.found.items() if consumer.allocations}
     earlier = [group.earlier(number) for number in fresh]
-    outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape, final=final)
-    group.settle(fresh, outcome.results)
+    outcome = plan(updates, earlier, before, holdings, group.bus, spec_generation=spec_generation, final=final)
+    group.record_results(fresh, outcome.results)
     now = before
     if outcome.moved or locked.inserted:
-        now = between(before, outcome.after)
+        now = old_and_new(before, outcome.after)
         await transaction.write_trees(port.TreeWrites(before, now))
         decision = migrated(before, outcome.after, outcome.moved, locked.found)
         await transaction.write_claims(port.ClaimWrites(decision, locked))
@@ -456,15 +460,19 @@ async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup, 
     return await transaction.write_trees(port.TreeWrites(now, outcome.after, changes, group.written()))
 
 
-async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+async def write_trees(transaction: port.PlacementTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
     reported: set[str] = set()
-    if adopted := trees.adopted_providers(writes):
-        sources, _ = await transaction.lock_sources(adopted)
-        reported = {root for (root, _), last in sources.items() if root in last.providers}
-    shape, before = await transaction.lock_trees(trees.wanted_trees(writes))
+    if adopted := trees.reparented_providers(writes):
+        reporters, _ = await transaction.lock_reporters(adopted)
+        reported = {root for (root, _), last in reporters.items() if root in last.providers}
+    spec_generation, before = await transaction.lock_trees(trees.trees_to_lock(writes))
     draft = trees.ProviderTrees(
-        before, transaction.names.class_ids, transaction.names.trait_ids, shape=shape, reported=reported
+        before,
+        transaction.names.class_ids,
+        transaction.names.trait_ids,
+        spec_generation=spec_generation,
+        reported=reported,
     )
     outcomes = [draft.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
@@ -476,32 +484,32 @@ async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWr
 
 
 async def write_allocations(
-    transaction: port.BookTransaction, items: Sequence[AllocationWrite]
+    transaction: port.PlacementTransaction, items: Sequence[AllocationWrite]
 ) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
     expected, wanted = allocations.expected_rows(items)
-    locked = await transaction.lock_claims(port.WantedClaims(expected, wanted))
+    locked = await transaction.lock_claims(port.ClaimsToLock(expected, wanted))
     size = sum(map(allocations.entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
-    await turn_for(size)
+    await yield_for(size)
     outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.names.class_ids)
-    await turn_for(size)
+    await yield_for(size)
     changes = caused(changes_of_usage(decision), allocations.touched(items, outcomes, locked.found))
     await transaction.write_claims(port.ClaimWrites(decision, locked, changes))
     return outcomes
 
 
-async def apply_reshape(transaction: port.BookTransaction, item: Reshape) -> WriteRefusal | None:
+async def apply_reshape(transaction: port.PlacementTransaction, item: Reshape) -> WriteRefusal | None:
     """Decide and write one reshape. Reshapes are not grouped, because they are rare and large."""
-    await transaction.lock_sources(())
+    await transaction.lock_reporters(())
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
     allocations.expect(item.writes, expected, wanted)
-    locked = await transaction.lock_claims(port.WantedClaims(expected, None))
-    shape, before = await transaction.lock_trees(
-        trees.WantedTrees(uuids=wanted | allocations.providers_held(locked.found))
+    locked = await transaction.lock_claims(port.ClaimsToLock(expected, None))
+    spec_generation, before = await transaction.lock_trees(
+        trees.TreesToLock(uuids=wanted | allocations.providers_held(locked.found))
     )
-    await turn_for(len(before) + len(expected))
-    outcome = reshape(item, locked.found, before, transaction.names.class_ids, shape=shape)
+    await yield_for(len(before) + len(expected))
+    outcome = reshape(item, locked.found, before, transaction.names.class_ids, spec_generation=spec_generation)
     if isinstance(outcome, WriteRefusal):
         await transaction.write_claims(port.ClaimWrites(NOTHING_DECIDED, locked))
         return outcome

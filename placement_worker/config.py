@@ -41,11 +41,11 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_interval_s: Seconds = 1.0
     """Seconds between two announcements of the newest change number; a replica notices a lost event so."""
     trim_interval_s: Seconds = 30.0
-    """Seconds between two purges of changes, fences and sources."""
-    fence_retention_s: Seconds = 86_400.0
+    """Seconds between two purges of changes, fences and reporters."""
+    ended_attempt_retention_s: Seconds = 86_400.0
     """Seconds that a released consumer's attempts stay fenced. Longer than any claim can be under way."""
-    source_retention_s: Seconds = 7 * 86_400.0
-    """Seconds that the last version of a source is kept after its host was removed or taken over, and what others
+    reporter_retention_s: Seconds = 7 * 86_400.0
+    """Seconds that the last version of a reporter is kept after its host was removed or taken over, and what others
     gave the host: aggregates, and traits by the REST API. Longer than any report can be under way, and than a
     compute service or an Ironic hides hosts by mistake.
     """

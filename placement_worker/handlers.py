@@ -14,7 +14,7 @@ import structlog
 from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock, LogInterval, event_or_time
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Wait
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, RetryWhenAvailable
 from bus.contracts import book as queries
 from bus.contracts import placement as messages
 from bus.contracts.base import Message, Refusal
@@ -23,11 +23,11 @@ from bus.contracts.objects import CellsPage, CellsQuery, ObjectsRevision
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from placement_worker import metrics
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.refusal import Why
-from placement_worker.domain.reports import HOLDERS_BUSY, NAME_TAKEN, ReportRefusal
+from placement_worker.domain.reports import CONSUMERS_BUSY, NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider, suggestion
 
@@ -67,7 +67,7 @@ def entries_of_claim(item: ClaimItem) -> int:
 def entries_of_report(update: messages.InventoryUpdate) -> int:
     """The providers of a report, with their classes, traits, aggregates and consumers."""
     return 1 + sum(
-        1 + len(one.inventories) + len(one.traits) + len(one.aggregates or ()) + len(one.takes)
+        1 + len(one.inventories) + len(one.traits) + len(one.aggregates or ()) + len(one.known_consumers)
         for one in update.providers
     )
 
@@ -88,7 +88,7 @@ class PlacementHandlers:
 
     def __init__(
         self,
-        store: ResourceBook,
+        store: PlacementService,
         *,
         clock: Clock,
         committed: Callable[[], None],
@@ -100,11 +100,11 @@ class PlacementHandlers:
         self._committed = committed
         self._claimed = claimed
         self._publish = publish
-        self._unknown_log = LogInterval(clock)  # of traits, which each report of a source names again
+        self._unknown_log = LogInterval(clock)  # of traits, which each report of a reporter names again
         self._reads: dict[type[Message], Callable[[Any], Awaitable[Message]]] = {
-            ChangesRequest: lambda one: store.changes(one.after, one.limit, one.history),
+            ChangesRequest: lambda one: store.changes(one.after, one.limit, one.incarnation),
             SnapshotRequest: lambda one: store.snapshot(one.after, one.limit),
-            queries.HoldingRequest: self._holding,
+            queries.AllocationsQuery: self._allocations,
             queries.CellConsumersQuery: store.reads.consumers_in_cell,
             queries.HostTreeQuery: store.reads.tree,
             queries.ServiceHostsQuery: store.reads.hosts_of_service,
@@ -114,7 +114,7 @@ class PlacementHandlers:
         self._changes: dict[type[Message], Callable[[Any, Received], Awaitable[Outcome]]] = {
             messages.InventoryReleased: self._release,
             messages.AggregateMembers: self._set_members,
-            messages.InventoryForget: self._forget,
+            messages.ProviderTreeDelete: self._delete_tree,
         }
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
@@ -153,7 +153,7 @@ class PlacementHandlers:
         return outcomes
 
     async def _report(self, run: Sequence[Received]) -> list[Outcome]:
-        """Apply the updates of a run, and tell their sources what they do not know."""
+        """Apply the updates of a run, and tell their reporters what they do not know."""
         updates = [one.message for one in run if isinstance(one.message, messages.InventoryUpdate)]
         results = await self._reported(updates, run[0].bus)
         replies: list[Message] = []
@@ -172,30 +172,35 @@ class PlacementHandlers:
         result: messages.InventoryResult | ReportRefusal,
         replies: list[Message],
     ) -> Outcome:
-        """The outcome of a report. replies: what its source is told of it is added to these."""
-        of_root = {"source": update.source, "root_uuid": update.root_uuid}
-        about = {"bus": received.bus, "cause": received.meta.cause, "source": update.source, "root": update.root_uuid}
+        """The outcome of a report. replies: what its reporter is told of it is added to these."""
+        of_root = {"reporter": update.reporter, "root_uuid": update.root_uuid}
+        about = {
+            "bus": received.bus,
+            "cause": received.meta.cause,
+            "reporter": update.reporter,
+            "root": update.root_uuid,
+        }
         if isinstance(result, ReportRefusal):
             metrics.REPORTS.labels(result.code).inc()
             log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
-            if result.code == HOLDERS_BUSY:
-                return Wait(result.code, result.reason)
-            if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
+            if result.code == CONSUMERS_BUSY:
+                return RetryWhenAvailable(result.code, result.reason)
+            if result.code != NAME_TAKEN or not update.reporter.startswith(messages.COMPUTE_REPORTER):
                 return Refuse(result.code, result.reason)
             # No dead letter: the service repeats it until the name is free.
-            replies.append(messages.InventoryTaken(code=result.code, reason=result.reason, **of_root))
+            replies.append(messages.InventoryConflict(code=result.code, reason=result.reason, **of_root))
             return Done(Refusal(code=result.code, reason=result.reason))
         metrics.REPORTS.labels(result.outcome).inc()
-        if result.stranded:
-            log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
+        if result.orphaned:
+            log.warning("inventory.orphaned", orphaned=result.orphaned, version=update.version, **about)
         if (unknown := result.unknown_traits) and (reports := self._unknown_log.count()):
             meant = suggestion(unknown[0], self._store.names.trait_ids)
             log.warning("trait.unknown", traits=unknown, reason=meant, reports=reports, **about)
         if result.version:
-            replies.append(messages.InventoryOutdated(version=result.version, **of_root))
+            replies.append(messages.InventoryStale(version=result.version, **of_root))
         if result.owner is not None:
             log.error(result.outcome, code=result.outcome, owner=result.owner, **about)
-            replies.append(messages.InventoryTaken(owner=result.owner, **of_root))
+            replies.append(messages.InventoryConflict(owner=result.owner, **of_root))
         return Done(result)
 
     async def _reported(
@@ -204,14 +209,14 @@ class PlacementHandlers:
         results: list[messages.InventoryResult | ReportRefusal] = []
         for part in parts(updates, entries_of_report, MAX_REPORTED):
             started = self._clock.monotonic()
-            results += await self._store.report(part, bus=bus)
+            results += await self._store.apply_reports(part, bus=bus)
             self._committed()
             _measure("inventory", len(part), self._clock.monotonic() - started)
         return results
 
     async def _release(self, released: messages.InventoryReleased, received: Received) -> Outcome:
         bus, mark = received.bus, received.meta.mark
-        refused = await self._store.release_roots(released.source, released.roots, bus=bus, mark=mark)
+        refused = await self._store.release_roots(released.reporter, released.roots, bus=bus, mark=mark)
         return Done() if refused is None else Refuse(refused.code, refused.reason)
 
     async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:
@@ -229,20 +234,20 @@ class PlacementHandlers:
         unknown = [uuid for (uuid, _), one in zip(wanted, outcomes, strict=True) if not isinstance(one, Provider)]
         return Done(messages.AggregateMembersSet(unknown=tuple(unknown)))
 
-    async def _forget(self, requested: messages.InventoryForget, received: Received) -> Outcome:
+    async def _delete_tree(self, requested: messages.ProviderTreeDelete, received: Received) -> Outcome:
         """Delete the tree of a host. Accepted on the API bus alone: the schedulers know who still reports the host."""
         if received.bus != ABOVE_CELLS:
             return _unexpected(requested)
         (outcome,) = await self._store.write_trees([DeleteTree(requested.root_uuid, cause=received.meta.cause)])
         self._committed()
         if isinstance(outcome, Provider):
-            log.warning("inventory.forgotten", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
+            log.warning("inventory.deleted", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
         elif outcome.why is Why.PROVIDER_IN_USE:
             return Refuse(HOST_IN_USE, outcome.words)
-        return Done(messages.InventoryForgotten(removed=isinstance(outcome, Provider)))
+        return Done(messages.ProviderTreeDeleted(removed=isinstance(outcome, Provider)))
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
-        """Handle placement.reads: pages of the feed and of the book, the hosts of consumers, and queries of
+        """Handle placement.reads: pages of the feed and of placement, the hosts of consumers, and queries of
         operators.
         """
         outcomes: list[Outcome] = []
@@ -259,8 +264,8 @@ class PlacementHandlers:
                 outcomes.append(_unexpected(requested))
         return outcomes
 
-    async def _holding(self, requested: queries.HoldingRequest) -> queries.HoldingPage:
-        return queries.HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))
+    async def _allocations(self, requested: queries.AllocationsQuery) -> queries.AllocationsPage:
+        return queries.AllocationsPage(consumers=tuple(await self._store.reads.allocations(requested.consumers)))
 
     def _answer(self, received: Received, reply: ClaimReply | Refusal) -> Outcome:
         requested = received.message
@@ -309,7 +314,7 @@ def _unexpected(message: Message) -> Outcome:
 
 
 ASK_TIMEOUT_S = 5.0
-ASK_AGAIN_S = 2.0  # wait after a query without an answer; the known cells stay in use
+RETRY_S = 2.0  # wait after a query without an answer; the known cells stay in use
 LOOK_S = 10.0  # interval of queries, in case an announcement is lost
 
 
@@ -338,7 +343,7 @@ class CellFollower:
         while True:
             self._announced.clear()
             answered = await self._look()
-            await event_or_time(self._announced, self._api.clock, LOOK_S if answered else ASK_AGAIN_S)
+            await event_or_time(self._announced, self._api.clock, LOOK_S if answered else RETRY_S)
 
     async def _look(self) -> bool:
         """Query the cells and apply the answer. Returns whether a scheduler has answered."""
@@ -349,5 +354,5 @@ class CellFollower:
             return False
         # A cell that only this worker's settings name is in use, too.
         unknown = self._links.configured - {one.name for one in page.cells}
-        self._links.want({**dict.fromkeys(unknown), **{one.name: one.bus for one in page.cells if one.in_use}})
+        self._links.set_cells({**dict.fromkeys(unknown), **{one.name: one.bus for one in page.cells if one.in_use}})
         return True

@@ -15,7 +15,7 @@ from bus.contracts.feed import FeedChanges, changes_in
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden, PublishRefused
 from placement_worker import metrics
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
 
 log = structlog.get_logger("placement.feed")
@@ -28,7 +28,7 @@ TAKEN_WAIT_S = 0.02  # wait before checking whether the publishing process has p
 class FeedPublisher:
     """Publishes for one placement process. The store lets one process publish at a time, in order."""
 
-    def __init__(self, store: ResourceBook, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
+    def __init__(self, store: PlacementService, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
         self._store = store
         self._bus = bus
         self._clock = clock
@@ -70,7 +70,7 @@ class FeedPublisher:
             try:
                 newest = await self._store.newest()
                 if newest.renewed:
-                    log.warning("feed.new_history")  # restored, or its standby promoted: replicas load snapshots
+                    log.warning("feed.new_incarnation")  # restored, or its standby promoted: replicas load snapshots
                 metrics.HEAD.set(newest.head.sequence)
                 await self._publish(newest.head)
                 if newest.unpublished:
@@ -90,8 +90,8 @@ class FeedPublisher:
             try:
                 more = await self._store.trim(
                     keep_changes=config.feed_retention,
-                    keep_fences_s=config.fence_retention_s,
-                    keep_sources_s=config.source_retention_s,
+                    keep_ended_attempts_s=config.ended_attempt_retention_s,
+                    keep_reporters_s=config.reporter_retention_s,
                     limit=config.trim_batch,
                 )
                 more |= await self._remove_retired_trees()
@@ -100,7 +100,7 @@ class FeedPublisher:
                 await self._stall(error)
 
     async def _remove_retired_trees(self) -> bool:
-        kept_s = self._config.source_retention_s
+        kept_s = self._config.reporter_retention_s
         removed = await self._store.remove_retired_trees(self._config.trim_batch, keep_given_s=kept_s)
         if removed:
             log.info("inventory.retired_trees_removed", roots=removed[:MAX_NAMED_ROOTS], count=len(removed))
@@ -134,7 +134,7 @@ class FeedPublisher:
         await self._publish(changes, cause)
 
     async def _publish(self, message: Message, cause: str = "") -> None:
-        """Where one queue is full, the others have it; and who has missed some reads them from the book."""
+        """Where one queue is full, the others have it; and who has missed some reads them from placement."""
         with suppress(PublishRefused):
             await self._bus.publish(message, cause=cause)
 

@@ -1,1 +1,1 @@
-"""Chooses where builds go: reads a replica of the resource book, decides, claims, dispatches to a cell."""
+"""Chooses where builds go: reads a replica of placement, decides, claims, dispatches to a cell."""

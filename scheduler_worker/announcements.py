@@ -15,7 +15,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Selection
-from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest
 from bus.contracts.operations import HostFence
 from bus.faults import Transient
 from bus.persistence.marks import HeardMarks
@@ -23,27 +23,27 @@ from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import BuildUpdate
 from scheduler_worker.domain.recorded_moves import (
-    ANNOUNCED,
-    EARLY,
+    APPLIED,
     LATE,
-    Announcements,
+    OUT_OF_ORDER,
+    ActionContext,
     AppliedEvent,
-    MoveContext,
-    PendingMove,
+    CellEventBatch,
+    PendingAction,
 )
-from scheduler_worker.domain.requests import retried_often
+from scheduler_worker.domain.requests import over_retry_limit
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 # Chooses hosts for a request at once.
-Choose: TypeAlias = Callable[[PendingMove, MoveContext], Sequence[Selection]]
+Choose: TypeAlias = Callable[[PendingAction, ActionContext], Sequence[Selection]]
 
 log = structlog.get_logger(__name__)
 
 # How often an announcement that waits for an earlier one is delivered; after that it is applied without the earlier
 # one. With the queue's delays that is half a minute: by then the scheduler that held the earlier one has recorded it,
 # or has ended.
-MAX_EARLY = 4
-NOT_YET = Retry("announcement.early", "the event that ended the request is not on record yet")
+MAX_OUT_OF_ORDER = 4
+NOT_YET = Retry("cell_event.early", "the event that ended the request is not on record yet")
 
 
 class _Waiting(Struct, eq=False):
@@ -52,12 +52,12 @@ class _Waiting(Struct, eq=False):
     """
 
     cell: str
-    events: Sequence[BuildEvent | MoveEvent]
+    events: Sequence[BuildEvent | ActionEvent]
     waited: Collection[int]
     applied: Sequence[AppliedEvent] | None = None
 
 
-class AnnouncementWriter:
+class CellEventRecorder:
     """Records the events of all cells of a process: one transaction at a time, and the next one takes all events
     that have arrived meanwhile, from every cell. Bounded by the cells: the queue of each has one batch under way.
     """
@@ -70,7 +70,7 @@ class AnnouncementWriter:
         self._waiting: list[_Waiting] = []
 
     async def write(
-        self, cell: str, events: Sequence[BuildEvent | MoveEvent], waited: Collection[int] = ()
+        self, cell: str, events: Sequence[BuildEvent | ActionEvent], waited: Collection[int] = ()
     ) -> Sequence[AppliedEvent]:
         """Record a cell's events, in order, and publish them on the API bus. Raises Transient.
 
@@ -108,45 +108,45 @@ class AnnouncementWriter:
     async def _write(self, together: Sequence[_Waiting]) -> list[list[AppliedEvent]]:
         events = [event for one in together for event in one.events]
         instances = [event.instance_uuid for event in events]
-        requests = [(event.request_id, event.instance_uuid) for event in events if isinstance(event, MoveEvent)]
+        requests = [(event.request_id, event.instance_uuid) for event in events if isinstance(event, ActionEvent)]
         if requests:
             # Durable: requests about instances after their builds are rarer than builds.
             async with self._store.operation() as operation:
                 builds = await operation.lock(instances)
                 known = await operation.known(requests)
-                moves = {one: context.move for (one, _), context in known.items() if context.move is not None}
-                batch = Announcements(
-                    builds, moves, self._clock.time(), lambda about, home: self._at_home(known[about], home)
+                actions = {one: context.action for (one, _), context in known.items() if context.action is not None}
+                batch = CellEventBatch(
+                    builds, actions, self._clock.time(), lambda about, home: self._at_home(known[about], home)
                 )
                 applied = await self._apply(operation, batch, together)
-                await operation.update_moves(list(batch.changed.values()), self._clock.time())
+                await operation.update_actions(list(batch.changed.values()), self._clock.time())
             return applied
         # An event is published before it is on disk, and the cell's message is acknowledged afterwards: if the database
         # crashes in between, the message is delivered again and the same event is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
         units = OptimisticFirst(lambda optimistic: self._store.unit(durable=False, optimistic=optimistic))
-        while units.go_on():
+        while units.has_next_try():
             async with units as unit:
-                batch = Announcements(await unit.lock(instances), {}, self._clock.time())
+                batch = CellEventBatch(await unit.lock(instances), {}, self._clock.time())
                 applied = await self._apply(unit, batch, together)
         return applied
 
-    def _at_home(self, known: MoveContext, home: str) -> Sequence[Selection]:
+    def _at_home(self, known: ActionContext, home: str) -> Sequence[Selection]:
         """The hosts of its own cell for an instance that no host of another one has taken: as if it was unshelved."""
         build = known.build
         if build is None or known.build_request is None:
             return ()
-        request = MoveRequest(
+        request = ActionRequest(
             request_id=f"{build.instance_uuid} home",
             instance_uuid=build.instance_uuid,
             project_id=build.project_id,
-            kind=MoveKind.UNSHELVE,
+            kind=ActionKind.UNSHELVE,
         )
-        pending = PendingMove(position=0, request=request, taken_at=self._clock.time())
+        pending = PendingAction(batch_index=0, request=request, taken_at=self._clock.time())
         return self._choose(pending, replace(known, build=replace(build, cell=home)))
 
     async def _apply(
-        self, unit: BuildUnit, batch: Announcements, together: Sequence[_Waiting]
+        self, unit: BuildUnit, batch: CellEventBatch, together: Sequence[_Waiting]
     ) -> list[list[AppliedEvent]]:
         applied = [
             [batch.apply(event, one.cell, waited=id(event) in one.waited) for event in one.events] for one in together
@@ -160,13 +160,13 @@ class AnnouncementWriter:
         return applied
 
 
-class AnnouncementHandler:
+class CellEventHandler:
     """Handles queue `scheduler.builds` of one cell's bus. A cell announces its own instances only."""
 
     def __init__(
         self,
         store: SchedulerStore,
-        writer: AnnouncementWriter,
+        writer: CellEventRecorder,
         cell: str,
         *,
         clock: Clock,
@@ -182,28 +182,30 @@ class AnnouncementHandler:
         """All of a batch in one transaction; several events of one instance are applied in order."""
         if (mark := self._marks.hear(self._cell, [one.meta.mark for one in batch])) is not None:
             self._marks.note_recorded(self._cell, mark, await self._store.raise_mark(self._cell, mark))
-        events = [one.message for one in batch if isinstance(one.message, BuildEvent | MoveEvent)]
+        events = [one.message for one in batch if isinstance(one.message, BuildEvent | ActionEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
-        losses = self._store.losses
-        applied = await self._writer.write(self._cell, events, retried_often(batch, MAX_EARLY)) if events else ()
+        losses = self._store.connection_losses
+        applied = (
+            await self._writer.write(self._cell, events, over_retry_limit(batch, MAX_OUT_OF_ORDER)) if events else ()
+        )
         if fences := [received.message for received in batch if isinstance(received.message, HostFence)]:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
         self._note(applied)
         done = Done(after=flushed)
-        if not (early := {id(one.event) for one in applied if one.verdict == EARLY}):
+        if not (early := {id(one.event) for one in applied if one.outcome == OUT_OF_ORDER}):
             return [done] * len(batch)
         return [NOT_YET if id(received.message) in early else done for received in batch]
 
     def _note(self, applied: Sequence[AppliedEvent]) -> None:
-        for verdict, count in Counter([one.verdict for one in applied]).items():
-            metrics.ANNOUNCED.labels(verdict).inc(count)
+        for result, count in Counter([one.outcome for one in applied]).items():
+            metrics.CELL_EVENTS.labels(result).inc(count)
         for one in applied:
-            if one.departed:
-                log.info("instance.departed", instance=one.event.instance_uuid, cell=self._cell, to=one.departed)
-            if one.verdict not in (ANNOUNCED, EARLY, LATE):
+            if one.transferred:
+                log.info("instance.transferred", instance=one.event.instance_uuid, cell=self._cell, to=one.transferred)
+            if one.outcome not in (APPLIED, OUT_OF_ORDER, LATE):
                 uuid = one.event.instance_uuid
-                log.warning("announcement.ignored", why=one.verdict, cell=self._cell, instance=uuid)
-        builds = [one.event for one in applied if one.verdict == ANNOUNCED and isinstance(one.event, BuildEvent)]
+                log.warning("cell_event.ignored", why=one.outcome, cell=self._cell, instance=uuid)
+        builds = [one.event for one in applied if one.outcome == APPLIED and isinstance(one.event, BuildEvent)]
         metrics.count_ended(builds)
-        metrics.observe_announced([one.stamps for one in builds if one.stamps is not None])
+        metrics.observe_stage_times([one.stage_times for one in builds if one.stage_times is not None])

@@ -19,35 +19,35 @@ from bus.contracts.queues import REQUEST_PREFETCH, REQUEST_QUEUES
 from bus.persistence.database import Database, watch_identity
 from bus.persistence.relay import Lingering, Relay, StreamPosition
 from bus.service.environment import Environment
-from bus.service.presence import announce_presence
-from bus.service.service import Service
-from placement_worker.replica.book import Book
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
+from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
-from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
-from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
+from scheduler_worker.announcements import CellEventHandler, CellEventRecorder
+from scheduler_worker.changes import ControlListener, OperatorHandler, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
+from scheduler_worker.drain_plan import DrainInventory, DrainPlanner
 from scheduler_worker.drains import DrainController
 from scheduler_worker.emptying import EvacuationController, HostEmptier
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
-from scheduler_worker.forgetting import Forgetter
+from scheduler_worker.forgetting import HostRemoval
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.keepers import AggregateKeeper, CellKeeper, FencePublisher, find_cells
+from scheduler_worker.keepers import AggregateSync, CellConnections, FencePublisher, find_cells
 from scheduler_worker.metrics import FLEET
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler, StatusHandler
 from scheduler_worker.recovery import RecoveryAnswers
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
-from scheduler_worker.unanswered import UnansweredRequests, purge_forever
+from scheduler_worker.unanswered import SilentRequests, purge_forever
 
 
 def is_progress(message: Message) -> bool:
@@ -66,32 +66,32 @@ def build(
     cells: Sequence[str],
     *,
     store: SchedulerStore | None = None,
-    book: Book | None = None,
+    replica: Replica | None = None,
     table: HostTable | None = None,
-) -> Service:
+) -> WorkerRuntime:
     """One scheduler over these cells, and those that operators add. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database. book, table: the replica and the host
+    store: instead of the schema `scheduler` in the environment's database. replica, table: the replica and the host
     table to fill, for callers that read them (simulation, tests).
     """
-    service = Service("scheduler", clock=env.clock)
-    parts = _parts(service, env, config, cells, store=store, book=book, table=table)
+    service = WorkerRuntime("scheduler", clock=env.clock)
+    parts = _parts(service, env, config, cells, store=store, replica=replica, table=table)
     relay = _relay(parts)
-    follower = Follower(parts.api, parts.selector.book, process=env.process, clock=env.clock)
+    follower = Follower(parts.api, parts.selector.replica, process=env.process, clock=env.clock)
     registry = ObjectRegistry(parts.store, parts.selector, config, clock=env.clock, cells=cells)
-    engine, moves = _engines(parts, follower, registry)
+    engine, actions = _engines(parts, follower, registry)
     _add_store_and_replica(parts, relay, follower)
-    announce_presence(service, env, parts.api, "scheduler")
-    drains = _add_drains(parts, registry, moves, follower)
-    forgetter = Forgetter(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
+    add_heartbeat(service, env, parts.api, "scheduler")
+    drains = _add_drains(parts, registry, actions, follower)
+    forgetter = HostRemoval(parts.store, registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, forgetter)
     measured = _add_host_metrics(parts)
-    writer = AnnouncementWriter(parts.store, clock=env.clock, choose=moves.choose_now)
+    writer = CellEventRecorder(parts.store, clock=env.clock, choose=actions.choose_now)
     links = _links(parts, relay, registry, writer, measured)
     _add_fences(parts, registry, links)
-    keep_up = partial(relay.keep_up, API)
+    keep_up = partial(relay.wait_for_backlog, API)
     requests = RequestHandler(
-        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
+        engine, actions, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     unanswered = _add_watch(parts, requests, links)
     for cell, bus in parts.cell_buses.items():
@@ -114,7 +114,7 @@ class SchedulerParts:
     is entered.
     """
 
-    service: Service
+    service: WorkerRuntime
     env: Environment
     config: SchedulerConfig
     buses: Mapping[str, Bus]
@@ -143,19 +143,19 @@ class SchedulerParts:
 
 
 def _parts(
-    service: Service,
+    service: WorkerRuntime,
     env: Environment,
     config: SchedulerConfig,
     cells: Sequence[str],
     *,
     store: SchedulerStore | None,
-    book: Book | None,
+    replica: Replica | None,
     table: HostTable | None,
 ) -> SchedulerParts:
     """The tables, the buses and the store; with PostgreSQL also the check that detects another schema."""
     made = configured(config)
     selector = Selector(
-        Book() if book is None else book,
+        Replica() if replica is None else replica,
         HostTable() if table is None else table,
         config,
         flavors=made.flavors,
@@ -167,11 +167,11 @@ def _parts(
     if store is None:
         database = env.database("scheduler")
         store = PostgresBuilds(database)
-        service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
+        service.add_task("identity", partial(watch_identity, database, lambda: store.database_id, env.clock))
 
     def claim(bus: Bus) -> None:
         bus.publishes_as("scheduler_worker")
-        bus.belongs_to("scheduler", lambda: store.deployment, lambda: "" if database is None else database.place)
+        bus.belongs_to("scheduler", lambda: store.database_id, lambda: "" if database is None else database.place)
 
     for bus in buses.values():
         claim(bus)
@@ -204,7 +204,7 @@ def _relay(parts: SchedulerParts) -> Relay:
 
 def _engines(
     parts: SchedulerParts, follower: Follower, registry: ObjectRegistry
-) -> tuple[SchedulingEngine, MoveEngine]:
+) -> tuple[SchedulingEngine, ActionEngine]:
     """The engine of builds and deletes, and the engine of moves."""
     env, config = parts.env, parts.config
     engine = SchedulingEngine(
@@ -217,7 +217,7 @@ def _engines(
         config=config,
         process=parts.process,
     )
-    moves = MoveEngine(
+    actions = ActionEngine(
         parts.store,
         parts.claims,
         parts.selector,
@@ -227,7 +227,7 @@ def _engines(
         reload=registry.reload,
         process=parts.process,
     )
-    return engine, moves
+    return engine, actions
 
 
 def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follower) -> None:
@@ -248,13 +248,13 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 
 def _add_drains(
-    parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower
+    parts: SchedulerParts, registry: ObjectRegistry, actions: ActionEngine, follower: Follower
 ) -> DrainController:
     """The tasks that empty hosts: drains, and evacuations of fenced hosts."""
     clock = parts.env.clock
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
-    planner = DrainPlanner(parts.selector, moves, holders, clock=clock)
-    emptier = HostEmptier(parts.store, moves, holders, planner.order, warmup=parts.warmup, clock=clock)
+    holders = DrainInventory(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup, clock=clock)
+    planner = DrainPlanner(parts.selector, actions, holders, clock=clock)
+    emptier = HostEmptier(parts.store, actions, holders, planner.order, warmup=parts.warmup, clock=clock)
     drains = DrainController(
         parts.store,
         registry,
@@ -273,13 +273,13 @@ def _add_drains(
 
 
 def _add_objects(
-    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainController, forgetter: Forgetter
+    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainController, forgetter: HostRemoval
 ) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     service, bus = parts.service, parts.api
     bus.transport.on_reconnect(registry.on_reconnected)
     listener = ControlListener(registry, parts.workers, bus.name, clock=bus.clock)
-    changes = ChangeHandler(
+    changes = OperatorHandler(
         registry,
         parts.selector,
         drains,
@@ -292,7 +292,7 @@ def _add_objects(
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
     service.add_preparation(registry.open)
     service.add_task("objects", registry.run)
-    service.add_task("aggregates", AggregateKeeper(registry, parts.selector, bus, clock=bus.clock).run)
+    service.add_task("aggregates", AggregateSync(registry, parts.selector, bus, clock=bus.clock).run)
     service.add_consumer(
         Consumer(bus, "scheduler.control.{process}", listener, max_batch=64, concurrency=1, prefetch=64)
     )
@@ -312,15 +312,15 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
     parts.service.add_task("fences", FencePublisher(registry, links.buses, clock=parts.env.clock).run)
 
 
-def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> UnansweredRequests:
+def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> SilentRequests:
     """The task that looks after requests without an event."""
-    unanswered = UnansweredRequests(
+    unanswered = SilentRequests(
         parts.store,
         links.buses,
         lambda: parts.selector.config,
         clock=parts.env.clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
-        after_s=parts.config.move_query_s,
+        after_s=parts.config.action_query_s,
         resume=requests.resume,
         process=parts.process,
     )
@@ -329,7 +329,7 @@ def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks
 
 
 def _links(
-    parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, writer: AnnouncementWriter, measured: asyncio.Event
+    parts: SchedulerParts, relay: Relay, registry: ObjectRegistry, writer: CellEventRecorder, measured: asyncio.Event
 ) -> CellLinks:
     """The links to the cells in use, as they are now."""
     env = parts.env
@@ -350,7 +350,7 @@ def _links(
 
 
 def _link(
-    parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, writer: AnnouncementWriter, measured: asyncio.Event
+    parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, writer: CellEventRecorder, measured: asyncio.Event
 ) -> CellLink:
     """The link to one cell: announcements of its hosts, of its builds, and measurements."""
     env, config = parts.env, parts.config
@@ -365,7 +365,7 @@ def _link(
         again_s=config.report_interval_s,
     )
     bus.transport.on_reconnect(listener.on_reconnected)
-    announced = AnnouncementHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
+    announced = CellEventHandler(parts.store, writer, bus.name, clock=env.clock, on_fences=registry.record_fences)
     # One at a time: two would block on each other's row locks.
     consume = partial(Consumer, bus, max_batch=config.batch, concurrency=1, prefetch=config.prefetch)
     recoveries = RecoveryAnswers(parts.store, parts.claims, registry, parts.selector, bus=bus, api=parts.api)
@@ -377,17 +377,17 @@ def _link(
         # One at a time, of which none waits here behind another: the other schedulers answer meanwhile.
         Consumer(bus, "scheduler.recoveries", recoveries, max_batch=1, concurrency=1, prefetch=1),
     ]
-    return CellLink(bus, consumers, beside=[listener.run])
+    return CellLink(bus, consumers, tasks=[listener.run])
 
 
 def _add_cells(
     parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks, awaited: Callable[[], Collection[str]]
-) -> CellKeeper:
+) -> CellConnections:
     """The task that takes cells into use and out of use, where this process can."""
     service = parts.service
-    keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
+    keeper = CellConnections(registry, parts.store, links, tuple(parts.cell_buses), awaited=awaited)
     service.add_drain(links.drain)
-    service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
+    service.add_refresh(partial(_count_dead_letters, links))  # of the buses as they are now: a cell may be entered anew
     service.add_resource(None, links.close)
     service.add_task("cell links", links.run)
     if parts.env.takes_cells:
@@ -395,7 +395,7 @@ def _add_cells(
     return keeper
 
 
-async def _count_letters(links: CellLinks) -> None:
+async def _count_dead_letters(links: CellLinks) -> None:
     for name, bus in list(links.buses.items()):
         await count_dead_letters(name, bus.transport)
 
@@ -411,7 +411,7 @@ def _add_requests(
     batch, at_once = config.batch, config.concurrency
     for queue in REQUEST_QUEUES:
         service.add_consumer(take(queue, max_batch=batch, concurrency=at_once, prefetch=REQUEST_PREFETCH, paced=True))
-    service.add_consumer(take("scheduler.given_up", max_batch=16, concurrency=1, prefetch=32))
+    service.add_consumer(take("scheduler.dead_letters", max_batch=16, concurrency=1, prefetch=32))
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
 
 

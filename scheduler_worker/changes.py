@@ -12,24 +12,17 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
 from bus.contracts.drains import DrainCommand, DrainStart, DrainTarget
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsRevision
-from bus.contracts.operations import (
-    AdminState,
-    AdminStateSet,
-    ForgetHost,
-    ForgetService,
-    HostAdminState,
-    SetAdminState,
-)
+from bus.contracts.operations import AdminState, AdminStateSet, DeleteHost, DeleteService, HostAdminState, SetAdminState
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import RequestRefused, Transient
-from scheduler_worker.domain.fences import fenced_by
+from scheduler_worker.domain.fences import fence_from_decision
 from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_SILENT, CELL_UNKNOWN
-from scheduler_worker.domain.requests import delivery_of
+from scheduler_worker.domain.requests import classify_delivery
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainController
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.forgetting import Forgetter
+from scheduler_worker.forgetting import HostRemoval
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -72,7 +65,7 @@ HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
 
 
-class ChangeHandler:
+class OperatorHandler:
     """Handles queue `scheduler.changes`: changes of objects, drains, services to forget, and decisions about hosts,
     which name a host by its name or uuid.
     """
@@ -82,7 +75,7 @@ class ChangeHandler:
         registry: ObjectRegistry,
         selector: Selector,
         drains: DrainController,
-        forgetter: Forgetter,
+        forgetter: HostRemoval,
         *,
         refused: RefusedCommands,
         find_cells: Callable[[Collection[str]], Awaitable[None]],
@@ -90,7 +83,7 @@ class ChangeHandler:
     ) -> None:
         self._registry = registry
         self._drains = drains
-        self._forgetter = forgetter
+        self._removal = forgetter
         self._refused_before = refused
         self._find_cells = find_cells
         self._selector = selector
@@ -121,10 +114,10 @@ class ChangeHandler:
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)
-        if isinstance(message, ForgetHost):
-            return await self._forget(message, received)
-        if isinstance(message, ForgetService):
-            return await self._forget_service(message, received)
+        if isinstance(message, DeleteHost):
+            return await self._delete_host(message, received)
+        if isinstance(message, DeleteService):
+            return await self._delete_service(message, received)
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
@@ -134,7 +127,7 @@ class ChangeHandler:
         self, change: ObjectsChange, received: Received, decided: SetAdminState | None = None
     ) -> ObjectsChanged | Refusal:
         """Raises Transient. decided: the command about one host that is carried out by this change."""
-        if fenced := fenced_by(change):
+        if fenced := fence_from_decision(change):
             await self._find_cells(fenced)
         return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
@@ -142,7 +135,7 @@ class ChangeHandler:
         """The outcome of a command by its answer."""
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
-        if answer.code in AWAITED and delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
+        if answer.code in AWAITED and classify_delivery(received, is_warming_up=self._warmup.is_on()).awaits_hosts:
             return Retry(answer.code, "not every host has been announced yet")
         return Refuse(answer.code, answer.reason)
 
@@ -163,8 +156,8 @@ class ChangeHandler:
         body = msgspec.to_builtins(HostDecision(host=host, state=command.state, reason=command.reason))
         change = ObjectsChange(
             changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),),
-            who=command.by,
-            why=command.reason,
+            actor=command.by,
+            reason=command.reason,
             force=command.force,
         )
         changed = await self._change(change, received, command)
@@ -176,7 +169,7 @@ class ChangeHandler:
             decision = HostAdminState(host_uuid=uuid, host=host, state=AdminState.ENABLED)
         return Done(reply=AdminStateSet(host=decision))
 
-    async def _forget(self, command: ForgetHost, received: Received) -> Outcome:
+    async def _delete_host(self, command: DeleteHost, received: Received) -> Outcome:
         found = self._find(command)
         if not found and _is_uuid(command.host):
             found = [command.host]  # it may be forgotten already
@@ -185,13 +178,13 @@ class ChangeHandler:
             return named
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        answer = await self._forgetter.forget_host(command, named, self._selector.name_of(named), received.meta.id)
+        answer = await self._removal.delete_host(command, named, self._selector.name_of(named), received.meta.id)
         return self._answered(answer, received)
 
-    async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
+    async def _delete_service(self, command: DeleteService, received: Received) -> Outcome:
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        return self._answered(await self._forgetter.forget_service(command, received.meta.id), received)
+        return self._answered(await self._removal.delete_service(command, received.meta.id), received)
 
     def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:
         """The uuid of the one host that was found; the outcome of a request that names none, or several."""
@@ -201,9 +194,9 @@ class ChangeHandler:
             return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {name}: name one of {', '.join(found)}")
         return self._answered(Refusal(code=HOST_UNKNOWN, reason=f"there is no host {name}"), received)
 
-    def _find(self, command: SetAdminState | ForgetHost) -> list[str]:
+    def _find(self, command: SetAdminState | DeleteHost) -> list[str]:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
-        found = self._selector.meant_by(command.host, is_warming_up=self._warmup.is_on())
+        found = self._selector.hosts_matching(command.host, is_warming_up=self._warmup.is_on())
         if command.cell is None:
             return found
         managed = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]

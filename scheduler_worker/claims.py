@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.base import Message
-from bus.contracts.book import HeldAllocation, HoldingPage, HoldingRequest, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import AllocationsPage, AllocationsQuery, ConsumerRecord, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     MAX_NAMED,
     Claim,
@@ -32,16 +32,20 @@ from bus.contracts.placement import (
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, ProjectsBuild
-from scheduler_worker.domain.placement import PlacementUnavailable, answered
+from scheduler_worker.domain.placement import PlacementUnavailable, answer_or_raise
 
 Reply = TypeVar("Reply", bound=Message)
-Question: TypeAlias = Claim | Release | Revert
+PlacementMessage: TypeAlias = Claim | Release | Revert
 Answer: TypeAlias = ClaimResult | ReleaseResult | RevertResult
-ANSWERS: Mapping[type[Question], type[Answer]] = {Claim: ClaimResult, Release: ReleaseResult, Revert: RevertResult}
+ANSWERS: Mapping[type[PlacementMessage], type[Answer]] = {
+    Claim: ClaimResult,
+    Release: ReleaseResult,
+    Revert: RevertResult,
+}
 
 
 class ClaimPort(Protocol):
-    """Claims of instances, and reads of the book. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
+    """Claims of instances, and reads of placement. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """Claim for many consumers at once, each claim by itself. A repeated claim has the same result."""
@@ -52,8 +56,8 @@ class ClaimPort(Protocol):
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """Return the hosts of server group members and of named instances, as of now."""
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
-        """Return what each of these holds, and by which run, as of now. None: it holds nothing."""
+    async def allocations(self, consumers: Sequence[str]) -> list[ConsumerRecord | Fault | None]:
+        """Return what each of these holds, and by which owner, as of now. None: it holds nothing."""
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         """Return what these projects hold, as of now: at most MAX_PROJECTS."""
@@ -76,16 +80,18 @@ class BusClaims:
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""
-        return await self._request(requests, LocatePage, [request.besides or "" for request in requests])
+        return await self._request(requests, LocatePage, [request.excluding or "" for request in requests])
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+    async def allocations(self, consumers: Sequence[str]) -> list[ConsumerRecord | Fault | None]:
         """All in one round trip."""
         parts = [tuple(consumers[start : start + MAX_NAMED]) for start in range(0, len(consumers), MAX_NAMED)]
-        pages = await self._request([HoldingRequest(consumers=one) for one in parts], HoldingPage, [""] * len(parts))
-        answers: list[HeldAllocation | Fault | None] = []
+        pages = await self._request(
+            [AllocationsQuery(consumers=one) for one in parts], AllocationsPage, [""] * len(parts)
+        )
+        answers: list[ConsumerRecord | Fault | None] = []
         for part, page in zip(parts, pages, strict=True):
-            held = {one.consumer: one for one in page.held} if isinstance(page, HoldingPage) else {}
-            answers += [held.get(uuid) if isinstance(page, HoldingPage) else page for uuid in part]
+            held = {one.consumer: one for one in page.consumers} if isinstance(page, AllocationsPage) else {}
+            answers += [held.get(uuid) if isinstance(page, AllocationsPage) else page for uuid in part]
         return answers
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
@@ -93,7 +99,7 @@ class BusClaims:
         (page,) = await self._request([ProjectUsageQuery(projects=tuple(projects))], ProjectUsagePage, [""])
         return page
 
-    async def ask(self, questions: Sequence[Question]) -> list[Answer | Fault]:
+    async def ask(self, questions: Sequence[PlacementMessage]) -> list[Answer | Fault]:
         """Questions of cells whose instances leave for another one, all at once."""
         answers = await asyncio.gather(*(self._request([one], ANSWERS[type(one)], [one.consumer]) for one in questions))
         return [answer for (answer,) in answers]
@@ -108,77 +114,83 @@ class BusClaims:
             return [PlacementUnavailable(str(error)) for _ in messages]
 
 
-class HeldClaims:
+class ClaimOwnership:
     """What instances hold already: the one proof that a build may end without its cell. One per scheduler process.
 
     The record alone does not prove it: a database that was set back to before the dispatch has the build as not
-    dispatched, and its machine runs.
+    dispatched, and its machine owners.
     """
 
     def __init__(
         self,
         claims: ClaimPort,
         cell_of_host: Callable[[str], str | None],
-        runs_on_record: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
+        recorded_owners: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
     ) -> None:
-        """`cell_of_host(uuid)`: the cell that last announced a host. `runs_on_record(instances)`: {instance: run}."""
+        """`cell_of_host(uuid)`: the cell that last announced a host. `recorded_owners(instances)`: {instance:
+        owner}.
+        """
         self._claims = claims
         self._cell_of_host = cell_of_host
-        self._runs_on_record = runs_on_record
+        self._recorded_owners = recorded_owners
 
-    async def of(self, instances: Collection[str]) -> dict[str, HeldAllocation]:
+    async def allocations_of(self, instances: Collection[str]) -> dict[str, ConsumerRecord]:
         """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
         when placement does not answer, RequestRefused when it refuses to.
         """
-        held: dict[str, HeldAllocation] = {}
-        for answer in await self._claims.holding(sorted(instances)) if instances else ():
-            if (one := answered(answer)) is not None:
+        held: dict[str, ConsumerRecord] = {}
+        for answer in await self._claims.allocations(sorted(instances)) if instances else ():
+            if (one := answer_or_raise(answer)) is not None:
                 announced = (cell for host in one.hosts if (cell := self._cell_of_host(host)) is not None)
                 held[one.consumer] = replace(one, cell=one.cell or next(announced, None))
         return held
 
-    async def of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, HeldAllocation]:
+    async def allocations_of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, ConsumerRecord]:
         """The same, of what was claimed for these builds. Raises as `of`."""
-        held = await self.of({uuid: None for uuid, _ in builds})
-        return {build: one for build in builds if (one := held.get(build[0])) is not None and is_claim_of(build, one)}
+        held = await self.allocations_of({uuid: None for uuid, _ in builds})
+        return {
+            build: one for build in builds if (one := held.get(build[0])) is not None and belongs_to_build(build, one)
+        }
 
-    async def given_to(self, runs: Mapping[ProjectsBuild, str]) -> dict[str, HeldAllocation | Fault]:
-        """What the instances of builds that are not placed hold; what was claimed for these builds their runs have from
-        now on. Or why that is not known, of each.
+    async def reassign_to(self, owners: Mapping[ProjectsBuild, str]) -> dict[str, ConsumerRecord | Fault]:
+        """What the instances of builds that are not placed hold; what was claimed for these builds their owners have
+        from now on. Or why that is not known, of each.
         """
-        by_instance = {uuid: run for (uuid, _), run in runs.items()}
+        by_instance = {uuid: owner for (uuid, _), owner in owners.items()}
         try:
-            held = await self.of(by_instance)
+            held = await self.allocations_of(by_instance)
         except (PlacementUnavailable, RequestRefused) as fault:
             return dict.fromkeys(by_instance, fault)
-        claimed = [one for build in runs if (one := held.get(build[0])) is not None and is_claim_of(build, one)]
-        return {**held, **await self.take_over(claimed, by_instance)}
+        claimed = [one for build in owners if (one := held.get(build[0])) is not None and belongs_to_build(build, one)]
+        return {**held, **await self.transfer_claims(claimed, by_instance)}
 
-    async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> dict[str, Fault]:
-        """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
-        the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Returns why
-        not, of each instance of which that is not known to have happened.
+    async def transfer_claims(self, held: Sequence[ConsumerRecord], owners: Mapping[str, str]) -> dict[str, Fault]:
+        """Give these owners ({instance: owner}) what another owner has claimed, before a cell gets the build: a Release
+        of the other, whose record is lost, may still be on its way. What a cell has claimed no owner releases. Returns
+        why not, of each instance of which that is not known to have happened.
 
-        Only the run on record takes over. The record is read after what is held: one that has been made anew since was
-        there before its run has claimed anything, so no earlier run takes a claim back from it.
+        Only the owner on record takes over. The record is read after what is held: one that has been made anew since
+        was there before its owner has claimed anything, so no earlier owner takes a claim back from it.
         """
-        others = [one for one in held if one.run not in ("", runs[one.consumer]) and one.attempt == FIRST_ATTEMPT]
+        others = [
+            one for one in held if one.claim_owner not in ("", owners[one.consumer]) and one.attempt == FIRST_ATTEMPT
+        ]
         if not others:
             return {}
-        on_record = await self._runs_on_record([one.consumer for one in others])
+        on_record = await self._recorded_owners([one.consumer for one in others])
         lost = PlacementUnavailable("its record was lost while it was placed, and may have been made anew")
         changed = PlacementUnavailable("what the instance holds has changed meanwhile")
         missed: dict[str, Fault] = {
-            one.consumer: lost for one in others if on_record.get(one.consumer) != runs[one.consumer]
+            one.consumer: lost for one in others if on_record.get(one.consumer) != owners[one.consumer]
         }
         claims = [
             Claim(
                 consumer=one.consumer,
                 attempt=one.attempt,
-                by=runs[one.consumer],
-                takes_over=one.run,
+                owner=owners[one.consumer],
+                transfers_from=one.claim_owner,
                 consumer_generation=one.consumer_generation,
-                options=(ClaimOption(allocations=one.holding, host=next(iter(one.hosts), None)),),
+                options=(ClaimOption(allocations=one.allocations, host=next(iter(one.hosts), None)),),
                 project_id=one.project_id,
             )
             for one in others
@@ -190,6 +202,6 @@ class HeldClaims:
         return missed
 
 
-def is_claim_of(build: ProjectsBuild, held: HeldAllocation) -> bool:
+def belongs_to_build(build: ProjectsBuild, held: ConsumerRecord) -> bool:
     """Whether it was claimed for a build of this project: two may name one instance."""
     return bool(held.attempt) and held.project_id == build[1]

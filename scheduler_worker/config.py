@@ -161,7 +161,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The most hosts that are claimed for one request in one delivery. In effect this is the whole list; the number
     bounds it.
     """
-    raced_retries: Positive = 4
+    conflict_retries: Positive = 4
     """The most repeated claims on one host whose shape keeps changing."""
     retry_jitter_s: Seconds = 0.05
     """Longest random wait, in seconds, between two claims of one request."""
@@ -169,14 +169,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Moving
     allow_resize_to_same_host: bool = False
     """Whether a resize may end on the host that the instance is on, as in Nova."""
-    moves_across_cells: bool = False
+    actions_across_cells: bool = False
     """Whether an instance may be unshelved in another cell, migrated or resized to one, when its own has no host. It is
     built there from a snapshot, and the disk at the source goes."""
-    move_query_s: Seconds = 60.0
+    action_query_s: Seconds = 60.0
     """Seconds without an event of a build, a delete, a move, or another request about an instance, after which the
     scheduler queries its cell about it. The query is repeated after twice as long, up to 10 minutes.
     """
-    choice_held_s: Seconds = 5.0
+    assumed_choice_s: Seconds = 5.0
     """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""
 
     # When a host is fenced

@@ -2,11 +2,11 @@
 
 The choices are those of moves: the same search, filters, weighers and group rules, on the replica as it is. Each choice
 counts the resources that the earlier ones take, and the hosts to which they move the members of a group. No instance
-goes to a host of the drain, so resources and rules depend on no later move: a move that fits in this order fits at
+goes to a host of the drain, so resources and rules depend on no later action: a move that fits in this order fits at
 every step of it.
 
-What hosts hold is read from the book, and, before a drain ends, also from the record of requests under way and of all
-builds. The replica shows which hosts have anything in use; only of these the book is queried for the holders.
+What hosts hold is read from placement, and, before a drain ends, also from the record of requests under way and of all
+builds. The replica shows which hosts have anything in use; only of these placement is queried for the holders.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Retry
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import MAX_HOLDERS, HostTree, HostTreeQuery, TreeHolder
+from bus.contracts.book import MAX_CONSUMERS, HostTree, HostTreeQuery, TreeConsumer
 from bus.contracts.drains import MAX_DRAINED, MAX_PLANNED, DrainPlan, DrainQuery, DrainRecord, DrainTarget, PlannedMove
 from bus.contracts.moves import ACROSS_CELLS
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from bus.faults import Transient
 from bus.port import BusError
-from bus.turns import next_turn
+from bus.turns import yield_to_loop
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.drains import (
     DRAIN_KINDS,
@@ -38,33 +38,33 @@ from scheduler_worker.domain.drains import (
     UNCONFIRMED,
     BegunMoves,
     DrainedHost,
-    HeldInstance,
+    InstanceOnHost,
     NextMove,
-    held_on,
+    instances_on,
     is_migration,
     level_of,
     next_moves,
 )
 from scheduler_worker.domain.hosts import CELL_SILENT
 from scheduler_worker.domain.moves import Located
-from scheduler_worker.domain.placement import PlacementUnavailable, answered
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, RequestKey, flavor_of
+from scheduler_worker.domain.placement import PlacementUnavailable, answer_or_raise
+from scheduler_worker.domain.recorded_moves import ActionContext, PendingAction, RecordedAction, RequestKey, flavor_of
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import in_use
 from scheduler_worker.fleet import Warmup, hosts_of_services
-from scheduler_worker.moves import Chosen, MoveEngine
+from scheduler_worker.moves import ActionEngine, Chosen
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 ANSWER_S = 10.0  # of placement
-TREES = 50  # hosts that the book is queried about at a time
+TREES = 50  # hosts that placement is queried about at a time
 PAGES, PAGE_HOSTS = 4, 10  # that a pass looks at
 TURN_S = 1.0  # so long a pass looks at the same hosts
 PAGE = 1000  # requests under way, or instances, that are read at a time
 
 
-class DrainHolders:
+class DrainInventory:
     """What hosts hold, as one scheduler finds it. api: the bus to placement."""
 
     def __init__(
@@ -124,16 +124,16 @@ class DrainHolders:
         return kind, hosts
 
     async def _uuids_of(self, kind: DrainTarget, name: str) -> Collection[str]:
-        table, book = self._selector.table, self._selector.book
+        table, replica = self._selector.table, self._selector.replica
         if kind is DrainTarget.HOST:
-            return self._selector.meant_by(name, is_warming_up=self._warmup.is_on())
+            return self._selector.hosts_matching(name, is_warming_up=self._warmup.is_on())
         if kind is DrainTarget.AGGREGATE:
-            rows = book.rows_of_roots()
-            members = [rows[book.in_aggregate(uuid, rows)] for uuid in self._aggregates_of(name)[:1]]
-            return [book.uuid_of(row) for part in members for row in part.tolist()]
+            rows = replica.rows_of_roots()
+            members = [rows[replica.in_aggregate(uuid, rows)] for uuid in self._aggregates_of(name)[:1]]
+            return [replica.uuid_of(row) for part in members for row in part.tolist()]
         found = partial(hosts_of_services, self._selector, self._api, timeout_s=ANSWER_S)
         if kind is DrainTarget.CELL:  # besides, those that their service lists no more
-            rows = self._selector.announced_in_book()
+            rows = self._selector.reported_in_placement()
             there = rows[np.isin(table.cell[rows], [at for at, cell in enumerate(table.cells) if cell == name])]
             return {*map(table.uuids.__getitem__, there.tolist()), *await found(name, table.services_in(name))}
         return {uuid for cell in table.cells_of_service(name) for uuid in await found(cell, [name])}
@@ -177,87 +177,87 @@ class DrainHolders:
         turn = fixed + int(now / TURN_S) * (PAGES - fixed) % (len(pages) - fixed)
         return [*pages[:fixed], *(pages[fixed:] * 2)[turn - fixed : turn + PAGES - 2 * fixed]]
 
-    async def held_on(self, hosts: Sequence[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
-        """The instances of which these hosts hold something by the book. Raises Transient, or RequestRefused.
+    async def instances_on(self, hosts: Sequence[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
+        """The instances of which these hosts hold something by placement. Raises Transient, or RequestRefused.
 
-        everything: by the newest state of the book, and also what is about to come, or is on record there: a build has
-        its allocation before it is on record as scheduled. The requests are read before the book, so that one that ends
-        in between is seen in one of the two.
+        everything: by the newest state of placement, and also what is about to come, or is on record there: a build has
+        its allocation before it is on record as scheduled. The requests are read before placement, so that one that
+        ends in between is seen in one of the two.
         """
         there = {host.uuid: host for host in hosts}
-        found: list[tuple[DrainedHost | None, str, RecordedMove | None, TreeHolder | None]] = []
+        found: list[tuple[DrainedHost | None, str, RecordedAction | None, TreeConsumer | None]] = []
         if everything and hosts:
             after = FIRST_UUID
-            while page := await self._store.open_moves(after, PAGE):
+            while page := await self._store.open_actions(after, PAGE):
                 found += [
                     (there[one.host_uuid or ""], one.instance_uuid, one, None) for one in page if one.host_uuid in there
                 ]
                 after = page[-1].request_id
             if not await self._follower.refresh(timeout_s=ANSWER_S):
-                raise PlacementUnavailable("the newest changes of the book did not come in time")
+                raise PlacementUnavailable("the newest changes of placement did not come in time")
             hosts = self.in_use(hosts)
-        holders = await self._holders(hosts)
+        holders = await self._consumers(hosts)
         requests = await self._known({one.consumer for _, one in holders if is_migration(one)})
         for host, one in holders:
-            by = requests[one.consumer].move if is_migration(one) else None
+            by = requests[one.consumer].action if is_migration(one) else None
             found.append((host, one.consumer if by is None else by.instance_uuid, by, one))
         after = FIRST_UUID
         while everything and (active := await self._store.active_on(sorted(there), MAX_PLANNED, after=after)):
             found += [(None, uuid, None, None) for uuid in active]
             after = active[-1]
         known = await self._known({uuid for _, uuid, _, _ in found})
-        held: list[HeldInstance | None] = []
+        held: list[InstanceOnHost | None] = []
         for at, uuid, by, holder in found:
             build = known[uuid].build
             source = at or there.get("" if build is None else build.host_uuid or "")
-            held.append(None if source is None else held_on(source, known[uuid], by, holder))
+            held.append(None if source is None else instances_on(source, known[uuid], by, holder))
         return [one for one in held if one is not None]
 
-    async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
+    async def _known(self, uuids: Iterable[str]) -> dict[str, ActionContext]:
         """The records of these instances, and of the requests with these ids. No request is made under them."""
-        found: dict[RequestKey, MoveContext] = {}
+        found: dict[RequestKey, ActionContext] = {}
         ordered = sorted(uuids)
         for start in range(0, len(ordered), PAGE):
             async with self._store.operation() as unit:
                 found |= await unit.known([(uuid, uuid) for uuid in ordered[start : start + PAGE]])
         return {uuid: replace(one, names_instance=False) for (uuid, _), one in found.items()}
 
-    async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
-        """By the book. Raises PlacementUnavailable, or RequestRefused."""
-        found: list[tuple[DrainedHost, TreeHolder]] = []
+    async def _consumers(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeConsumer]]:
+        """By placement. Raises PlacementUnavailable, or RequestRefused."""
+        found: list[tuple[DrainedHost, TreeConsumer]] = []
         for start in range(0, len(hosts), TREES):
             part = hosts[start : start + TREES]
             after: dict[str, str] = {}  # {host: the last consumer known}
             while part:
                 pages = await self._trees(part, after)
                 for host, page in zip(part, pages, strict=True):
-                    found += [(host, one) for one in page.holders]
-                    if page.holders:
-                        after[host.uuid] = page.holders[-1].consumer
-                part = [host for host, page in zip(part, pages, strict=True) if page.more and page.holders]
+                    found += [(host, one) for one in page.consumers]
+                    if page.consumers:
+                        after[host.uuid] = page.consumers[-1].consumer
+                part = [host for host, page in zip(part, pages, strict=True) if page.more and page.consumers]
         return found
 
     async def _trees(self, hosts: Sequence[DrainedHost], after: Mapping[str, str]) -> list[HostTree]:
-        queries = [HostTreeQuery(provider=host.uuid, limit=MAX_HOLDERS, after=after.get(host.uuid)) for host in hosts]
+        queries = [HostTreeQuery(provider=host.uuid, limit=MAX_CONSUMERS, after=after.get(host.uuid)) for host in hosts]
         causes = [host.uuid for host in hosts]
         try:
             answers = await self._api.request_all(queries, HostTree, timeout_s=ANSWER_S, causes=causes)
         except (BusError, Transient) as error:
             raise PlacementUnavailable(str(error)) from error
-        return [answered(one) for one in answers]
+        return [answer_or_raise(one) for one in answers]
 
     def in_use(self, hosts: Iterable[DrainedHost]) -> list[DrainedHost]:
         """The hosts of which something is in use, by the replica."""
-        book = self._selector.book
-        rows = {row: host for host in hosts if (row := book.row_of(host.uuid)) is not None}
-        used = in_use(book, np.fromiter(rows, dtype=np.intp, count=len(rows)))
+        replica = self._selector.replica
+        rows = {row: host for host in hosts if (row := replica.row_of(host.uuid)) is not None}
+        used = in_use(replica, np.fromiter(rows, dtype=np.intp, count=len(rows)))
         return [host for host, is_used in zip(rows.values(), used, strict=True) if is_used]
 
 
 SLICE = 100  # instances that are planned before other tasks run
 WITHIN_CELL = Refusal(
     code=ACROSS_CELLS,
-    reason="its instances could go to other cells only, and the setting moves_across_cells is off",
+    reason="its instances could go to other cells only, and the setting actions_across_cells is off",
 )
 NO_OTHER_CELL = Refusal(code=ACROSS_CELLS, reason="no other cell has a host here to which its instances could go")
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
@@ -287,24 +287,24 @@ class _Choices:
     def hold(self) -> None:
         """Count all choices as used from here on."""
         for key, allocations in self._taken.items():
-            self._selector.book.assume(key, allocations)
+            self._selector.replica.assume(key, allocations)
 
     def release(self) -> None:
         """Stop counting them."""
         for key in self._taken:
-            self._selector.book.forget(key)
+            self._selector.replica.drop_assumed(key)
 
-    def add(self, key: str, one: HeldInstance, chosen: Chosen) -> None:
+    def add(self, key: str, one: InstanceOnHost, chosen: Chosen) -> None:
         """Add a choice; it counts as used at once."""
         first = chosen.selections[0]
         self._taken[key] = first.allocations
-        self._selector.book.assume(key, first.allocations)
+        self._selector.replica.assume(key, first.allocations)
         self._to[one.instance_uuid] = first.host_uuid
         group = _group_of(one)
         if group is not None:
             self._moved.setdefault(group, []).append((one.source.uuid, first.host_uuid))
 
-    def seen(self, one: HeldInstance, page: LocatePage) -> LocatePage:
+    def seen(self, one: InstanceOnHost, page: LocatePage) -> LocatePage:
         """Where the instances that this one depends on are, once the earlier moves are done."""
         members = dict(page.members)
         for source, target in self._moved.get(_group_of(one) or "", ()):
@@ -317,10 +317,10 @@ class _Choices:
 class DrainPlanner:
     """Makes plans for one scheduler."""
 
-    def __init__(self, selector: Selector, moves: MoveEngine, holders: DrainHolders, *, clock: Clock) -> None:
+    def __init__(self, selector: Selector, actions: ActionEngine, holders: DrainInventory, *, clock: Clock) -> None:
         self._selector = selector
-        self._moves = moves
-        self._holders = holders
+        self._actions = actions
+        self._inventory = holders
         self._clock = clock
 
     async def plan(self, query: DrainQuery) -> MadePlan | Refusal:
@@ -329,19 +329,19 @@ class DrainPlanner:
         """
         if query.kind not in DRAIN_KINDS:
             return KINDS_ONLY
-        found = await self._holders.hosts_of(query.host, query.target, query.cell)
+        found = await self._inventory.hosts_of(query.host, query.target, query.cell)
         if isinstance(found, Refusal):
             return found
         target, hosts = found
-        if target is DrainTarget.CELL and not self._selector.config.moves_across_cells:
+        if target is DrainTarget.CELL and not self._selector.config.actions_across_cells:
             return WITHIN_CELL
-        table, rows = self._selector.table, self._selector.announced_in_book()
+        table, rows = self._selector.table, self._selector.reported_in_placement()
         if target is DrainTarget.CELL and {table.cells[at] for at in np.unique(table.cell[rows])} <= {query.host}:
             return NO_OTHER_CELL
-        self._selector.holds.settle()
-        held = await self._holders.held_on(hosts, everything=True)
-        # What is not active there is no part of the plan, but for the source of an unconfirmed move: a revert needs it.
-        # A fenced host is not drained, and what it keeps is no concern of the drain.
+        self._selector.assumed.drop_confirmed()
+        held = await self._inventory.instances_on(hosts, everything=True)
+        # What is not active there is no part of the plan, but for the source of an unconfirmed action: a revert needs
+        # it. A fenced host is not drained, and what it keeps is no concern of the drain.
         held = [one for one in held if not one.code or (one.code == UNCONFIRMED and one.source.code != HOST_FENCED)]
         held.sort(key=self.order)
         record = DrainRecord(name=query.host, target=target, kind=query.kind, by="")
@@ -353,8 +353,8 @@ class DrainPlanner:
         barred = {one.uuid: "host.drained" for one in hosts}
         for start in range(0, len(decided.moves), SLICE):
             moves += await self._slice(decided.moves[start : start + SLICE], barred, choices)
-            await next_turn()
-        waiting = [_planned(one.held, code=one.code, reason=one.reason) for one in decided.waiting if one.code]
+            await yield_to_loop()
+        waiting = [_planned(one.instance, code=one.code, reason=one.reason) for one in decided.waiting if one.code]
         single = hosts[0] if target is DrainTarget.HOST else None
         plan = DrainPlan(
             host=query.host if single is None else single.name,
@@ -366,7 +366,7 @@ class DrainPlanner:
         )
         return MadePlan(plan, hosts)
 
-    def order(self, one: HeldInstance) -> tuple[bool, tuple[int, ...], str]:
+    def order(self, one: InstanceOnHost) -> tuple[bool, tuple[int, ...], str]:
         """Members of groups first, because the fewest hosts fit them; then the larger before the smaller."""
         flavor = None if one.known.build_request is None else self._selector.flavors.get(flavor_of(one.known))
         held = {} if flavor is None else total_resources(flavor.query)
@@ -377,44 +377,44 @@ class DrainPlanner:
         self, planned: Sequence[NextMove], barred: Mapping[str, str], choices: _Choices
     ) -> list[PlannedMove]:
         now = self._clock.time()
-        pending = [PendingMove(position=0, request=one.request, taken_at=now, delivery=LAST) for one in planned]
-        contexts = {one.key: move.held.known for one, move in zip(pending, planned, strict=True)}
-        located = await self._moves.locate(pending, contexts)
+        pending = [PendingAction(batch_index=0, request=one.request, taken_at=now, delivery=LAST) for one in planned]
+        contexts = {one.key: move.instance.known for one, move in zip(pending, planned, strict=True)}
+        located = await self._actions.locate(pending, contexts)
         found: list[PlannedMove] = []
         choices.hold()
         try:
             for request, move, where in zip(pending, planned, located, strict=True):
-                place = answered(where)
-                place = replace(place, page=choices.seen(move.held, place.page))
-                chosen = await self._chosen(request, move.held, place, barred)
+                place = answer_or_raise(where)
+                place = replace(place, page=choices.seen(move.instance, place.page))
+                chosen = await self._chosen(request, move.instance, place, barred)
                 if chosen.selections:
-                    choices.add(request.request.request_id, move.held, chosen)
+                    choices.add(request.request.request_id, move.instance, chosen)
                 hosts = tuple(selection.host for selection in chosen.selections)
                 why = chosen.failure
-                found.append(_planned(move.held, hosts, *(() if why is None else (why.code, why.reason))))
+                found.append(_planned(move.instance, hosts, *(() if why is None else (why.code, why.reason))))
         finally:
             choices.release()
         return found
 
     async def _chosen(
-        self, pending: PendingMove, one: HeldInstance, located: Located, barred: Mapping[str, str]
+        self, pending: PendingAction, one: InstanceOnHost, located: Located, barred: Mapping[str, str]
     ) -> Chosen:
         """Hosts for one instance, or why there are none. It never waits, so a slice is planned on one state."""
-        verdict = self._moves.check(pending, one.known)
-        if isinstance(verdict, Refusal):
-            return Chosen(failure=verdict)
+        result = self._actions.check(pending, one.known)
+        if isinstance(result, Refusal):
+            return Chosen(failure=result)
         if one.source.uuid not in located.page.hosts.get(one.instance_uuid, ()):
             return Chosen(failure=Refusal(code="instance.elsewhere", reason="placement knows it on another host"))
-        found = await self._moves.choose(pending, one.known, located, planned=barred)
+        found = await self._actions.choose(pending, one.known, located, planned=barred)
         return Chosen(failure=Refusal(code=found.code, reason=found.reason)) if isinstance(found, Retry) else found
 
 
-def _group_of(one: HeldInstance) -> str | None:
+def _group_of(one: InstanceOnHost) -> str | None:
     built = one.known.build_request
     return None if built is None or built.server_group is None else built.server_group.uuid
 
 
-def _planned(one: HeldInstance, hosts: tuple[str, ...] = (), code: str = "", reason: str = "") -> PlannedMove:
+def _planned(one: InstanceOnHost, hosts: tuple[str, ...] = (), code: str = "", reason: str = "") -> PlannedMove:
     return PlannedMove(
         instance_uuid=one.instance_uuid,
         project_id=one.project_id,

@@ -32,7 +32,7 @@ from bus.contracts.drains import (
     DrainTerms,
 )
 from bus.contracts.drains import DrainMoveState as State
-from bus.contracts.moves import MoveState
+from bus.contracts.moves import ActionState
 from bus.contracts.objects import ChangedObject, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused, Transient
@@ -52,8 +52,8 @@ from scheduler_worker.domain.drains import (
     level_of,
 )
 from scheduler_worker.domain.object_rules import changed_object
-from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
-from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.domain.objects import ChangeActor, RecordedObjects, drains_of
+from scheduler_worker.drain_plan import DrainInventory, DrainPlanner, MadePlan
 from scheduler_worker.emptying import LOOK_S, READ_ALL_S, Emptied, HostEmptier, keep_passing
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
@@ -74,7 +74,7 @@ class DrainController:
         self,
         store: SchedulerStore,
         registry: ObjectRegistry,
-        holders: DrainHolders,
+        holders: DrainInventory,
         planner: DrainPlanner,
         emptier: HostEmptier,
         *,
@@ -84,7 +84,7 @@ class DrainController:
     ) -> None:
         self._store = store
         self._registry = registry
-        self._holders = holders
+        self._inventory = holders
         self._planner = planner
         self._emptier = emptier
         self._clock = clock
@@ -119,7 +119,7 @@ class DrainController:
             await self._registry.reload()  # another scheduler may have been first
             known = self._registry.drains[command.drain]
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
-        if known.name != command.name and known.name != self._holders.host(command.name).name:
+        if known.name != command.name and known.name != self._inventory.host(command.name).name:
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
         return DrainResult(drain=await self._progress(command.drain, known))
 
@@ -128,7 +128,7 @@ class DrainController:
     ) -> DrainResult | Refusal:
         """Pause, resume or stop a drain. Raises Transient. is_late: as for `ObjectRegistry.change`."""
         now = self._clock.time()
-        author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
+        actor = ChangeActor(command.by, command.reason or f"drain {command.action}", now)
 
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             stored = present.objects.get((ObjectKind.DRAIN, command.drain))
@@ -142,7 +142,7 @@ class DrainController:
             begins_again = record.state is DrainState.ENDED and after != record
             if begins_again and len(_going(drains_of(present.objects))) >= MAX_OPEN:
                 return TOO_MANY
-            return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], author
+            return [] if after == record else [changed_object(ObjectKind.DRAIN, command.drain, record, after)], actor
 
         written = await self._registry.write(make, is_late, message_id=message_id)
         if isinstance(written, Refusal):
@@ -176,7 +176,7 @@ class DrainController:
         of = self._emptied(drain, record)
         left, is_known = NextMoves(), True
         try:
-            held = await self._holders.held_on(self._holders.in_use(of.hosts().values()))
+            held = await self._inventory.instances_on(self._inventory.in_use(of.hosts().values()))
             left = await self._emptier.found(of, replace(of.level, begins=False), held, BegunMoves())
         except (Transient, RequestRefused, BusError) as fault:
             is_known = False
@@ -185,20 +185,20 @@ class DrainController:
             moves = {one.instance_uuid: one for one in await unit.newest(drain, MAX_PLANNED)}
             known = await unit.known([(one.request_id, uuid) for uuid, one in moves.items()])
         under_way = {uuid for uuid, one in moves.items() if not one.terminal}
-        waiting = [one for one in left.waiting if one.held.instance_uuid not in under_way]
-        there = under_way.union(one.held.instance_uuid for one in waiting)
-        moved = [uuid for uuid, one in moves.items() if one.state is MoveState.DONE and uuid not in there]
+        waiting = [one for one in left.waiting if one.instance.instance_uuid not in under_way]
+        there = under_way.union(one.instance.instance_uuid for one in waiting)
+        moved = [uuid for uuid, one in moves.items() if one.state is ActionState.DONE and uuid not in there]
         # What has left its cell and found no host holds nothing, and no pass finds it any more.
         leaves = record.target is DrainTarget.CELL
         down = [one for key, found in known.items() if leaves and (one := moves[key[1]]).terminal and is_down(found)]
         failed = [
             DrainFailure(instance_uuid=uuid, code=code, reason=reason)
             for uuid, code, reason in (
-                *((one.held.instance_uuid, one.code, one.reason) for one in waiting if one.is_stuck),
-                *((one.instance_uuid, one.code, one.reason) for one in down if one.state is not MoveState.DONE),
+                *((one.instance.instance_uuid, one.code, one.reason) for one in waiting if one.is_stuck),
+                *((one.instance_uuid, one.code, one.reason) for one in down if one.state is not ActionState.DONE),
             )
         ]
-        not_begun = [one.held.instance_uuid for one in waiting if not one.is_stuck]
+        not_begun = [one.instance.instance_uuid for one in waiting if not one.is_stuck]
         counts = dict(zip(State, map(len, (not_begun, under_way, moved, failed)), strict=True))
         return replace(
             _progress(drain, record, counts),
@@ -248,7 +248,7 @@ class DrainController:
         return Emptied(
             level=level_of(record, self._clock.time()),
             drain=drain,
-            hosts=partial(self._holders.of_drain, drain),
+            hosts=partial(self._inventory.of_drain, drain),
             lock=lock,
         )
 
@@ -258,13 +258,13 @@ class DrainController:
 
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal is_first
-            author = ChangeAuthor(self._who, code, now)
+            actor = ChangeActor(self._who, code, now)
             body = await unit.lock_object(ObjectKind.DRAIN, drain)
             record = None if body is None else msgspec.convert(body, DrainRecord)
             if record is None or end_of(record, await unit.begun(drain), now, is_empty=code == DONE) != code:
-                return (), author  # a command, or another scheduler, was first
+                return (), actor  # a command, or another scheduler, was first
             after, is_first = replace(record, state=DrainState.ENDED, code=code), True
-            return [changed_object(ObjectKind.DRAIN, drain, record, after)], author
+            return [changed_object(ObjectKind.DRAIN, drain, record, after)], actor
 
         await self._registry.write(make)
         if is_first:
@@ -281,10 +281,10 @@ class _Begun(Struct, frozen=True):
     async def make(self, _unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
         """Refused where another drain that has not ended has one of the hosts."""
         command, plan = self.command, self.made.plan
-        author = ChangeAuthor(command.by, command.reason, self.now)
+        actor = ChangeActor(command.by, command.reason, self.now)
         drains = drains_of(present.objects)
         if command.drain in drains:
-            return (), author
+            return (), actor
         going = _going(drains)
         if len(going) >= MAX_OPEN:
             return TOO_MANY
@@ -313,7 +313,7 @@ class _Begun(Struct, frozen=True):
         old = sorted((one.started_at, drain) for drain, one in drains.items() if drain not in going)
         dropped = [drain for _, drain in old[: max(0, len(old) - MAX_ENDED + 1)]]
         changed += [changed_object(ObjectKind.DRAIN, drain, drains[drain], None) for drain in dropped]
-        return changed, author
+        return changed, actor
 
 
 def _going(drains: Mapping[str, DrainRecord]) -> frozenset[str]:

@@ -25,7 +25,7 @@ from scheduler_worker.domain.drains import (
     READ_ENDS,
     BegunMoves,
     DrainedHost,
-    HeldInstance,
+    InstanceOnHost,
     Level,
     NextMove,
     NextMoves,
@@ -36,13 +36,13 @@ from scheduler_worker.domain.drains import (
     next_moves,
     request_id,
 )
-from scheduler_worker.domain.recorded_moves import PendingMove, RequestKey
+from scheduler_worker.domain.recorded_moves import PendingAction, RequestKey
 from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import DrainHolders
+from scheduler_worker.drain_plan import DrainInventory
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.keepers import changed_within
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -67,7 +67,7 @@ class Emptied(Struct, kw_only=True):
     drain: str | None
     hosts: Callable[[], Mapping[str, DrainedHost]]
     lock: LockedLevel
-    includes: Callable[[HeldInstance], bool] = lambda _: True
+    includes: Callable[[InstanceOnHost], bool] = lambda _: True
 
 
 class HostEmptier:
@@ -76,16 +76,16 @@ class HostEmptier:
     def __init__(
         self,
         store: SchedulerStore,
-        moves: MoveEngine,
-        holders: DrainHolders,
-        order: Callable[[HeldInstance], Any],
+        actions: ActionEngine,
+        holders: DrainInventory,
+        order: Callable[[InstanceOnHost], Any],
         *,
         warmup: Warmup,
         clock: Clock,
     ) -> None:
         self._store = store
-        self._moves = moves
-        self._holders = holders
+        self._actions = actions
+        self._inventory = holders
         self._order = order
         self._warmup = warmup
         self._clock = clock
@@ -95,7 +95,7 @@ class HostEmptier:
         async with self._store.operation() as unit:
             return await unit.begun(drain)
 
-    async def found(self, of: Emptied, level: Level, held: Iterable[HeldInstance], begun: BegunMoves) -> NextMoves:
+    async def found(self, of: Emptied, level: Level, held: Iterable[InstanceOnHost], begun: BegunMoves) -> NextMoves:
         """What is next of these instances; nothing is requested. Raises Transient."""
         held = sorted(filter(of.includes, held), key=self._order)
         async with self._store.operation() as unit:
@@ -109,10 +109,10 @@ class HostEmptier:
         everything: look at all that they hold. Raises Transient, or RequestRefused.
         """
         now, hosts = self._clock.time(), of.hosts()
-        held: list[HeldInstance] = []
+        held: list[InstanceOnHost] = []
         found = NextMoves()
-        for page in [list(hosts.values())] if everything else self._holders.pages(hosts, now):
-            held += await self._holders.held_on(page, everything=everything)
+        for page in [list(hosts.values())] if everything else self._inventory.pages(hosts, now):
+            held += await self._inventory.instances_on(page, everything=everything)
             found = await self.found(of, of.level, held, begun)
             if sum(not one.refused_at for one in found.moves) >= free_slots(of.level, begun, now):
                 break
@@ -124,9 +124,9 @@ class HostEmptier:
         """Put them on record, unless an instance has changed since it was looked at."""
         now, delivery = self._clock.time(), replace(LAST, awaits_hosts=self._warmup.is_on())
         moves = await self._free_ids(moves)
-        held = {(one.request.request_id, one.held.instance_uuid): one.held for one in moves}
+        held = {(one.request.request_id, one.instance.instance_uuid): one.instance for one in moves}
 
-        async def admit(unit: OperationUnit, ready: Sequence[PendingMove]) -> Sequence[PendingMove]:
+        async def admit(unit: OperationUnit, ready: Sequence[PendingAction]) -> Sequence[PendingAction]:
             level = await of.lock(unit)
             if level is None:
                 return ()
@@ -140,10 +140,12 @@ class HostEmptier:
             return same[: max(0, free_slots(level, begun, self._clock.time()))]
 
         pending = [
-            PendingMove(position=at, request=one.request, taken_at=now, delivery=delivery, drain=one.held.source.drain)
+            PendingAction(
+                batch_index=at, request=one.request, taken_at=now, delivery=delivery, drain=one.instance.source.drain
+            )
             for at, one in enumerate(moves)
         ]
-        await self._moves.process(pending, admit)
+        await self._actions.process(pending, admit)
 
     async def _free_ids(self, moves: Sequence[NextMove]) -> list[NextMove]:
         """The same moves; of one whose id a client has given to another request, under another id."""
@@ -153,7 +155,7 @@ class HostEmptier:
             async with self._store.operation() as unit:
                 known = await unit.known(keys)
             taken = [
-                known[key].names_instance or (known[key].move is not None and known[key].move_of(key[1]) is None)
+                known[key].names_instance or (known[key].action is not None and known[key].action_of(key[1]) is None)
                 for key in keys
             ]
             if not any(taken):
@@ -163,7 +165,7 @@ class HostEmptier:
 
 
 def _renamed(one: NextMove) -> NextMove:
-    ident = request_id(one.held.source.drain, one.held.instance_uuid, one.request.request_id)
+    ident = request_id(one.instance.source.drain, one.instance.instance_uuid, one.request.request_id)
     return replace(one, request=replace(one.request, request_id=ident))
 
 
@@ -226,7 +228,9 @@ class EvacuationController:
         if begun.under_way or len(given_up) < len(found.waiting):
             return pause_s
         for one in given_up:
-            log.error("evacuation.failed", instance=one.held.instance_uuid, host=one.held.source.name, code=one.code)
+            log.error(
+                "evacuation.failed", instance=one.instance.instance_uuid, host=one.instance.source.name, code=one.code
+            )
         return REST_S
 
 

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildAccepted, BuildState, member_uuids
 from bus.faults import RequestRefused
 from bus.persistence.unit_of_work import OptimisticFirst
-from bus.turns import InParts
+from bus.turns import YieldingParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims
+from scheduler_worker.claims import ClaimOwnership, ClaimPort
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (
     Admission,
@@ -32,20 +32,13 @@ from scheduler_worker.domain.admission import (
     PendingBuild,
     Start,
     admit,
-    admit_unwanted,
-    is_clash_of_first,
-    pending_again,
+    admit_expired,
+    conflicts_with_first,
+    pending_from_record,
 )
-from scheduler_worker.domain.builds import (
-    FIRST_ATTEMPT,
-    Author,
-    NewBuild,
-    ProjectsBuild,
-    RecordedBuild,
-    effects,
-)
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Actor, NewBuild, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.deletes import UNKNOWN, DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
-from scheduler_worker.domain.gangs import left_of_gangs
+from scheduler_worker.domain.gangs import remaining_gangs
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
@@ -75,9 +68,9 @@ class SchedulingEngine:
         self._store = store
         self._clock = clock
         self._who = process or "scheduler"
-        self._held = HeldClaims(claims, selector.table.last_cell_of, self._runs_on_record)
-        placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
-        self._dispatcher = Dispatcher(store, self._held, placer, selector, clock=clock, process=self._who)
+        self._ownership = ClaimOwnership(claims, selector.table.last_cell_of, self._runs_on_record)
+        placer = Placer(claims, self._ownership, selector, follower, clock=clock, rng=rng, config=config)
+        self._dispatcher = Dispatcher(store, self._ownership, placer, selector, clock=clock, process=self._who)
 
     async def process(
         self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]
@@ -92,15 +85,17 @@ class SchedulingEngine:
         if deletes:
             of_deletes, deleted = await self._delete(deletes)
         to_place: list[PendingBuild] = []
-        gangs = left_of_gangs(builds, admissions, deleted)
+        gangs = remaining_gangs(builds, admissions, deleted)
         for taken, admission in zip(builds, admissions, strict=True):
             pending = taken
             if isinstance(admission, Continue):
-                pending = replace(taken, run=admission.run, own_run=taken.run, attempt=FIRST_ATTEMPT)
+                pending = replace(
+                    taken, claim_owner=admission.claim_owner, new_claim_owner=taken.claim_owner, attempt=FIRST_ATTEMPT
+                )
             if isinstance(admission, Answered):
-                outcomes[pending.position] = admission.outcome
+                outcomes[pending.batch_index] = admission.outcome
             elif pending.instance_uuid in deleted:
-                outcomes[pending.position] = pending.accepted
+                outcomes[pending.batch_index] = pending.accepted
             else:
                 if pending.gang is not None and pending.gang.uuid in gangs:
                     pending = replace(pending, gang=gangs[pending.gang.uuid])
@@ -111,14 +106,14 @@ class SchedulingEngine:
 
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
-        author, firsts = Author(self._who, self._clock.time()), dict[str, PendingBuild]()
+        actor, firsts = Actor(self._who, self._clock.time()), dict[str, PendingBuild]()
         for pending in builds:
             firsts.setdefault(pending.request.instance_uuid, pending)  # a second one in the same batch changes nothing
-        records = await self._first_records(firsts, author)
+        records = await self._first_records(firsts, actor)
         with metrics.measured("record", self._clock):
             # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
             units = OptimisticFirst(lambda optimistic: self._store.unit(durable=False, optimistic=optimistic))
-            while units.go_on():
+            while units.has_next_try():
                 async with units as unit:
                     new, known = set[str](), dict[str, RecordedBuild]()
                     # The record of a gang's first member stands for the whole request, so it goes first.
@@ -127,19 +122,19 @@ class SchedulingEngine:
                             uuid
                             for uuid, pending in firsts.items()
                             if pending.is_later_member is later
-                            and not (later and is_clash_of_first(pending, firsts, known))
+                            and not (later and conflicts_with_first(pending, firsts, known))
                         ]
                         if part:
-                            new |= await unit.insert([records[uuid] for uuid in part], author.at)
+                            new |= await unit.insert([records[uuid] for uuid in part], actor.at)
                             known |= await unit.read([uuid for uuid in part if uuid not in new])
                     admissions: list[Admission] = []
-                    async for pendings in InParts(builds, BUILDS_AT_ONCE):
+                    async for pendings in YieldingParts(builds, BUILDS_AT_ONCE):
                         for pending in pendings:
                             uuid = pending.request.instance_uuid
                             is_new = uuid in new and firsts[uuid] is pending
                             if is_new:
-                                stamps = pending.stamps(None, author.at)
-                                for message in effects(None, records[uuid].build, author.at, None, stamps):
+                                stage_times = pending.stage_times(None, actor.at)
+                                for message in effects(None, records[uuid].build, actor.at, None, stage_times):
                                     unit.emit(message)
                             if is_new and pending.refusal is None:
                                 admissions.append(START)
@@ -150,21 +145,21 @@ class SchedulingEngine:
             await self._store.flush()  # the record acknowledges those, and nothing else is written
         return admissions
 
-    async def _first_records(self, firsts: Mapping[str, PendingBuild], author: Author) -> dict[str, NewBuild]:
+    async def _first_records(self, firsts: Mapping[str, PendingBuild], actor: Actor) -> dict[str, NewBuild]:
         return {
-            uuid: pending.first_record(author)
-            async for part in InParts(firsts.items(), BUILDS_AT_ONCE)
+            uuid: pending.first_record(actor)
+            async for part in YieldingParts(firsts.items(), BUILDS_AT_ONCE)
             for uuid, pending in part
         }
 
-    async def not_left(self, unwanted: Mapping[int, PendingBuild]) -> dict[int, PendingBuild | Outcome]:
+    async def drop_abandoned(self, unwanted: Mapping[int, PendingBuild]) -> dict[int, PendingBuild | Outcome]:
         """Requests that are not to be begun any more, as they are processed; the outcome of one that is not: its time
         was over before it was begun, and its requester has left it, or whether it was begun is not known yet.
         """
         async with self._store.unit() as unit:
             known = await unit.read([one.instance_uuid for one in unwanted.values()])
         found: dict[int, PendingBuild | Outcome] = {
-            at: admit_unwanted(one, is_recorded=True, is_held=False)
+            at: admit_expired(one, is_recorded=True, is_held=False)
             for at, one in unwanted.items()
             if one.instance_uuid in known
         }
@@ -174,23 +169,23 @@ class SchedulingEngine:
         except PlacementUnavailable as fault:
             return found | dict.fromkeys(unknown, waits(fault))
         return found | {
-            at: admit_unwanted(one, is_recorded=False, is_held=one.instance_uuid in held) for at, one in unknown.items()
+            at: admit_expired(one, is_recorded=False, is_held=one.instance_uuid in held) for at, one in unknown.items()
         }
 
     async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> set[str]:
         """The requests of these of which an instance holds what they may have claimed; all of them where placement
-        refuses to tell, for good: then each ends as one whose claim is of no known cell (`unknown_after`).
+        refuses to tell, for good: then each ends as one whose claim is of no known cell (`unlocatable_after_fault`).
         """
         looks = {
             one.instance_uuid: [(uuid, one.request.project_id) for uuid in member_uuids(one.request)] for one in builds
         }
         try:
-            held = await self._held.of_builds({key for keys in looks.values() for key in keys})
+            held = await self._ownership.allocations_of_builds({key for keys in looks.values() for key in keys})
         except RequestRefused:
             return set(looks)
         return {uuid for uuid, keys in looks.items() if not held.keys().isdisjoint(keys)}
 
-    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
+    async def unfinished_builds(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         """Builds that are on record and that no message carries on, as they are processed: one in a list, and all
         members of a gang together. Raises Transient.
         """
@@ -199,12 +194,12 @@ class SchedulingEngine:
         for new in await self._store.requests_of(list(instances)):
             uuid = new.build.instance_uuid
             members = requests.setdefault(uuid if new.gang is None else new.gang.uuid, [])
-            members.append(pending_again(new, len(members), now=now))
+            members.append(pending_from_record(new, len(members), now=now))
         return list(requests.values())
 
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:
-            return {uuid: one.run for uuid, one in (await unit.read(instances)).items()}
+            return {uuid: one.claim_owner for uuid, one in (await unit.read(instances)).items()}
 
     # --- deletes
 
@@ -215,30 +210,32 @@ class SchedulingEngine:
         does not answer. Safe to repeat.
         """
         plan = await self._carry_out(deletes)
-        if not plan.unbuilt:
+        if not plan.without_cell:
             return plan.outcomes, plan.accepted
         try:
-            held = await self._held.of_builds({one.key for one in plan.unbuilt})
+            held = await self._ownership.allocations_of_builds({one.key for one in plan.without_cell})
         except PlacementUnavailable as fault:
-            return plan.outcomes | dict.fromkeys((one.position for one in plan.unbuilt), waits(fault)), plan.accepted
-        of_unbuilt = await self._carry_out(plan.unbuilt, held)
+            return plan.outcomes | dict.fromkeys(
+                (one.position for one in plan.without_cell), waits(fault)
+            ), plan.accepted
+        of_unbuilt = await self._carry_out(plan.without_cell, held)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
-        self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, HeldAllocation] | None = None
+        self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, ConsumerRecord] | None = None
     ) -> DeletePlan:
         """Carry out deletes in one transaction. held: as of `plan_deletes`."""
-        author = Author(self._who, self._clock.time())
+        actor = Actor(self._who, self._clock.time())
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
-            plan = plan_deletes(deletes, builds, author, held)
-            graves = tombstones(plan.unknown, builds.keys(), author)
-            inserted = await unit.insert(graves, author.at)
+            plan = plan_deletes(deletes, builds, actor, held)
+            graves = tombstones(plan.unknown, builds.keys(), actor)
+            inserted = await unit.insert(graves, actor.at)
             made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
-            answer_unknown(plan, {**builds, **made}, author, held or {})
+            answer_unknown(plan, {**builds, **made}, actor, held or {})
             for message in plan.messages:
                 unit.emit(message)
-            await unit.update(plan.updates, author.at)
+            await unit.update(plan.updates, actor.at)
             for one in plan.updates:
                 uuid = one.build.instance_uuid
                 claim = (held or {}).get((uuid, one.build.project_id))

@@ -14,25 +14,25 @@ from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
-from bus.contracts.cell import ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, ReportHosts, ServiceRemoved, ServiceStates
 from bus.contracts.drains import MAX_DRAINED
 from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
 from bus.contracts.waiting import BuildsWaiting
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from bus.port import BusError
-from bus.turns import next_turn
+from bus.turns import yield_to_loop
 from scheduler_worker import metrics
 from scheduler_worker.domain.fleet import HostMetricsTable, WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
-from scheduler_worker.domain.placement import PlacementUnavailable, answered
+from scheduler_worker.domain.placement import PlacementUnavailable, answer_or_raise
 from scheduler_worker.domain.selector import Selector
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
 # Announced hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
 # answer a request for announcements all at once.
 HOSTS_AT_ONCE = 2_000
-DOUBT_S = 15.0  # between two requests while more services count as up here than in the cell's digest
+RECONNECT_GRACE_S = 15.0  # between two requests while more services count as up here than in the cell's digest
 
 
 class HostsListener:
@@ -69,11 +69,11 @@ class HostsListener:
             hosts += announced
             if hosts > HOSTS_AT_ONCE:
                 hosts = announced
-                await next_turn()
-            if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
+                await yield_to_loop()
+            if isinstance(message, ComputeHosts | ServiceStates) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
-            elif isinstance(message, ServiceGone) and message.cell == self._bus.name:
-                self._table.forget_service(message, now_s)
+            elif isinstance(message, ServiceRemoved) and message.cell == self._bus.name:
+                self._table.delete_service(message, now_s)
             elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
                 self._waiting.apply(message, now_s)
             elif isinstance(message, WorkerHeartbeat):
@@ -100,7 +100,7 @@ class HostsListener:
             while True:
                 await self._clock.sleep(RECONNECT_CHECK_S)
                 now_s = self._clock.monotonic()
-                doubts = now_s - requested_at >= DOUBT_S and self._table.knows_more(self._bus.name)
+                doubts = now_s - requested_at >= RECONNECT_GRACE_S and self._table.knows_more(self._bus.name)
                 if not self._requested or now_s >= due or doubts:
                     break
 
@@ -117,21 +117,21 @@ class HostsListener:
         return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
-MAX_SERVICE_HOSTS = MAX_DRAINED + 1  # of one service, that the book is queried about
+MAX_SERVICE_HOSTS = MAX_DRAINED + 1  # of one service, that placement is queried about
 SERVICES_AT_ONCE = 50
 
 
 async def hosts_of_services(
     selector: Selector, api: Bus, cell: str, services: Sequence[str], *, timeout_s: float
 ) -> dict[str, str]:
-    """The hosts ({uuid: name}) of the book that these compute services of a cell have, or may have had when they died.
+    """The hosts ({uuid: name}) of placement that these compute services of a cell have, or may have had when they died.
 
-    They are those that a service announced last. Of one that is not up here those which the book has of it count, too:
+    They are those that a service announced last. Of one that is not up here those which placement has of it count, too:
     this scheduler may have been started after it died. The cell of those that are not announced is known from then on.
     api: the bus to placement. Raises PlacementUnavailable, or RequestRefused.
     """
     table, indexes = selector.table, {name: selector.table.service_of(cell, name) for name in services}
-    rows = selector.announced_in_book()
+    rows = selector.reported_in_placement()
     last = np.isin(table.last_service[rows], [index for index in indexes.values() if index != NO_SERVICE])
     found = {table.uuids[row]: table.names[row] for row in rows[last].tolist()}
     silent = [one for one, index in indexes.items() if index == NO_SERVICE or table.services[index].down is not None]
@@ -142,7 +142,7 @@ async def hosts_of_services(
             pages = await api.request_all(queries, ServiceHostsPage, timeout_s=timeout_s, causes=part)
         except (BusError, Transient) as error:
             raise PlacementUnavailable(str(error)) from error
-        for page in map(answered, pages):
+        for page in map(answer_or_raise, pages):
             for uuid in page.hosts:
                 table.learn_cell(uuid, cell)
             found |= page.hosts

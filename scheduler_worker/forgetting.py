@@ -1,12 +1,12 @@
-"""Forgets what is gone for good: hosts, whose providers leave the book and whose decisions the record; and compute
+"""Forgets what is gone for good: hosts, whose providers leave placement and whose decisions the record; and compute
 services, which their cells drop from their records.
 
-Of a host the book is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds
+Of a host placement is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds
 anything there. A scheduler that ends between the two leaves a host without providers, which takes nothing; the message
 is delivered again, or the operator repeats the command.
 
 Of a service its cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks
-only which hosts the book has of the service, because the cell does not know them. The book decides: a scheduler that
+only which hosts placement has of the service, because the cell does not know them. Placement decides: a scheduler that
 was started after the service died has received no announcement of its hosts. The scheduler's table adds those whose
 inventory comes from another source (bare-metal nodes). Each command that the cell has done is in the log of changes
 once, by its message's id. Whether the cell still had the service does not count: when its first answer was late, it has
@@ -24,15 +24,15 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Refusal
-from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell, ServiceGone
+from bus.contracts.cell import CellServiceDelete, CellServiceDeleted, ServiceRemoved
 from bus.contracts.drains import DrainState
-from bus.contracts.objects import Aggregate, ChangedObject, ForgottenService, HostDecision, ObjectKind
-from bus.contracts.operations import AdminState, ForgetHost, ForgetService, HostForgotten, ServiceForgotten
-from bus.contracts.placement import InventoryForget, InventoryForgotten
+from bus.contracts.objects import Aggregate, ChangedObject, DeletedService, HostDecision, ObjectKind
+from bus.contracts.operations import AdminState, DeleteHost, DeleteService, HostDeleted, ServiceDeleted
+from bus.contracts.placement import ProviderTreeDelete, ProviderTreeDeleted
 from scheduler_worker.domain.drains import drain_of
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.hosts import NO_SERVICE
-from scheduler_worker.domain.objects import ChangeAuthor, Objects, RecordedObjects
+from scheduler_worker.domain.objects import ChangeActor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import MAX_SERVICE_HOSTS, hosts_of_services
 from scheduler_worker.objects import Made, ObjectRegistry
@@ -42,7 +42,7 @@ FENCE_OPEN = "host.fence_open"
 DRAINING = "host.draining"
 
 
-def kept_by_record(present: Objects, uuid: str, cells: Collection[str]) -> Refusal | None:
+def removal_blocker(present: Objects, uuid: str, cells: Collection[str]) -> Refusal | None:
     """Why the objects on record keep a host: a fence that its cell may still act on, or a drain that has not ended.
 
     cells: those that workers connect to. A fence that was ended by force counts until its cell has acknowledged that it
@@ -107,7 +107,7 @@ HAS_HOSTS = "service.has_hosts"
 NO_CELL = "cell.unknown"
 
 
-class Forgetter:
+class HostRemoval:
     """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Forgetter:
 
     # --- a host
 
-    async def forget_host(self, command: ForgetHost, uuid: str, host: str, message_id: str) -> HostForgotten | Refusal:
+    async def delete_host(self, command: DeleteHost, uuid: str, host: str, message_id: str) -> HostDeleted | Refusal:
         """Forget one host, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
@@ -138,35 +138,35 @@ class Forgetter:
         kept = self._selector.table.reported(uuid, cells, now_s) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
-        stands = kept_by_record((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
+        stands = removal_blocker((await self._registry.recorded()).objects, uuid, self._registry.cells_in_use())
         if stands is not None:
             return stands
-        forgets = InventoryForget(root_uuid=uuid)
-        book = await self._api.request(forgets, InventoryForgotten, timeout_s=ANSWER_S, cause=uuid)
+        forgets = ProviderTreeDelete(root_uuid=uuid)
+        deleted = await self._api.request(forgets, ProviderTreeDeleted, timeout_s=ANSWER_S, cause=uuid)
         names = {uuid} if self._is_shared(uuid, host) else {uuid, host}
         aggregates: list[str] = []
-        is_on_record = book.removed
+        is_on_record = deleted.removed
 
         async def make(_unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal is_on_record
-            kept = kept_by_record(present.objects, uuid, self._registry.cells_in_use())
+            kept = removal_blocker(present.objects, uuid, self._registry.cells_in_use())
             if kept is not None:  # decided since
                 return kept
             changed = traces(present.objects, uuid, names)
             aggregates[:] = [one.name for one in changed if one.kind is ObjectKind.AGGREGATE]
             is_on_record |= bool(changed)
             entered = with_entry(changed, uuid, host) if is_on_record else ()
-            return entered, ChangeAuthor(command.by, command.reason, self._clock.time())
+            return entered, ChangeActor(command.by, command.reason, self._clock.time())
 
         written = await self._registry.write(make, message_id=message_id)
         if isinstance(written, Refusal):
             return written
-        log.warning("host.forgotten", uuid=uuid, host=host, by=command.by, reason=command.reason)
-        return HostForgotten(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
+        log.warning("host.deleted", uuid=uuid, host=host, by=command.by, reason=command.reason)
+        return HostDeleted(host_uuid=uuid, host=host, removed=is_on_record, aggregates=tuple(aggregates))
 
     def _is_shared(self, uuid: str, host: str) -> bool:
         """Whether another host has the name of this one."""
-        return any(other != uuid for other in self._selector.meant_by(host))
+        return any(other != uuid for other in self._selector.hosts_matching(host))
 
     async def _kept_by_instances(self, uuid: str) -> Refusal | None:
         found = await self._store.active_on([uuid], MAX_NAMED + 1)
@@ -178,7 +178,7 @@ class Forgetter:
 
     # --- a service
 
-    async def forget_service(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
+    async def delete_service(self, command: DeleteService, message_id: str) -> ServiceDeleted | Refusal:
         """Forget one service, unless something shows that it may not be gone. Raises Transient, or RequestRefused.
 
         message_id: of the command.
@@ -198,30 +198,30 @@ class Forgetter:
         if index != NO_SERVICE and table.services[index].down is None:
             return Refusal(code=UP, reason=f"the compute service {name} is up")
         hosts = await hosts_of_services(self._selector, self._api, cell, [name], timeout_s=ANSWER_S)
-        kept = _kept_by_hosts(hosts.values())
+        kept = _host_removal_blocker(hosts.values())
         if kept is not None:
             return kept
-        order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
-        answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
-        before = msgspec.to_builtins(ForgottenService(cell=cell))
+        order = CellServiceDelete(service=name, reason=command.reason, by=command.by)
+        answer = await bus.request(order, CellServiceDeleted, timeout_s=ANSWER_S, cause=name)
+        before = msgspec.to_builtins(DeletedService(cell=cell))
         entry = ChangedObject(kind=ObjectKind.SERVICE, name=name, before=before)
 
         async def make(_unit: OperationUnit, _present: RecordedObjects) -> Made:
             """Nothing of the service is on record after this entry of the log of changes."""
-            return (entry,), ChangeAuthor(command.by, command.reason, self._clock.time())
+            return (entry,), ChangeActor(command.by, command.reason, self._clock.time())
 
         await self._registry.write(make, message_id=message_id)
-        gone = ServiceGone(cell=cell, service=name, at=answer.at)
-        self._selector.table.forget_service(gone, self._clock.monotonic())
-        log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
-        return ServiceForgotten(service=name, cell=cell, removed=answer.removed)
+        gone = ServiceRemoved(cell=cell, service=name, at=answer.at)
+        self._selector.table.delete_service(gone, self._clock.monotonic())
+        log.warning("service.deleted", service=name, cell=cell, by=command.by, reason=command.reason)
+        return ServiceDeleted(service=name, cell=cell, removed=answer.removed)
 
 
-def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:
-    """Why a service is kept: the book has hosts of it."""
+def _host_removal_blocker(hosts: Collection[str]) -> Refusal | None:
+    """Why a service is kept: placement has hosts of it."""
     if not hosts:
         return None
     count = f"{MAX_SERVICE_HOSTS} or more" if len(hosts) >= MAX_SERVICE_HOSTS else str(len(hosts))
     some = ", ".join(sorted(hosts)[:MAX_NAMED])
-    reason = f"the book has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
+    reason = f"placement has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
     return Refusal(code=HAS_HOSTS, reason=reason)

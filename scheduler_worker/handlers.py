@@ -11,22 +11,22 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Outcome, Received, Wait
+from bus.consuming.outcome import Outcome, Received, RetryWhenAvailable
 from bus.contracts.build import BuildRequest, DeleteRequest
-from bus.contracts.moves import MoveRequest
+from bus.contracts.moves import ActionRequest
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.port import BusError
-from bus.turns import InParts
+from bus.turns import YieldingParts
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.admission import PendingBuild, in_passes, members_of, pending_build
+from scheduler_worker.domain.admission import PendingBuild, expand_gang, in_batches, pending_build
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import outcome_of_gang
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import RequestDelivery, delivery_of, taken_up
+from scheduler_worker.domain.recorded_moves import PendingAction
+from scheduler_worker.domain.requests import RequestDelivery, classify_delivery, resumed_delivery
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 from scheduler_worker.placing import BUILDS_AT_ONCE
 from scheduler_worker.unanswered import max_request_age_s
 
@@ -40,7 +40,7 @@ class RequestHandler:
     def __init__(
         self,
         engine: SchedulingEngine,
-        moves: MoveEngine,
+        actions: ActionEngine,
         flavors: Selector,
         *,
         clock: Clock,
@@ -50,7 +50,7 @@ class RequestHandler:
     ) -> None:
         """keep_up: waits while the events of earlier batches are not published."""
         self._engine = engine
-        self._moves = moves
+        self._actions = actions
         self._flavors = flavors
         self._clock = clock
         self._max_age_s = max_request_age_s(config)
@@ -66,7 +66,9 @@ class RequestHandler:
         await self._keep_up()
         is_warming_up = self._warmup.is_on()
         kept_since = self._clock.time() - self._max_age_s
-        deliveries = [delivery_of(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch]
+        deliveries = [
+            classify_delivery(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch
+        ]
         if len(batch) > 1:  # after a crash each is handled again, alone
             return await self._process(batch, deliveries)
         return await self._or_end(lambda one: self._process(batch, [one]), deliveries[0], batch[0].meta.cause)
@@ -81,11 +83,11 @@ class RequestHandler:
 
         async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> bool:
             outcomes, _ = await self._engine.process([replace(one, delivery=delivery) for one in members], ())
-            return any(isinstance(one, Wait) for one in outcomes.values())
+            return any(isinstance(one, RetryWhenAvailable) for one in outcomes.values())
 
         async def waits(members: Sequence[PendingBuild]) -> bool:
             tries = max(instances.get(one.instance_uuid, 0) for one in members)
-            delivery = taken_up(tries, is_warming_up=self._warmup.is_on())
+            delivery = resumed_delivery(tries, is_warming_up=self._warmup.is_on())
             try:
                 return await self._or_end(partial(process, members), delivery, members[0].instance_uuid)
             except Transient as fault:
@@ -94,16 +96,18 @@ class RequestHandler:
             except (BrokenInvariant, Forbidden, BusError):
                 raise
             except Exception:  # no message is given up here: the process would end, and every other after it
-                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
+                log.exception("scheduler.dead_letter_crashed", cause=members[0].instance_uuid)
                 return False
 
         waiting: set[str] = set()
         try:
-            requests = await self._engine.accepted_before(instances)
+            requests = await self._engine.unfinished_builds(instances)
         except Transient as fault:
             log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
             return set(instances)
-        async for part in InParts(requests, BUILDS_AT_ONCE):  # while placement is silent each waits as long as one
+        async for part in YieldingParts(
+            requests, BUILDS_AT_ONCE
+        ):  # while placement is silent each waits as long as one
             for members, is_waiting in zip(part, await asyncio.gather(*map(waits, part)), strict=True):
                 waiting.update(one.instance_uuid for one in members if is_waiting)
         return waiting
@@ -111,17 +115,17 @@ class RequestHandler:
     async def _or_end(
         self, process: Callable[[RequestDelivery], Awaitable[T]], delivery: RequestDelivery, cause: str
     ) -> T:
-        """Process a request. One without a letter ends when that crashes: it would stay on record without an end, or be
-        taken up again and again.
+        """Process a request. One without a dead letter ends when that crashes: it would stay on record without an end,
+        or be taken up again and again.
         """
         try:
             return await process(delivery)
         except (Transient, Forbidden, BusError):
             raise
-        except Exception as error:  # any other: without a letter it would stay on record without an end
-            if delivery.has_letter:
+        except Exception as error:  # any other: without a dead letter it would stay on record without an end
+            if delivery.has_dead_letter:
                 raise
-            log.exception("scheduler.given_up_crashed", cause=cause)
+            log.exception("scheduler.dead_letter_crashed", cause=cause)
             ended = await process(delivery.crashed())
             if isinstance(error, BrokenInvariant):
                 raise
@@ -136,41 +140,41 @@ class RequestHandler:
             for position, (received, delivery) in enumerate(taken)
             if isinstance(received.message, DeleteRequest)
         ]
-        moves = [
-            PendingMove(position=position, request=received.message, taken_at=now, delivery=delivery)
+        actions = [
+            PendingAction(batch_index=position, request=received.message, taken_at=now, delivery=delivery)
             for position, (received, delivery) in enumerate(taken)
-            if isinstance(received.message, MoveRequest)
+            if isinstance(received.message, ActionRequest)
         ]
         outcomes: dict[int, Outcome] = {}
-        unwanted = {position: one for position, one in requests.items() if one.is_unwanted}
-        for position, request in (await self._engine.not_left(unwanted) if unwanted else {}).items():
+        unwanted = {position: one for position, one in requests.items() if one.is_expired}
+        for position, request in (await self._engine.drop_abandoned(unwanted) if unwanted else {}).items():
             if isinstance(request, PendingBuild):
                 requests[position] = request
             else:
                 outcomes[position] = request
                 del requests[position]
-        for number, part in enumerate(in_passes(requests) if requests else [{}]):
+        for number, part in enumerate(in_batches(requests) if requests else [{}]):
             builds: list[PendingBuild] = []
             members: dict[int, list[PendingBuild]] = {}
             for position, request in part.items():
-                members[position] = members_of(request, start=len(builds))
+                members[position] = expand_gang(request, start=len(builds))
                 builds += members[position]
             these = () if number else deletes
             if builds or these:
                 of_builds, of_deletes = await self._engine.process(builds, these)
                 outcomes |= of_deletes
                 for position, many in members.items():
-                    first = of_builds[many[0].position]
+                    first = of_builds[many[0].batch_index]
                     outcomes[position] = first if len(many) == 1 else outcome_of_gang(many, of_builds)
-        if moves:
-            outcomes |= await self._moves.process(moves)
+        if actions:
+            outcomes |= await self._actions.process(actions)
         return [outcomes[position] for position in range(len(batch))]
 
     async def _builds(self, taken: Sequence[tuple[Received, RequestDelivery]], now: float) -> dict[int, PendingBuild]:
         """The build requests of a batch, by position."""
         return {
             position: pending_build(received, delivery, now=now, flavors=self._flavors)
-            async for part in InParts(enumerate(taken), BUILDS_AT_ONCE)
+            async for part in YieldingParts(enumerate(taken), BUILDS_AT_ONCE)
             for position, (received, delivery) in part
             if isinstance(received.message, BuildRequest)
         }

@@ -1,10 +1,10 @@
 """Makes what is outside follow the objects on record: the cells that a scheduler connects to, and the members of
-aggregates in the book. Schedulers do so side by side.
+aggregates in placement. Schedulers do so side by side.
 
 Tells cells of fences until they have acknowledged them. Any number of schedulers do so side by side.
 
 A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
-host. A host that no compute service has announced here is in the cell of the dead service that the book has it as.
+host. A host that no compute service has announced here is in the cell of the dead service that placement has it as.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
 CHECK_S = 5.0  # between two looks while a cell is removed
 
 
-class CellKeeper:
+class CellConnections:
     """The keeper of one scheduler. settings: the cells that its settings name. awaited: those that a message in the
     outbox, or a request without an end, is of.
 
@@ -77,14 +77,14 @@ class CellKeeper:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self._adopt()
+            self._apply()
             if await self._look():
-                self._adopt()
+                self._apply()
             is_removed = bool(removed_cells(self._registry.cells))
             await changed_within(self._registry.cells_changed, CHECK_S if is_removed else None)
 
-    def _adopt(self) -> None:
-        self._links.want(cells_in_use(self._settings, self._registry.cells, self._occupied))
+    def _apply(self) -> None:
+        self._links.set_cells(cells_in_use(self._settings, self._registry.cells, self._occupied))
 
     async def _look(self) -> bool:
         """Find which removed cells are still in use; returns whether the answer has changed.
@@ -127,17 +127,17 @@ def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | 
     """
     if aggregate.hosts is None:
         return None
-    book, table, named = selector.book, selector.table, set(aggregate.hosts)
-    rows = book.rows_of_roots()
-    members = rows[np.flatnonzero(book.in_aggregate(aggregate.uuid, rows))].tolist()
-    present = {book.uuid_of(row): row for row in members}
+    replica, table, named = selector.replica, selector.table, set(aggregate.hosts)
+    rows = replica.rows_of_roots()
+    members = rows[np.flatnonzero(replica.in_aggregate(aggregate.uuid, rows))].tolist()
+    present = {replica.uuid_of(row): row for row in members}
     wanted = {uuids[0] for host in aggregate.hosts if len(uuids := selector.uuids_of(host)) == 1}
     leaves = []
     for uuid in sorted(present.keys() - wanted):
         at = table.index_of(uuid)
-        if at is not None and not named & {uuid, table.names[at], book.name_of(present[uuid])}:
+        if at is not None and not named & {uuid, table.names[at], replica.name_of(present[uuid])}:
             leaves.append(uuid)
-    joins = [uuid for uuid in sorted(wanted - present.keys()) if book.row_of(uuid) is not None]
+    joins = [uuid for uuid in sorted(wanted - present.keys()) if replica.row_of(uuid) is not None]
     if not joins and not leaves:
         return None
     return AggregateMembers(
@@ -145,11 +145,11 @@ def members_due(selector: Selector, aggregate: Aggregate) -> AggregateMembers | 
     )
 
 
-LOOK_S = 10.0  # how often the book's members are compared with the aggregates on record that name their hosts
+LOOK_S = 10.0  # how often placement's members are compared with the aggregates on record that name their hosts
 ANSWER_S = 10.0
 
 
-class AggregateKeeper:
+class AggregateSync:
     """The keeper of one scheduler. api: the bus to placement."""
 
     def __init__(self, registry: ObjectRegistry, selector: Selector, api: Bus, *, clock: Clock) -> None:
@@ -226,7 +226,7 @@ class FencePublisher:
     def _due(self, order: CellFence, fence: FenceRecord, cell: str) -> int | None:
         """How often it was published to this cell as it is now; None: it is not due."""
         now_s = self._clock.monotonic()
-        is_open = (not fence.is_acknowledged or fence.lifting) and not fence.forced
+        is_open = (not fence.is_acknowledged or fence.unfencing) and not fence.forced
         last, times, at_s = self._published.setdefault((order.host_uuid, cell), (order, 0, now_s))
         if is_open and (last != order or not times):
             return 0
@@ -236,7 +236,7 @@ class FencePublisher:
 
 
 CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
-MAX_SERVICES = 20  # dead ones that the book is queried about
+MAX_SERVICES = 20  # dead ones that placement is queried about
 LOGGED = 10
 
 
@@ -245,7 +245,7 @@ async def find_cells(selector: Selector, api: Bus, uuids: Collection[str]) -> No
 
     A host's cell is that which first reported it. api: the bus to placement.
     """
-    for cell, service in selector.table.dead_unannounced()[:MAX_SERVICES]:
+    for cell, service in selector.table.dead_not_reported()[:MAX_SERVICES]:
         unknown = sorted(uuid for uuid in uuids if selector.table.last_cell_of(uuid) is None)
         if not unknown:
             return

@@ -17,7 +17,7 @@ from bus.clock import Clock
 from bus.contracts.build import BuildEvent
 from bus.contracts.objects import ZONE_KEY
 from bus.contracts.placement import ClaimResult
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
 from scheduler_worker.domain.admission import Admission, Answered, Continue
@@ -36,14 +36,14 @@ CLAIMS = Counter("berth_scheduler_claims", "Claims, by outcome.", ["outcome"])
 RETRIES = Counter("berth_scheduler_claim_retries", "Claims after which a request claims again, by outcome.", ["why"])
 CANDIDATES = Histogram("berth_scheduler_candidates", "Hosts left to choose from.", buckets=HOSTS)
 STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one stage.", ["stage"], buckets=FAST_S)
-ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by outcome.", ["outcome"])
+CELL_EVENTS = Counter("berth_scheduler_cell_events", "Build events from cells, by outcome.", ["outcome"])
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
 BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
 OBJECTS_REVISION = Gauge("berth_scheduler_objects_revision", "Revision of the operators' objects in force here.")
 HOST_METRICS = Counter("berth_scheduler_host_metrics", "Numbers about hosts that came, by outcome.", ["outcome"])
-MOVE_QUERIES = Counter("berth_scheduler_move_queries", "Queries to a cell about a request without news.", ["cell"])
-SILENT_MOVES = Gauge(
-    "berth_scheduler_moves_silent",
+ACTION_QUERIES = Counter("berth_scheduler_action_queries", "Queries to a cell about a request without news.", ["cell"])
+SILENT_ACTIONS = Gauge(
+    "berth_scheduler_actions_silent",
     "Requests under way of which their cell has published nothing, though queried repeatedly.",
 )
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
@@ -105,23 +105,25 @@ def count_claims(answers: Iterable[ClaimResult | Fault]) -> None:
             RETRIES.labels(str(answer)).inc(count)
 
 
-def observe_decisions(builds: Sequence[Stamps]) -> None:
+def observe_decisions(builds: Sequence[StageTimes]) -> None:
     """Observe the stages that end with the decision."""
-    BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.requested for stamps in builds])
-    BUILD_STAGE_S.observe("decided", [stamps.decided - stamps.queued for stamps in builds])
-    BUILD_STAGE_S.observe("claimed", [stamps.claimed - stamps.decided for stamps in builds if stamps.claimed])
+    BUILD_STAGE_S.observe("queued", [stage_times.queued - stage_times.requested for stage_times in builds])
+    BUILD_STAGE_S.observe("decided", [stage_times.decided - stage_times.queued for stage_times in builds])
+    BUILD_STAGE_S.observe(
+        "claimed", [stage_times.claimed - stage_times.decided for stage_times in builds if stage_times.claimed]
+    )
 
 
-def observe_announced(builds: Sequence[Stamps]) -> None:
+def observe_stage_times(builds: Sequence[StageTimes]) -> None:
     """Observe the last stage, as far as a scheduler sees it: until it published the end on the API bus."""
-    BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])
+    BUILD_STAGE_S.observe("announced", [stage_times.announced - stage_times.built for stage_times in builds])
 
 
 PURGED = Counter("berth_scheduler_purged_builds", "Records of builds that were purged, long after they had ended.")
 
 
-UP, DISABLED, SILENT, UNANNOUNCED = "up", "disabled", "silent", "unannounced"
-STATES = (UP, DISABLED, SILENT, UNANNOUNCED)
+UP, DISABLED, SILENT, NOT_REPORTED = "up", "disabled", "silent", "not_reported"
+STATES = (UP, DISABLED, SILENT, NOT_REPORTED)
 
 # The most resource classes that are added up; of more, the first by name. Every Ironic node may have a resource class
 # of its own.
@@ -146,7 +148,7 @@ def summarize(view: HostsView, default_zone: str) -> FleetSummary:
     """Add up the hosts of a view. A host is in the zone of its first aggregate that names one, else in the default."""
     cells = ("", *view.table.cells)
     zones, zone = zones_of(view, default_zone)
-    # An unannounced host has index NO_SERVICE; the columns of the host table hold no row for it.
+    # An not_reported host has index NO_SERVICE; the columns of the host table hold no row for it.
     known = view.known
     cell = np.where(known, np.where(known, view.cell, 0) + 1, 0)
     state = np.where(known, np.where(view.up, np.where(view.enabled, 0, 1), 2), 3)
@@ -157,9 +159,9 @@ def summarize(view: HostsView, default_zone: str) -> FleetSummary:
     found = FleetSummary([], [], [], [])
     for at, names in present.items():
         found.hosts.extend(((*names, STATES[of]), int(count)) for of, count in enumerate(by_state[at]) if count)
-    for resource_class in view.book.resource_classes()[:MAX_CLASSES]:
-        capacity = view.book.totals(resource_class, view.rows)
-        used = view.book.usage(resource_class, view.rows)
+    for resource_class in view.replica.resource_classes()[:MAX_CLASSES]:
+        capacity = view.replica.totals(resource_class, view.rows)
+        used = view.replica.usage(resource_class, view.rows)
         # Integers, not bincount's weights: a sum of floats is not exact above 2^53.
         sums = np.zeros((3, groups), dtype=np.int64)
         for of, amounts in enumerate((capacity, np.where(state == 0, capacity, 0), used)):
@@ -183,7 +185,7 @@ def zones_of(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
 
 HELD_S = 2.0  # a summary is reused for this long: several scrapers, one computation
 
-FLEET_HOSTS = ("berth_fleet_hosts", "Hosts by state: up, disabled, silent, unannounced.", ("cell", "zone", "state"))
+FLEET_HOSTS = ("berth_fleet_hosts", "Hosts by state: up, disabled, silent, not_reported.", ("cell", "zone", "state"))
 CAPACITY = ("berth_fleet_capacity", "Capacity of a resource class.", ("resource_class", "cell", "zone"))
 USABLE = ("berth_fleet_usable", "Capacity on hosts that take builds.", ("resource_class", "cell", "zone"))
 USED = ("berth_fleet_used", "Allocated, claims in flight included.", ("resource_class", "cell", "zone"))

@@ -22,60 +22,66 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Retry, Wait
+from bus.consuming.outcome import Done, Outcome, Retry, RetryWhenAvailable
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, FunnelStep, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     MAX_SELECTIONS,
-    CellDepart,
-    CellMove,
+    ActionKind,
+    ActionRequest,
+    ActionState,
+    CellAction,
+    CellTransferOut,
     Condition,
-    MoveKind,
-    MoveRequest,
-    MoveState,
     ResizePolicy,
 )
 from bus.contracts.placement import GroupPolicy, LocatePage, LocateRequest
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
-from bus.turns import next_turn
+from bus.turns import yield_to_loop
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
-from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.builds import Actor, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
-from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.explain import funnel_step, message_of
 from scheduler_worker.domain.fences import is_fenced
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
     CELL_DRAIN_USER,
     CHANGED,
-    NO_SOURCE,
+    NO_REPORT,
     SOURCE_UNKNOWN,
     Located,
     accepted,
     added_by,
+    build_request_for,
     changes_image,
-    check_move,
-    leaves_source,
+    check_action,
+    in_progress,
     limits_of,
     located_of,
-    looks_at_hosts,
     may_leave_cell,
-    overtaken,
-    placed_as,
+    needs_hosts,
+    releases_source,
     stays_in_cell,
-    under_way,
+    superseded_refusal,
 )
-from scheduler_worker.domain.placement import PlacementRefused, PlacementRequest, initial_state, result_after, scores_of
+from scheduler_worker.domain.placement import (
+    PlacementRefused,
+    PlacementRequest,
+    new_placement_state,
+    result_of_fault,
+    scores_of,
+)
 from scheduler_worker.domain.recorded_moves import (
-    MoveContext,
-    PendingMove,
-    RecordedMove,
+    ActionContext,
+    PendingAction,
+    RecordedAction,
     RequestKey,
-    WrittenMoves,
+    WrittenActions,
     begin_transfer,
     event_of,
     flavor_of,
@@ -83,7 +89,7 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
+from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, related_of
 from scheduler_worker.placing import NEWEST_WAIT_S, ReplicaFollower
 from scheduler_worker.quota import Rooms, rooms_of
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
@@ -91,7 +97,7 @@ from scheduler_worker.store.port import OperationUnit, SchedulerStore
 log = structlog.get_logger(__name__)
 
 IMAGE_UNSUITABLE = "image.unsuitable"
-Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingMove]], Awaitable[Sequence[PendingMove]]]
+Admit: TypeAlias = Callable[[OperationUnit, Sequence[PendingAction]], Awaitable[Sequence[PendingAction]]]
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
@@ -103,13 +109,13 @@ class Chosen(Struct, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     failure: Refusal | None = None
     funnel: tuple[FunnelStep, ...] = ()
-    passed: int = 0
+    passing_hosts: int = 0
     scores: tuple[HostScore, ...] = ()
     cell: str | None = None
     fenced_hosts: tuple[str, ...] = ()
 
 
-class MoveEngine:
+class ActionEngine:
     """Schedules batches of moves. One per scheduler process."""
 
     def __init__(
@@ -137,63 +143,63 @@ class MoveEngine:
         # Where evacuated members of groups with affinity were to go lately: {group: (host, until)}.
         self._gathering: dict[tuple[str, str], tuple[str, float]] = {}
 
-    async def process(self, moves: Sequence[PendingMove], admit: Admit | None = None) -> dict[int, Outcome]:
+    async def process(self, actions: Sequence[PendingAction], admit: Admit | None = None) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits.
 
         admit: which of them may still begin, asked in the transaction that writes them.
         """
-        self._selector.holds.settle()
+        self._selector.assumed.drop_confirmed()
         async with self._store.operation() as unit:
-            known = await unit.known([one.key for one in moves])
-        sound = [one for one in moves if self.check(one, known[one.key]) is None]
-        choosing = [one for one in sound if looks_at_hosts(one.request, known[one.key])]
-        results: dict[int, Chosen | Outcome] = {one.position: Chosen() for one in sound}
+            known = await unit.known([one.key for one in actions])
+        sound = [one for one in actions if self.check(one, known[one.key]) is None]
+        choosing = [one for one in sound if needs_hosts(one.request, known[one.key])]
+        results: dict[int, Chosen | Outcome] = {one.batch_index: Chosen() for one in sound}
         # Together, in their order: those that fit nowhere wait for the newest state once, not one after the other.
         rooms = await rooms_of(self._store, self._selector, {one.request.project_id for one in choosing})
         located = zip(choosing, await self.locate(choosing, known), strict=True)
         of_choosing = [self._answered(one, known[one.key], rooms, found) for one, found in located]
         answers = await asyncio.gather(*of_choosing)
-        results |= {one.position: answer for one, answer in zip(choosing, answers, strict=True)}
+        results |= {one.batch_index: answer for one, answer in zip(choosing, answers, strict=True)}
         chosen = {position: one for position, one in results.items() if isinstance(one, Chosen)}
         outcomes = {position: one for position, one in results.items() if not isinstance(one, Chosen)}
-        to_write = [one for one in moves if one.position not in outcomes]
+        to_write = [one for one in actions if one.batch_index not in outcomes]
         return outcomes | await self._write(to_write, known, chosen, admit)
 
-    def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
+    def check(self, pending: PendingAction, known: ActionContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
-        return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
+        return check_action(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
     # --- choose
 
     async def locate(
-        self, moves: Sequence[PendingMove], known: Mapping[RequestKey, MoveContext]
+        self, actions: Sequence[PendingAction], known: Mapping[RequestKey, ActionContext]
     ) -> list[Located | Fault]:
         """Where the instances and those that they depend on are, and what they hold."""
-        if not moves:
+        if not actions:
             return []
         questions = []
-        for pending in moves:
-            requested = placed_as(pending.request, known[pending.key])
+        for pending in actions:
+            requested = build_request_for(pending.request, known[pending.key])
             consumers = (requested.instance_uuid, *requested.different_host, *requested.same_host)
             questions.append(
                 LocateRequest(
                     project_id=requested.project_id,
                     server_group=requested.server_group.uuid if requested.server_group is not None else None,
-                    besides=requested.instance_uuid,
+                    excluding=requested.instance_uuid,
                     consumers=tuple(dict.fromkeys(consumers)),
                 )
             )
         pages, holdings = await asyncio.gather(
-            self._claims.locate(questions), self._claims.holding([one.request.instance_uuid for one in moves])
+            self._claims.locate(questions), self._claims.allocations([one.request.instance_uuid for one in actions])
         )
-        return [located_of(*found) for found in zip(moves, pages, holdings, strict=True)]
+        return [located_of(*found) for found in zip(actions, pages, holdings, strict=True)]
 
     async def _answered(
-        self, pending: PendingMove, known: MoveContext, rooms: Rooms, located: Located | Fault
+        self, pending: PendingAction, known: ActionContext, rooms: Rooms, located: Located | Fault
     ) -> Chosen | Outcome:
         if isinstance(located, Fault):
             return _without_answer(located)
-        await next_turn()  # each looks at every host
+        await yield_to_loop()  # each looks at every host
         chosen, request = await self.choose(pending, known, located), pending.request
         if isinstance(chosen, Retry):
             return chosen
@@ -201,8 +207,8 @@ class MoveEngine:
 
     async def choose(
         self,
-        pending: PendingMove,
-        known: MoveContext,
+        pending: PendingAction,
+        known: ActionContext,
         located: Located,
         *,
         planned: Mapping[str, str] | None = None,
@@ -214,15 +220,15 @@ class MoveEngine:
         """
         request, page, source = pending.request, located.page, located.source
         if source is None and known.now.condition is not Condition.OFFLOADED:
-            return SOURCE_UNKNOWN if pending.delivery.may_be_early else Chosen(failure=NO_SOURCE)
-        if request.kind is MoveKind.EVACUATE and not await self._is_fenced(source):
+            return SOURCE_UNKNOWN if pending.delivery.may_be_out_of_order else Chosen(failure=NO_REPORT)
+        if request.kind is ActionKind.EVACUATE and not await self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code="host.not_fenced", reason=f"{where} is not fenced by an operator"))
-        if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
+        if request.kind is ActionKind.EVACUATE and known.now.condition is Condition.SHELVED:
             return Chosen()  # its cell offloads it
         fenced_hosts: tuple[str, ...] = ()
-        if request.kind is MoveKind.EVACUATE:
-            fenced_hosts, page = self._group_place(placed_as(request, known), page)
+        if request.kind is ActionKind.EVACUATE:
+            fenced_hosts, page = self._group_place(build_request_for(request, known), page)
         spec = self._spec(request, known, page, source)
         if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
             if isinstance(spec, Unsatisfiable):
@@ -230,7 +236,7 @@ class MoveEngine:
                 return Chosen(failure=failure)
             return self._suits(pending, spec, source) or Chosen()
         if isinstance(spec, Unsatisfiable):
-            hosts = int(self._selector.book.rows_of_roots().size)
+            hosts = int(self._selector.replica.rows_of_roots().size)
             return Chosen(
                 failure=Refusal(code=NO_HOST, reason=f"No host can take it: {spec.reason}."),
                 funnel=(funnel_step(spec.step, hosts, {spec.code: hosts}),),
@@ -241,23 +247,23 @@ class MoveEngine:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
             if fenced_hosts and planned is None:
-                self._gather(placed_as(request, known), chosen.selections[0].host_uuid)
+                self._gather(build_request_for(request, known), chosen.selections[0].host_uuid)
             return replace(chosen, fenced_hosts=fenced_hosts)
-        if chosen.may_be_early and pending.delivery.awaits_hosts:
+        if chosen.may_be_out_of_order and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
-        reason = sentence(spec, chosen.funnel)
+        reason = message_of(spec, chosen.funnel)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
 
     async def _pick_on_newest(
         self,
-        pending: PendingMove,
-        known: MoveContext,
+        pending: PendingAction,
+        known: ActionContext,
         spec: RequestSpec,
         located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
-        may_leave = self._selector.config.moves_across_cells and may_leave_cell(pending.request)
+        may_leave = self._selector.config.actions_across_cells and may_leave_cell(pending.request)
         anywhere, stays = replace(spec, cell=None, key=(*spec.key, "any cell")), stays_in_cell(known, spec)
         if pending.request.user_id == CELL_DRAIN_USER:  # whatever keeps it there: no host of its own cell will do
             if stays is not None:
@@ -268,8 +274,8 @@ class MoveEngine:
             return chosen
         if planned is None:
             await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
-            await next_turn()
-        self._selector.holds.release()
+            await yield_to_loop()
+        self._selector.assumed.release()
         chosen = self._pick(pending, known, spec, located, planned)
         if isinstance(chosen, Chosen) or not may_leave:
             return chosen
@@ -277,54 +283,54 @@ class MoveEngine:
         return Chosen(failure=stays, funnel=chosen.funnel) if stays and isinstance(elsewhere, Chosen) else elsewhere
 
     def _spec(
-        self, request: MoveRequest, known: MoveContext, page: LocatePage, source: str | None
+        self, request: ActionRequest, known: ActionContext, page: LocatePage, source: str | None
     ) -> RequestSpec | Unsatisfiable:
         """The request spec: as for a build of the instance in its next state, in its cell."""
         assert known.build is not None
-        requested = placed_as(request, known)
+        requested = build_request_for(request, known)
         if requested.flavor not in self._selector.flavors:
             return Unsatisfiable("flavor.unknown", f"flavor {requested.flavor} is no longer configured", "flavor")
         spec = self._selector.request_spec(requested)
         if isinstance(spec, Unsatisfiable):
             return spec
-        if request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST and source is not None:
+        if request.kind is ActionKind.RESIZE and request.policy is ResizePolicy.SAME_HOST and source is not None:
             spec = spec.only_on((source,))
         spec = replace(spec, cell=known.build.cell, key=(*spec.key, request.request_id))
         if requested.server_group is not None or requested.different_host or requested.same_host:
-            spec = spec.with_peers(peers_of(requested, page), request.request_id)
+            spec = spec.with_related(related_of(requested, page), request.request_id)
         return spec
 
-    def _suits(self, pending: PendingMove, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
+    def _suits(self, pending: PendingAction, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
         """Why an instance may not be rebuilt from another image on its host; nothing is claimed for a rebuild."""
-        verdict = None if host is None else self._selector.suits_rebuild(host, spec)
-        if host is None or verdict is None:
+        result = None if host is None else self._selector.suits_rebuild(host, spec)
+        if host is None or result is None:
             return None
-        if verdict.may_be_early and pending.delivery.awaits_hosts:
+        if result.may_be_out_of_order and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
-        reasons = ", ".join(sorted(verdict.funnel[-1].rejected))
+        reasons = ", ".join(sorted(result.funnel[-1].rejected))
         reason = f"host {self._selector.name_of(host)} does not suit the image: {reasons}"
-        return Chosen(failure=Refusal(code=IMAGE_UNSUITABLE, reason=reason), funnel=verdict.funnel)
+        return Chosen(failure=Refusal(code=IMAGE_UNSUITABLE, reason=reason), funnel=result.funnel)
 
     def _pick(
         self,
-        pending: PendingMove,
-        known: MoveContext,
+        pending: PendingAction,
+        known: ActionContext,
         spec: RequestSpec,
         located: Located,
         planned: Mapping[str, str] | None,
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
-        request, book, source, held = pending.request, self._selector.book, located.source, located.held
-        requested = replace(placed_as(request, known), max_attempts=None)
-        state = initial_state(PlacementRequest(request=requested, spec=spec), self._selector)
+        request, replica, source, held = pending.request, self._selector.replica, located.source, located.allocations
+        requested = replace(build_request_for(request, known), max_attempts=None)
+        state = new_placement_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
             state = replace(state, rejected={**state.rejected, **planned})
-        if source is not None and leaves_source(request, same_host=self._selector.config.allow_resize_to_same_host):
+        if source is not None and releases_source(request, same_host=self._selector.config.allow_resize_to_same_host):
             state = replace(state, rejected={**state.rejected, source: "host.source"})
         tried = min(request.max_attempts or self._selector.config.max_attempts, MAX_SELECTIONS)
         leaving = f"{request.request_id} leaves"
         # The present and the future allocation of one provider count once, the larger of the two.
-        book.assume(leaving, {uuid: {name: -amount for name, amount in row.items()} for uuid, row in held.items()})
+        replica.assume(leaving, {uuid: {name: -amount for name, amount in row.items()} for uuid, row in held.items()})
         try:
             subset = self._selector.config.host_subset_size
             ranking = self._selector.rank(state.spec, self._rng)
@@ -334,14 +340,14 @@ class MoveEngine:
             hosts = (choice.selected, *choice.alternates)
             selections = tuple(self._selector.selection(host) for host in hosts)
         finally:
-            book.forget(leaving)
+            replica.drop_assumed(leaving)
         if planned is None:
             self._hold(request.request_id, added_by(choice.selected.options[0].allocations, held))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         scores = scores_of(selections, choice.weights_of_hosts) or (HostScore(host=selections[0].host),)
-        return Chosen(selections=selections, passed=choice.passed, scores=scores, cell=cell)
+        return Chosen(selections=selections, passing_hosts=choice.passing_hosts, scores=scores, cell=cell)
 
-    def choose_now(self, pending: PendingMove, known: MoveContext) -> Sequence[Selection]:
+    def choose_now(self, pending: PendingAction, known: ActionContext) -> Sequence[Selection]:
         """Hosts for what has none, by what is known here now. Its server group is judged with each claim."""
         nowhere = Located(pending.request.instance_uuid, LocatePage(), {})
         spec = self._spec(pending.request, known, nowhere.page, None)
@@ -378,134 +384,134 @@ class MoveEngine:
         assert requested.server_group is not None
         now_s = self._clock.monotonic()
         self._gathering = {group: place for group, place in self._gathering.items() if place[1] > now_s}
-        until = now_s + self._selector.config.choice_held_s
+        until = now_s + self._selector.config.assumed_choice_s
         self._gathering[requested.project_id, requested.server_group.uuid] = host, until
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
-        self._selector.holds.add(key, allocations, self._clock.monotonic() + self._selector.config.choice_held_s)
+        self._selector.assumed.add(key, allocations, self._clock.monotonic() + self._selector.config.assumed_choice_s)
         self._expire_later()
 
     def _expire_later(self) -> None:
         """Without another move no later choice would release them."""
-        until = self._selector.holds.next_until
+        until = self._selector.assumed.next_until
         if self._expiring is None and until is not None:
-            left_s = max(0.0, until - self._clock.monotonic())
-            self._expiring = asyncio.get_running_loop().call_later(left_s, self._expire)
+            remaining_s = max(0.0, until - self._clock.monotonic())
+            self._expiring = asyncio.get_running_loop().call_later(remaining_s, self._expire)
 
     def _expire(self) -> None:
         self._expiring = None
-        self._selector.holds.expire(self._clock.monotonic())
+        self._selector.assumed.expire(self._clock.monotonic())
         self._expire_later()
 
     # --- write
 
     async def _write(
         self,
-        moves: Sequence[PendingMove],
-        known: Mapping[RequestKey, MoveContext],
+        actions: Sequence[PendingAction],
+        known: Mapping[RequestKey, ActionContext],
         chosen: Mapping[int, Chosen],
         admit: Admit | None,
     ) -> dict[int, Outcome]:
         """Check again under the instances' locks, and write what follows."""
-        if not moves:
+        if not actions:
             return {}
         outcomes: dict[int, Outcome] = {}
         async with self._store.operation() as unit:
             if admit is not None:
-                moves = await admit(unit, moves)
-            now = await unit.known([one.key for one in moves], lock=True)
+                actions = await admit(unit, actions)
+            now = await unit.known([one.key for one in actions], lock=True)
             # Once all is locked: of a drain with a rate the next move waits from this time on.
-            batch = WrittenMoves(Author(self._who, self._clock.time()))
-            for pending in moves:
-                found = batch.as_left(now[pending.key], pending.request)
-                outcomes[pending.position] = await self._write_one(
-                    unit, batch, pending, known[pending.key], found, chosen.get(pending.position)
+            batch = WrittenActions(Actor(self._who, self._clock.time()))
+            for pending in actions:
+                found = batch.with_written(now[pending.key], pending.request)
+                outcomes[pending.batch_index] = await self._write_one(
+                    unit, batch, pending, known[pending.key], found, chosen.get(pending.batch_index)
                 )
         for label in batch.labels:
-            metrics.count_requests("move", label)
+            metrics.count_requests("action", label)
         return outcomes
 
     async def _write_one(  # noqa: PLR0917  (a step of _write)
         self,
         unit: OperationUnit,
-        batch: WrittenMoves,
-        pending: PendingMove,
-        before: MoveContext,
-        found: MoveContext,
+        batch: WrittenActions,
+        pending: PendingAction,
+        before: ActionContext,
+        found: ActionContext,
         chosen: Chosen | None,
     ) -> Outcome:
         """One move of a batch. before, found: the record when it was decided, and the one under the lock. chosen: None:
         it was to be refused then.
         """
-        request, author = pending.request, batch.author
-        verdict = self.check(pending, found)
-        if verdict is None and (chosen is None or found.build != before.build):
-            verdict = overtaken(pending)
-        if isinstance(verdict, Answered):
-            for message in verdict.messages:
+        request, actor = pending.request, batch.actor
+        result = self.check(pending, found)
+        if result is None and (chosen is None or found.build != before.build):
+            result = superseded_refusal(pending)
+        if isinstance(result, Answered):
+            for message in result.messages:
                 unit.emit(message)
-            batch.labels.append(verdict.label)
-            return verdict.outcome
-        move, command = self._decided(pending, found, verdict, chosen, author)
-        if not await unit.insert_moves([move], author.at):
+            batch.labels.append(result.label)
+            return result.outcome
+        action, command = self._decided(pending, found, result, chosen, actor)
+        if not await unit.insert_actions([action], actor.at):
             # Another scheduler has just put it on record.
-            return Wait(CHANGED.code, CHANGED.reason)
-        batch.moves[request.request_id], build = move, found.build
+            return RetryWhenAvailable(CHANGED.code, CHANGED.reason)
+        batch.actions[request.request_id], build = action, found.build
         # What a client requests in vain, as often as it likes, is on record as a request alone.
-        if build is not None and move.state is not MoveState.REFUSED:
+        if build is not None and action.state is not ActionState.REFUSED:
             assert chosen is not None
-            build = build if command is None else replace(build, instance=under_way(request, found))
-            entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))
+            build = build if command is None else replace(build, instance=in_progress(request, found))
+            entry = actor.entry(f"{request.kind} {action.state}", _detail(action, chosen))
             entry = replace(entry, scores=chosen.scores)
-            await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)
+            await unit.update([BuildUpdate(build=build, timeline=(entry,))], actor.at)
             batch.builds[request.instance_uuid] = build
         if command is not None:
-            assert move.cell is not None
-            unit.emit(OutboxMessage(move.cell, command, request.request_id))
-        unit.emit(OutboxMessage(API, event_of(move, found, author.at), request.request_id))
-        batch.labels.append(move.code or move.state.value)
-        if move.state is MoveState.REFUSED:
-            return Done(reply=Refusal(code=move.code, reason=move.reason))
+            assert action.cell is not None
+            unit.emit(OutboxMessage(action.cell, command, request.request_id))
+        unit.emit(OutboxMessage(API, event_of(action, found, actor.at), request.request_id))
+        batch.labels.append(action.code or action.state.value)
+        if action.state is ActionState.REFUSED:
+            return Done(reply=Refusal(code=action.code, reason=action.reason))
         return accepted(request)
 
     def _decided(
         self,
-        pending: PendingMove,
-        known: MoveContext,
+        pending: PendingAction,
+        known: ActionContext,
         refusal: Refusal | None,
         chosen: Chosen | None,
-        author: Author,
-    ) -> tuple[RecordedMove, CellMove | CellDepart | None]:
+        actor: Actor,
+    ) -> tuple[RecordedAction, CellAction | CellTransferOut | None]:
         """The record of a request, and the command to its cell if there is one."""
         if refusal is not None:
-            return recorded(pending, MoveState.REFUSED, author, code=refusal.code, reason=refusal.reason), None
+            return recorded(pending, ActionState.REFUSED, actor, code=refusal.code, reason=refusal.reason), None
         assert chosen is not None
         if chosen.failure is not None:
             why = chosen.failure
-            state = MoveState.FAILED if why.code == NO_HOST else MoveState.REFUSED
-            return recorded(pending, state, author, code=why.code, reason=why.reason, funnel=chosen.funnel), None
+            state = ActionState.FAILED if why.code == NO_HOST else ActionState.REFUSED
+            return recorded(pending, state, actor, code=why.code, reason=why.reason, funnel=chosen.funnel), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
         command = self._command(request, known, chosen)
-        move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
+        action = recorded(pending, ActionState.SCHEDULED, actor, cell=known.build.cell)
         for first in chosen.selections[:1]:
-            move = replace(move, host=first.host, host_uuid=first.host_uuid)
+            action = replace(action, host=first.host, host_uuid=first.host_uuid)
         if chosen.cell is None or chosen.cell == known.build.cell:
-            return move, command
-        return begin_transfer(move, command, chosen.cell, known.build)
+            return action, command
+        return begin_transfer(action, command, chosen.cell, known.build)
 
-    def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
+    def _command(self, request: ActionRequest, known: ActionContext, chosen: Chosen) -> CellAction:
         assert known.build is not None
-        built, config = placed_as(request, known), self._selector.config
+        built, config = build_request_for(request, known), self._selector.config
         # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
-        is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
-        return CellMove(
+        is_told = request.kind is ActionKind.REBUILD or bool(chosen.selections)
+        return CellAction(
             request_id=request.request_id,
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
             kind=request.kind,
             spec=instance_spec(built, config) if is_told else None,
-            expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
+            expected_flavor="" if request.kind is ActionKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,
             limits=chosen.limits,
@@ -523,18 +529,18 @@ class MoveEngine:
 
 def _without_answer(fault: Fault) -> Chosen | Outcome:
     """What follows where placement has no answer: the move waits, or ends if placement has refused for good."""
-    ended = result_after(fault)
+    ended = result_of_fault(fault)
     if isinstance(ended, PlacementRefused):
         return Chosen(failure=Refusal(code=ended.code, reason=ended.reason[:MAX_REASON]))
     return waits(ended)
 
 
-def _detail(move: RecordedMove, chosen: Chosen) -> str:
+def _detail(action: RecordedAction, chosen: Chosen) -> str:
     """The text of a timeline line: the destination, or the reason of a failure."""
-    if move.code:
-        return f"{move.code}: {move.reason}"
+    if action.code:
+        return f"{action.code}: {action.reason}"
     if not chosen.selections:
-        return f"to cell {move.cell}"
+        return f"to cell {action.cell}"
     names = ", ".join(selection.host for selection in chosen.selections)
-    cell = move.cell if chosen.cell is None else chosen.cell
-    return f"to cell {cell}: {names} of {chosen.passed} candidates, request {move.request_id}"
+    cell = action.cell if chosen.cell is None else chosen.cell
+    return f"to cell {cell}: {names} of {chosen.passing_hosts} candidates, request {action.request_id}"

@@ -35,7 +35,7 @@ from bus.contracts.objects import (
 from bus.contracts.operations import HostAdminState, HostFence, SetAdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
-from bus.retrying import OBJECTS, Retrying, passes_with_time
+from bus.retrying import OBJECTS, Retrying, is_transient
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
@@ -47,7 +47,7 @@ from scheduler_worker.domain.objects import (
     INVALID,
     UNKNOWN,
     ZONE_CONFLICT,
-    ChangeAuthor,
+    ChangeActor,
     ChangePlan,
     Key,
     Objects,
@@ -80,7 +80,7 @@ TOO_LATE = "request.too_late"  # its requester waits no longer
 
 
 # The effect of a change on the objects that it holds, who made it and why; or why it is refused.
-Made = tuple[Sequence[ChangedObject], ChangeAuthor]
+Made = tuple[Sequence[ChangedObject], ChangeActor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
 
 
@@ -134,7 +134,7 @@ def check_objects(
     """
     try:
         seeded = seeds(settings)
-        first = applied(RecordedObjects(0, {}), seeded, ChangeAuthor(SEEDED_BY, "", 0.0)).objects
+        first = applied(RecordedObjects(0, {}), seeded, ChangeActor(SEEDED_BY, "", 0.0)).objects
         if (why := broken_rule(seeded, configuration_bodies(first))) is not None:
             raise SettingsError(INVALID, why)
         planned = ChangePlan(()) if changes is None else plan(changes, first)
@@ -181,14 +181,14 @@ class ObjectRegistry:
         self.drains: Mapping[str, DrainRecord] = {}  # by id
         self.drains_changed = asyncio.Event()  # set when they change; `DrainController` clears it
         self.cells: object_changes.Decisions = {}  # by name
-        self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
-        self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it
+        self.cells_changed = asyncio.Event()  # set when they change; `CellConnections` clears it
+        self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateSync` clears it
         self.revision = NOT_LOADED  # of the objects in force here
         self._token: str | None = None  # of that revision
 
     async def open(self) -> None:
         """Seed an empty system from the settings, and load the objects. Waits while the database is unavailable."""
-        await Retrying(OBJECTS, self._clock).call(self.reload, passes_with_time)
+        await Retrying(OBJECTS, self._clock).call(self.reload, is_transient)
 
     async def run(self) -> None:
         """Read the revision every RELOAD_S, and soon after each reconnect."""
@@ -268,7 +268,7 @@ class ObjectRegistry:
 
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
             nonlocal changed
-            author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
+            actor = ChangeActor(clean(change.actor), clean(change.reason), self._clock.time(), change.force)
             planned = await self._judged(change, present, restates_fences=decided is not None)
             if isinstance(planned, Refusal):
                 return planned
@@ -279,11 +279,11 @@ class ObjectRegistry:
                 return followed
             changed = planned.changed
             if change.dry_run or not changed:
-                return (), author
-            after = applied(present, (*changed, *followed), author).objects
+                return (), actor
+            after = applied(present, (*changed, *followed), actor).objects
             for message in _orders(after, [one.name for one in followed]):
                 unit.emit(message)
-            return (*changed, *followed), author
+            return (*changed, *followed), actor
 
         written = await self.write(make, is_late, message_id="" if change.dry_run else message_id)
         return written if isinstance(written, Refusal) else ObjectsChanged(revision=written.revision, changed=changed)
@@ -299,7 +299,7 @@ class ObjectRegistry:
             return made
         if (why := self._zone_conflict(planned, made.config)) is not None:
             return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
-        harm = None if change.force else await self._harm(present, planned, made.config)
+        harm = None if change.force else await self._impact(present, planned, made.config)
         return harm or planned
 
     async def write(
@@ -324,16 +324,16 @@ class ObjectRegistry:
                     made = await make(unit, present)
                     if isinstance(made, Refusal):
                         raise _ChangeRefused(made)
-                    changed, author = made
+                    changed, actor = made
                     if not changed:
                         return present
-                    after = applied(present, changed, author)
-                    after = replace(after, token=await unit.write_objects(changed, author))
+                    after = applied(present, changed, actor)
+                    after = replace(after, token=await unit.write_objects(changed, actor))
                     unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
             except _ChangeRefused as refused:
                 return refused.refusal
             self._load(after)
-        log.info("objects.changed", revision=after.revision, who=author.who, objects=named(changed))
+        log.info("objects.changed", revision=after.revision, who=actor.name, objects=named(changed))
         return after
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
@@ -351,7 +351,7 @@ class ObjectRegistry:
                 stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
                 if stored is None:
                     host = self._selector.name_of(one.host_uuid)
-                    change = fences.lift_of_unknown(one, present.revision, host)
+                    change = fences.unfence_unknown(one, present.revision, host)
                     if change is not None:
                         log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
                 else:
@@ -359,11 +359,17 @@ class ObjectRegistry:
                 if change is not None:
                     changed[one.host_uuid] = change  # the last of several reports about one fence
             cell, why = f"cell {reports[0].cell}", "its word about the fence"
-            return tuple(changed.values()), ChangeAuthor(cell, why, self._clock.time())
+            return tuple(changed.values()), ChangeActor(cell, why, self._clock.time())
 
         await self.write(make)
         for one in reports if changed else ():
-            log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
+            log.info(
+                "host.fence",
+                uuid=one.host_uuid,
+                state=one.state.value,
+                stale_machines=one.stale_machines,
+                cell=one.cell,
+            )
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""
@@ -376,14 +382,14 @@ class ObjectRegistry:
     async def _seed(self, first: Sequence[ChangedObject]) -> RecordedObjects | None:
         async with self._store.operation() as unit:
             if (await unit.lock_objects()).revision == 0:
-                author = ChangeAuthor(SEEDED_BY, "the settings of the first scheduler", self._clock.time())
-                await unit.write_objects(first, author)
+                actor = ChangeActor(SEEDED_BY, "the settings of the first scheduler", self._clock.time())
+                await unit.write_objects(first, actor)
         return await self._store.objects()
 
     def _load(self, found: RecordedObjects) -> None:
         try:
             made = self._configured(configuration_bodies(found.objects))
-            self._adopt(made, found)
+            self._apply(made, found)
         except (ValueError, SettingsError) as error:
             # Another scheduler, of another version or with other plug-ins, has accepted them: this one keeps its
             # present objects.
@@ -401,7 +407,7 @@ class ObjectRegistry:
         self._judged_last = bodies, configured(effective_config(self._settings, bodies))
         return self._judged_last[1]
 
-    def _adopt(self, made: Configured, found: RecordedObjects) -> None:
+    def _apply(self, made: Configured, found: RecordedObjects) -> None:
         """Raises ValueError for a decision about a host that is not valid, and then nothing is adopted."""
         decisions, disabled = host_decisions(found.objects), disabled_cells(found.objects)
         cells = cells_of(found.objects)
@@ -416,7 +422,7 @@ class ObjectRegistry:
                 revision=found.token,
             )
             self._in_force = configuration_bodies(found.objects), made
-        self._selector.table.adopt_decisions(decisions)
+        self._selector.table.apply_decisions(decisions)
         # The hosts of a cell that is no longer in use stay in the table.
         there = object_changes.known_cells(self.served, cells)
         gone = set(self._selector.table.cells).difference(there) if self.served else set()
@@ -444,7 +450,7 @@ class ObjectRegistry:
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
 
-    async def _harm(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
+    async def _impact(self, present: RecordedObjects, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """The objections to a change that is not forced."""
         return (
             self._fenced_alive(planned)
@@ -452,21 +458,21 @@ class ObjectRegistry:
             or await self._occupied_cells(planned)
             or self._unknown_hosts(planned)
             or self._unknown_classes(planned)
-            or await self._stranded(planned, after)
+            or await self._unlocatable(planned, after)
         )
 
     def _without_cells(self, present: RecordedObjects, planned: ChangePlan) -> Refusal | None:
         """With its last cell disabled a system takes no build at all."""
         if not planned.cells_decided:
             return None
-        after = applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects
+        after = applied(present, planned.changed, ChangeActor("", "", 0.0)).objects
         left = set(object_changes.known_cells(self.served, cells_of(after))) - disabled_cells(after)
         reason = "no cell would be left that takes builds: enable another first, or force the change"
         return None if left else Refusal(code=IN_USE, reason=reason)
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
-        for name in object_changes.cells_left(self.served, planned.cells_decided):
+        for name in object_changes.cells_after_removal(self.served, planned.cells_decided):
             why = ", which would be out of reach: delete them first, or force the change"
             if refusal := await self._used(f"cell {name!r}", "instance", why, object_changes.IN_USE, cell=name):
                 return refusal
@@ -514,10 +520,10 @@ class ObjectRegistry:
                 return Refusal(code=why.code, reason=reason[:MAX_REASON])
         return None
 
-    async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
+    async def _unlocatable(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """Why a change would leave instances outside of the zone that they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
-            why = object_changes.zones_left(self._selector, after)
+            why = object_changes.zones_after_removal(self._selector, after)
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:

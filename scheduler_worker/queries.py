@@ -21,19 +21,19 @@ from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
-from bus.contracts.moves import MovePage, MoveQuery
+from bus.contracts.moves import ActionPage, ActionQuery
 from bus.contracts.objects import ZONE_KEY, CellsQuery, FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.workers import WorkersQuery
 from bus.faults import RequestRefused, Transient
-from bus.turns import InParts, next_turn
+from bus.turns import YieldingParts, yield_to_loop
 from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainController
 from scheduler_worker.fleet import host_metrics_page
-from scheduler_worker.keepers import CellKeeper
+from scheduler_worker.keepers import CellConnections
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -51,7 +51,7 @@ class QueryHandler:
         *,
         clock: Clock,
         objects: ObjectRegistry,
-        cells: CellKeeper,
+        cells: CellConnections,
     ) -> None:
         self._store = store
         self._objects = objects
@@ -106,8 +106,8 @@ class QueryHandler:
         match message:
             case BuildQuery():
                 return await self._builds(message)
-            case MoveQuery():
-                return MovePage(moves=tuple(await self._store.moves(message)))
+            case ActionQuery():
+                return ActionPage(actions=tuple(await self._store.actions(message)))
             case DrainQuery():
                 return await self._drains.plan(message)
             case DrainsQuery():
@@ -140,7 +140,7 @@ def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:
     """The timeline in order of time: announcements arrive late, out of order, and sometimes twice."""
     lines: dict[tuple[float, str, str, str], TimelineEntry] = {}
     for line in build.timeline:  # a repeated line differs only in the time of its publication
-        lines.setdefault((line.at, line.who, line.what, line.detail), line)
+        lines.setdefault((line.at, line.actor, line.what, line.detail), line)
     return replace(build, timeline=tuple(sorted(lines.values(), key=lambda line: line.at)))
 
 
@@ -156,7 +156,7 @@ class _Host(Struct, frozen=True):
 
     name: str
     uuid: str
-    is_in_book: bool
+    is_in_placement: bool
 
 
 async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]) -> HostsPage:
@@ -165,22 +165,22 @@ async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str,
     The page is of no single moment, because other tasks run after each part of it: `feed_sequence` is of the beginning,
     and a host that leaves meanwhile is left out.
     """
-    book, sequence = selector.book, selector.book.sequence
+    replica, sequence = selector.replica, selector.replica.sequence
     parts = [
-        _matching(_of_book(selector, _following(uuids, query)), query, selector, fences)
-        async for uuids in InParts(book.uuids_of(book.rows_of_roots()), HOSTS_AT_ONCE)
+        _matching(_of_placement(selector, _page_after(uuids, query)), query, selector, fences)
+        async for uuids in YieldingParts(replica.uuids_of(replica.rows_of_roots()), HOSTS_AT_ONCE)
     ]
-    parts.append(_matching(_outside_book(selector, query), query, selector, fences))
+    parts.append(_matching(_outside_placement(selector, query), query, selector, fences))
     records: list[HostRecord] = []
     found = heapq.merge(*parts, key=_order_of(query))
-    async for part in InParts(itertools.islice(found, query.limit), RECORDS_AT_ONCE):
+    async for part in YieldingParts(itertools.islice(found, query.limit), RECORDS_AT_ONCE):
         records += _records(part, selector, fences)
     more = next(found, None) is not None
     del found  # it refers to the lists
     # The last ones are freed in the turn that encodes the answer, 8 to 10 ms: all 40,000 hosts would add up to 8.
     while len(parts) > LISTS_FREED_AT_ONCE:
         del parts[-LISTS_FREED_AT_ONCE:]
-        await next_turn()
+        await yield_to_loop()
     return HostsPage(hosts=tuple(records), feed_sequence=sequence, more=more)
 
 
@@ -190,28 +190,28 @@ def _order_of(query: HostsQuery) -> Callable[[_Host], tuple[str, str]]:
     return lambda one: ("" if is_by_uuid else one.name, one.uuid)
 
 
-def _following(uuids: Iterable[str], query: HostsQuery) -> Iterable[str]:
+def _page_after(uuids: Iterable[str], query: HostsQuery) -> Iterable[str]:
     after = query.after_uuid
     return uuids if after is None else (uuid for uuid in uuids if uuid > after)
 
 
-def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
-    """These hosts, unless they have left the book."""
+def _of_placement(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
+    """These hosts, unless they have left placement."""
     for uuid in uuids:
-        if selector.book.row_of(uuid) is not None:
-            yield _Host(selector.name_of(uuid), uuid, is_in_book=True)
+        if selector.replica.row_of(uuid) is not None:
+            yield _Host(selector.name_of(uuid), uuid, is_in_placement=True)
 
 
-def _outside_book(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
-    """The hosts outside the book that a decision keeps out of use: such a host may be fenced still, and has to be
+def _outside_placement(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
+    """The hosts outside placement that a decision keeps out of use: such a host may be fenced still, and has to be
     enabled or forgotten by a person. One that is enabled has left. And those of a service that is up: their inventory
     was refused, or has not come yet.
     """
     decisions = selector.table.decisions()
     kept = [uuid for uuid, one in decisions.items() if one.state is not AdminState.ENABLED]
-    for uuid in _following(dict.fromkeys((*kept, *selector.not_in_book())), query):
-        if selector.book.row_of(uuid) is None:
-            yield _Host(selector.name_of(uuid), uuid, is_in_book=False)
+    for uuid in _page_after(dict.fromkeys((*kept, *selector.not_in_placement())), query):
+        if selector.replica.row_of(uuid) is None:
+            yield _Host(selector.name_of(uuid), uuid, is_in_placement=False)
 
 
 def _matching(
@@ -222,19 +222,21 @@ def _matching(
 
 
 def _records(listed: Sequence[_Host], selector: Selector, fences: Mapping[str, FenceRecord]) -> Iterator[HostRecord]:
-    """The records of hosts in order, less those that have left the book since they were listed."""
+    """The records of hosts in order, less those that have left placement since they were listed."""
     down = selector.table.down()
-    rows = {one.uuid: row for one in listed if (row := selector.book.row_of(one.uuid)) is not None}
-    kept = [one for one in listed if one.uuid in rows or not one.is_in_book]
-    in_book = dict(zip(rows, _fields_of_book(selector, np.array(list(rows.values()), dtype=np.intp)), strict=True))
+    rows = {one.uuid: row for one in listed if (row := selector.replica.row_of(one.uuid)) is not None}
+    kept = [one for one in listed if one.uuid in rows or not one.is_in_placement]
+    in_placement = dict(
+        zip(rows, _fields_of_placement(selector, np.array(list(rows.values()), dtype=np.intp)), strict=True)
+    )
     indexes = [selector.table.index_of(one.uuid) for one in kept]
-    numbers = selector.metrics.known_of(np.array([-1 if one is None else one for one in indexes], dtype=np.intp))
+    numbers = selector.metrics.metric_of(np.array([-1 if one is None else one for one in indexes], dtype=np.intp))
     columns = [(name, values.tolist()) for name, values in numbers.items()]
     for at, one in enumerate(kept):
         yield _record(
             one,
             selector,
-            in_book.get(one.uuid, _OfBook()),
+            in_placement.get(one.uuid, _OfPlacement()),
             cell=_cell_of(one.uuid, selector, fences),
             down=down,
             metrics={name: values[at] for name, values in columns if not math.isnan(values[at])},
@@ -257,27 +259,27 @@ def _cell_of(uuid: str, selector: Selector, fences: Mapping[str, FenceRecord]) -
     return fences[uuid].cell if last is None and uuid in fences else last
 
 
-class _OfBook(Struct, frozen=True):
-    """The fields of one record that the book has."""
+class _OfPlacement(Struct, frozen=True):
+    """The fields of one record that placement has."""
 
     resources: dict[str, tuple[float, float]] = {}
     zone: str | None = None
     aggregates: tuple[str, ...] = ()
 
 
-def _fields_of_book(selector: Selector, rows: Rows) -> Sequence[_OfBook]:
-    """The book's fields of these hosts, in order, read a column at a time."""
-    book = selector.book
+def _fields_of_placement(selector: Selector, rows: Rows) -> Sequence[_OfPlacement]:
+    """Placement's fields of these hosts, in order, read a column at a time."""
+    replica = selector.replica
     amounts = {
-        name: (book.usage(name, rows).tolist(), book.capacities_in_use(name, rows).tolist())
-        for name in sorted(book.resource_classes())
+        name: (replica.usage(name, rows).tolist(), replica.capacities_in_use(name, rows).tolist())
+        for name in sorted(replica.resource_classes())
     }
-    members = [(one, book.in_aggregate(one.uuid, rows).tolist()) for one in selector.membership.aggregates]
+    members = [(one, replica.in_aggregate(one.uuid, rows).tolist()) for one in selector.membership.aggregates]
     found = []
     for at in range(len(rows)):
         aggregates = [one for one, has in members if has[at]]
         found.append(
-            _OfBook(
+            _OfPlacement(
                 resources={
                     name: (float(used[at]), float(total[at]))
                     for name, (used, total) in amounts.items()
@@ -291,7 +293,13 @@ def _fields_of_book(selector: Selector, rows: Rows) -> Sequence[_OfBook]:
 
 
 def _record(
-    one: _Host, selector: Selector, book: _OfBook, *, cell: str | None, down: Mask, metrics: dict[str, float]
+    one: _Host,
+    selector: Selector,
+    in_placement: _OfPlacement,
+    *,
+    cell: str | None,
+    down: Mask,
+    metrics: dict[str, float],
 ) -> HostRecord:
     table = selector.table
     index = table.index_of(one.uuid)
@@ -301,26 +309,26 @@ def _record(
         name=one.name,
         cell=cell,
         service=None if service == NO_SERVICE else table.services[service].name,
-        announced=index is not None,
+        reported=index is not None,
         up=_is_up(selector, index, down),
         enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
         admin=table.decision_of(one.uuid),
-        contested_by=table.contested_by(one.uuid),
-        not_in_book=_why_not_in_book(one, selector),
-        resources=book.resources,
+        claimed_also_by=table.claimed_also_by(one.uuid),
+        not_in_placement=_why_not_in_placement(one, selector),
+        resources=in_placement.resources,
         failed_builds=0 if index is None else int(table.failed_builds[index]),
-        zone=book.zone,
-        aggregates=book.aggregates,
+        zone=in_placement.zone,
+        aggregates=in_placement.aggregates,
         metrics=metrics,
     )
 
 
-def _why_not_in_book(one: _Host, selector: Selector) -> str:
-    if one.is_in_book or selector.table.live_service_of(one.uuid) is None:
+def _why_not_in_placement(one: _Host, selector: Selector) -> str:
+    if one.is_in_placement or selector.table.live_service_of(one.uuid) is None:
         return ""
-    namesakes = [uuid for uuid in selector.table.find(one.name) if selector.book.row_of(uuid) is not None]
+    namesakes = [uuid for uuid in selector.table.find(one.name) if selector.replica.row_of(uuid) is not None]
     if namesakes:
-        return f"the book has another host of this name: {', '.join(namesakes)}"
+        return f"placement has another host of this name: {', '.join(namesakes)}"
     return "its inventory has not come, or was refused"
 
 
@@ -352,10 +360,12 @@ class StatusHandler:
         table, now_s = self._selector.table, self._clock.monotonic()
         known = len(table)
         usable = table.enabled[:known] & (table.admin[:known] == 0)
-        # One index more at the front: hosts without a service (NO_SERVICE is -1).
+        # One index more at the frontend: hosts without a service (NO_SERVICE is -1).
         managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
         enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
-        in_book = np.bincount(table.service[self._selector.announced_in_book()] + 1, minlength=len(table.services) + 1)
+        in_placement = np.bincount(
+            table.service[self._selector.reported_in_placement()] + 1, minlength=len(table.services) + 1
+        )
         announced = [
             ServiceRecord(
                 name=one.name,
@@ -368,19 +378,19 @@ class StatusHandler:
                 last_seen_s=max(0.0, now_s - one.last_seen_s),
                 hosts=int(managed[index + 1]),
                 enabled=int(enabled[index + 1]),
-                in_book=int(in_book[index + 1]),
+                in_placement=int(in_placement[index + 1]),
             )
             for index, one in enumerate(table.services)
-            if not one.forgotten
+            if not one.deleted
         ]
-        found = sorted((*announced, *_dead_unannounced(table)), key=lambda one: (one.cell, one.name))
+        found = sorted((*announced, *_dead_not_reported(table)), key=lambda one: (one.cell, one.name))
         requested = [one for one in found if query.cell in (None, one.cell) and query.up in (None, one.up)]
         return ServicesPage(services=tuple(requested[: query.limit]))
 
 
-def _dead_unannounced(table: HostTable) -> list[ServiceRecord]:
+def _dead_not_reported(table: HostTable) -> list[ServiceRecord]:
     """Services that have been dead since before this scheduler's start."""
-    found = [(cell, table.down_of(cell, name)) for cell, name in table.dead_unannounced()]
+    found = [(cell, table.down_of(cell, name)) for cell, name in table.dead_not_reported()]
     return [
         ServiceRecord(
             name=down.service,
@@ -390,7 +400,7 @@ def _dead_unannounced(table: HostTable) -> list[ServiceRecord]:
             code=down.code,
             reason=down.reason,
             since=down.since,
-            announced=False,
+            reported=False,
         )
         for cell, down in found
     ]

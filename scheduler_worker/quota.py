@@ -15,8 +15,8 @@ Rooms: TypeAlias = Mapping[str, Mapping[str, int]]  # {project: {class: amount}}
 
 
 async def rooms_of(store: SchedulerStore, selector: Selector, projects: Collection[str]) -> Rooms:
-    """Each project's quota, less its instances that hold nothing; the book counts the others. What is between two hosts
-    keeps its amounts, because it may claim them without limits. Raises Transient.
+    """Each project's quota, less its instances that hold nothing; placement counts the others. What is between two
+    hosts keeps its amounts, because it may claim them without limits. Raises Transient.
     """
     quotas = {project: selector.config.quota_of(project) for project in projects}
     limited = sorted(project for project, quota in quotas.items() if quota)

@@ -13,7 +13,7 @@ import structlog
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import DatabaseMark
-from bus.contracts.book import CellConsumersPage, CellConsumersQuery, HeldAllocation
+from bus.contracts.book import CellConsumersPage, CellConsumersQuery, ConsumerRecord
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import MAX_KNOWN, CellKnown, CellRecovering, KnownPlace
 from bus.faults import RequestRefused, Transient
@@ -22,8 +22,8 @@ from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 from scheduler_worker.domain.fences import command
-from scheduler_worker.domain.placement import PlacementUnavailable, answered
-from scheduler_worker.domain.recorded_moves import MoveContext
+from scheduler_worker.domain.placement import PlacementUnavailable, answer_or_raise
+from scheduler_worker.domain.recorded_moves import ActionContext
 from scheduler_worker.domain.recovery import InstanceSources, KnownPage, UuidRange, joined, known_record
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import ObjectRegistry
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 ANSWER_S = 10.0  # of placement
 AT_ONCE = 100  # instances whose records are read at a time: a request has up to some ten thousand bytes
-MOVES = 8  # of one instance, the newest: one is under way at the most, and one may hold its source
+ACTIONS = 8  # of one instance, the newest: one is under way at the most, and one may hold its source
 
 
 class RecoveryAnswers:
@@ -70,7 +70,7 @@ class RecoveryAnswers:
                 log.warning("recovery.foreign_cell", cell=self._bus.name, named=question.cell)
                 continue
             try:
-                await self._bus.publish(await self.answer(question), cause=question.question)
+                await self._bus.publish(await self.answer(question), cause=question.query_id)
             except (Transient, RequestRefused, BusError) as fault:
                 log.warning("recovery.not_answered", cell=question.cell, code=fault.code, reason=str(fault))
         return [Done()] * len(batch)
@@ -110,27 +110,27 @@ class RecoveryAnswers:
     async def _facts(self, uuids: Sequence[str]) -> dict[str, InstanceSources]:
         async with self._store.operation() as unit:
             known = await unit.known([(uuid, uuid) for uuid in uuids])
-        moves = await self._store.moves_of(uuids, MOVES)
-        consumers = sorted({*uuids, *(one.request_id for them in moves.values() for one in them)})
-        answers = await self._claims.holding(consumers)
-        held: Mapping[str, HeldAllocation] = {
-            one.consumer: one for answer in answers if (one := answered(answer)) is not None
+        actions = await self._store.actions_of(uuids, ACTIONS)
+        consumers = sorted({*uuids, *(one.request_id for them in actions.values() for one in them)})
+        answers = await self._claims.allocations(consumers)
+        held: Mapping[str, ConsumerRecord] = {
+            one.consumer: one for answer in answers if (one := answer_or_raise(answer)) is not None
         }
-        return {uuid: InstanceSources(known[uuid, uuid], moves.get(uuid, ()), held) for uuid in uuids}
+        return {uuid: InstanceSources(known[uuid, uuid], actions.get(uuid, ()), held) for uuid in uuids}
 
     async def _with_instance(self, cell: str, facts: Mapping[str, InstanceSources]) -> set[str]:
         """Those of these consumers that are moves of instances of the cell, which name them. A client may have had an
         instance built under the id of a move.
         """
-        moves = {uuid: one.known.move for uuid, one in facts.items() if one.known.build is None}
-        instances = sorted({move.instance_uuid for move in moves.values() if move is not None})
+        actions = {uuid: one.known.action for uuid, one in facts.items() if one.known.build is None}
+        instances = sorted({action.instance_uuid for action in actions.values() if action is not None})
         if not instances:
             return set()
         async with self._store.operation() as unit:
             known = await unit.known([(uuid, uuid) for uuid in instances])
         there = [uuid for uuid in instances if _is_in(cell, known[uuid, uuid])]
-        newest = await self._store.moves_of(there, MOVES)
-        return {one.request_id for them in newest.values() for one in them if one.request_id in moves}
+        newest = await self._store.actions_of(there, ACTIONS)
+        return {one.request_id for them in newest.values() for one in them if one.request_id in actions}
 
     def _fences(self, cell: str) -> list[CellFence]:
         """Of the cell's hosts, and of hosts whose cell is not known."""
@@ -139,17 +139,17 @@ class RecoveryAnswers:
         return [command(uuid, known[uuid], self._registry.decision_of(uuid)) for uuid in there]
 
     def _host_of(self, uuid: str) -> KnownPlace | None:
-        book, table = self._selector.book, self._selector.table
-        row = book.row_of(uuid)
+        replica, table = self._selector.replica, self._selector.table
+        row = replica.row_of(uuid)
         is_host = table.index_of(uuid) is not None
-        if row is not None and not is_host and row in sharing_of(book).givers:
+        if row is not None and not is_host and row in sharing_of(replica).donors:
             return None
         return KnownPlace(
             host_uuid=uuid, host=self._selector.name_of(uuid), service=table.last_service_of(uuid), allocations={}
         )
 
 
-def _is_in(cell: str, known: MoveContext) -> bool:
+def _is_in(cell: str, known: ActionContext) -> bool:
     """Whether the map has an instance in a cell with a machine, so that a page names it."""
     build = known.build
     return build is not None and build.cell == cell and build.state not in ENDED_WITHOUT_MACHINE

@@ -4,7 +4,7 @@ A request is a build, the delete of one, or a move. One that no cell has is sche
 more: a database that was set back may have it as accepted after the message was acknowledged.
 
 A cell that has lost it, or its end, answers with an end
-(`cell.build.query.v1`, `cell.move.query.v1`), or carries the delete out that it is commanded once more. One that does
+(`cell.build.query.v1`, `cell.action.query.v1`), or carries the delete out that it is commanded once more. One that does
 not answer is queried again, less and less often; the record of the request states it, and a metric counts them.
 
 The messages are committed with a look at the records that they are about, and sent after that through the outbox, as
@@ -29,8 +29,8 @@ from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.recorded_moves import MoveContext, RequestKey
+from scheduler_worker.domain.builds import Actor, BuildUpdate
+from scheduler_worker.domain.recorded_moves import ActionContext, RequestKey
 from scheduler_worker.domain.unanswered import (
     MAX_WATCHED,
     AwaitedRequest,
@@ -38,8 +38,8 @@ from scheduler_worker.domain.unanswered import (
     Watching,
     look,
     messages_to_cell,
+    open_action,
     open_build,
-    open_move,
     open_now,
     silence,
 )
@@ -54,7 +54,7 @@ MAX_EXAMINED = 5_000  # builds of one pass, in whatever state
 FROM_THE_FIRST = (0.0, FIRST_UUID)
 
 
-class UnansweredRequests:
+class SilentRequests:
     """The task of one scheduler. cells: the bus of each; after_s: seconds without an event after which a cell is
     queried.
     """
@@ -103,16 +103,16 @@ class UnansweredRequests:
 
     async def look(self) -> Watching:
         """Look once at the next moves under way and builds, and at those that are watched. Raises Transient."""
-        moves, read = await self._open_moves()
-        requests = [*moves, *await self._open_builds()]
+        actions, read = await self._open_actions()
+        requests = [*actions, *await self._open_builds()]
         self._read = read  # not before: if the builds cannot be read, these moves are read again
         if len(requests) > MAX_WATCHED:
             self._rng.shuffle(requests)  # each comes to its turn
         found = look(self._watched, requests, now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
-        metrics.SILENT_MOVES.set(found.waiting)
-        for is_move in (True, False):  # a build is not written twice in one transaction
-            if queries := [one for one in found.query if one.cell and one.is_move is is_move]:
+        metrics.SILENT_ACTIONS.set(found.waiting)
+        for is_action in (True, False):  # a build is not written twice in one transaction
+            if queries := [one for one in found.query if one.cell and one.is_action is is_action]:
                 await self._send(queries, found)
         accepted = {one.instance_uuid: one.key for one in found.query if not one.cell}
         waiting = await self._resume({uuid: found.watched[key].queried - 1 for uuid, key in accepted.items()})
@@ -121,43 +121,43 @@ class UnansweredRequests:
             found.watched[key] = replace(watched, queried=watched.queried - 1)
         return found
 
-    async def _open_moves(self) -> tuple[list[AwaitedRequest], str]:
+    async def _open_actions(self) -> tuple[list[AwaitedRequest], str]:
         """The moves that are open, on from the last one of the pass before; those that are watched and were not come
         to now; and the last one that was (FIRST_UUID: there are no more).
         """
         found: list[AwaitedRequest] = []
         after = self._read
         for _ in range(0, MAX_READ, PAGE):
-            page = await self._store.open_moves(after, PAGE)
-            found += [one for move in page if (one := open_move(move)) is not None]
+            page = await self._store.open_actions(after, PAGE)
+            found += [one for action in page if (one := open_action(action)) is not None]
             after = page[-1].request_id if len(page) == PAGE else FIRST_UUID
             if after == FIRST_UUID:
                 break
-        watched = [one.seen for one in self._watched.values() if one.seen.is_move]
+        watched = [one.seen for one in self._watched.values() if one.seen.is_action]
         found += [one for one in watched if one.request_id <= self._read or FIRST_UUID < after < one.request_id]
         return found, after
 
     async def _open_builds(self) -> list[AwaitedRequest]:
         unchanged_since = self._clock.time() - self._after_s  # what is younger is found by a later page
-        watched = [one.seen.request_id for one in self._watched.values() if not one.seen.is_move]
+        watched = [one.seen.request_id for one in self._watched.values() if not one.seen.is_action]
         page = await self._store.open_builds(watched, self._examined, unchanged_since, MAX_EXAMINED)
         self._examined = page.last or FROM_THE_FIRST
         return [one for build in page.builds if (one := open_build(build)) is not None]
 
     async def _send(self, queries: Sequence[AwaitedRequest], found: Watching) -> None:
         """Query the cells about those requests that are still open, and state the silence of some in their records."""
-        author = Author(self._who, self._clock.time())
+        actor = Actor(self._who, self._clock.time())
         async with self._store.operation() as unit:
             known = await unit.known([one.key for one in queries], lock=True)
             for one in queries:
                 now = open_now(one, known[one.key])
                 if now is None or (now.sequence, now.cell) != (one.sequence, one.cell):
                     continue  # it has ended or had an event meanwhile, or waits for another request
-                self._query(unit, now, known[one.key], author.at)
+                self._query(unit, now, known[one.key], actor.at)
                 if one in found.silent and known[one.key].build is not None:
-                    await self._mark(unit, now, known[one.key], author)
+                    await self._mark(unit, now, known[one.key], actor)
 
-    def _query(self, unit: OperationUnit, request: AwaitedRequest, known: MoveContext, at: float) -> None:
+    def _query(self, unit: OperationUnit, request: AwaitedRequest, known: ActionContext, at: float) -> None:
         bus = self._cells.get(request.cell)
         log.info(
             "request.queried",
@@ -168,24 +168,24 @@ class UnansweredRequests:
         )
         if bus is None or bus.unavailable_reason:  # queries would pile up in the outbox
             return
-        metrics.MOVE_QUERIES.labels(bus.name).inc()
+        metrics.ACTION_QUERIES.labels(bus.name).inc()
         for message in messages_to_cell(request, known, self._config(), at):
             unit.emit(OutboxMessage(bus.name, message, request.request_id))
 
-    async def _mark(self, unit: OperationUnit, request: AwaitedRequest, known: MoveContext, author: Author) -> None:
+    async def _mark(self, unit: OperationUnit, request: AwaitedRequest, known: ActionContext, actor: Actor) -> None:
         """State the silence in the record. It is no event: the request is of the same number after it."""
         watched, is_known = self._watched[request.key], request.cell in self._cells
         code, reason = silence(watched, self._clock.monotonic(), known=is_known)
         log.warning("request.silent", request=request.request_id, code=code, cell=request.cell)
-        entry = author.entry(f"{request.kind} waits", f"{code}: {reason}")
+        entry = actor.entry(f"{request.kind} waits", f"{code}: {reason}")
         build = known.build
         assert build is not None
-        if request.is_move:
-            assert known.move is not None
-            await unit.update_moves([replace(known.move, code=code, reason=reason)], author.at)
+        if request.is_action:
+            assert known.action is not None
+            await unit.update_actions([replace(known.action, code=code, reason=reason)], actor.at)
         else:
             build = replace(build, code=code, reason=reason)
-        await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)
+        await unit.update([BuildUpdate(build=build, timeline=(entry,))], actor.at)
 
 
 # A request is refused as too old this long before its record may be purged: clients' clocks may be off.
@@ -214,5 +214,5 @@ async def purge(store: SchedulerStore, before: float, batch: int) -> int:
         gone = await store.purge(before, batch, start)
         metrics.PURGED.inc(gone.builds)
         count, start = count + gone.builds, gone.until
-        if max(gone.builds, gone.moves) < batch:
+        if max(gone.builds, gone.actions) < batch:
             return count

@@ -109,23 +109,23 @@ def test_a_key_names_fields_that_are_safe_in_a_routing_key(row: catalogue.Messag
             name = part[1:-1]
             assert name in fields
             # A free text in a routing key would let its sender add words, or a wildcard's worth of them.
-            assert any(word in str(fields[name].type) for word in ("pattern", "BuildState", "MoveState"))
+            assert any(word in str(fields[name].type) for word in ("pattern", "BuildState", "ActionState"))
 
 
 @pytest.mark.parametrize("row", [row for row in MESSAGES if row.exchange == COMMANDS], ids=lambda row: row.tag)
 def test_every_command_is_taken_by_one_queue_on_each_of_its_buses(row: catalogue.MessageRow) -> None:
-    takers = [queue for queue in QUEUES if row in catalogue.taken_by(queue.name)]
+    takers = [queue for queue in QUEUES if row in catalogue.queues_taking(queue.name)]
     assert takers
     buses = {Where.API, Where.CELL} if row.where is Where.BOTH else {row.where}
     for bus in buses:
         # Two queues with the same command would each carry it out. Operators and gateways have keys of their own.
-        these = [queue for queue in takers if queue.where in (bus, Where.BOTH) and not queue.takes_letters]
+        these = [queue for queue in takers if queue.where in (bus, Where.BOTH) and not queue.takes_dead_letters]
         assert len([one for one in these if one.name not in ("scheduler.operators", "scheduler.door")]) == 1
 
 
 @pytest.mark.parametrize("queue", QUEUES, ids=lambda queue: queue.name)
 def test_every_queue_takes_something_and_is_bounded(queue: catalogue.QueueRow) -> None:
-    assert catalogue.taken_by(queue.name)
+    assert catalogue.queues_taking(queue.name)
     assert queue.max_length > 0
     assert bool(queue.retry_s) == (queue.kind is QueueKind.DURABLE)
 

@@ -1,1 +1,1 @@
-"""Checks from outside: the invariants, and where the book, the records and the hosts disagree."""
+"""Checks from outside: the invariants, and where placement, the records and the hosts disagree."""

@@ -17,9 +17,9 @@ from bus.contracts.moves import Condition
 from bus.contracts.objects import ZONE_KEY, Aggregate
 from bus.persistence.database import Database
 from bus.persistence.tables import in_list
-from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE, STRANDED
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE, UNLOCATABLE
 
-_HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
+_HELD_BY_BUS = "SELECT uuid::text, claim_owner FROM consumers WHERE released_at IS NULL AND attempt > 0"
 # Instances about which the schedulers have something under way: what is read of them meanwhile is not judged.
 UNDER_WAY = f"""
 SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN}
@@ -30,21 +30,21 @@ _MOVING = f"""
 SELECT instance_uuid::text FROM build_requests WHERE state = '{BuildState.ACTIVE}'
     AND instance::json ->> 'under_way' IS NULL AND instance::json ->> 'condition' = '{Condition.MOVING}'
 """
-# The requests on record of consumers. In doubt is a claim of another run than that of the record which has ended, and
-# one of a build that ended because its claim was on a host of no known cell: it may be that of a running instance whose
-# record is lost, and no age shows that it is not. Of one that is deleted, its cell or the schedulers' record has proved
-# that nothing of it is left. Has a machine: an active instance that is not offloaded by this record.
+# The requests on record of consumers. In doubt is a claim of another claim owner than that of the record which has
+# ended, and one of a build that ended because its claim was on a host of no known cell: it may be that of a running
+# instance whose record is lost, and no age shows that it is not. Of one that is deleted, its cell or the schedulers'
+# record has proved that nothing of it is left. Has a machine: an active instance that is not offloaded by this record.
 REQUESTS = f"""
 SELECT b.instance_uuid::text, b.state, b.cell IS NULL
     AND b.state IN ({in_list(sorted({*ENDED_WITHOUT_MACHINE} - {BuildState.DELETED}))})
-    AND (b.run <> held.run OR b.code = '{STRANDED}') AS in_doubt, {IS_OPEN} AS is_open,
+    AND (b.claim_owner <> held.claim_owner OR b.code = '{UNLOCATABLE}') AS in_doubt, {IS_OPEN} AS is_open,
     b.state = '{BuildState.ACTIVE}' AND (b.instance::json ->> 'under_way' IS NOT NULL
     OR b.instance::json ->> 'condition' IS DISTINCT FROM '{Condition.OFFLOADED}') AS has_machine
-FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
+FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, claim_owner) ON b.instance_uuid = held.uuid
 """
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
-_MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
-# Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
+_MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM instance_actions WHERE request_id = ANY($1::uuid[])"
+# Aggregates that make zones, and requests that name one. A host's aggregates are placement's: what Placement's API
 # changes there, no scheduler can refuse.
 _ZONES = "SELECT body FROM objects WHERE kind = 'aggregate' AND body LIKE '%\"availability_zone\"%' ORDER BY name"
 # Requests of before U+0000 was refused may hold it, which PostgreSQL does not read as JSON.

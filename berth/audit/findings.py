@@ -1,4 +1,4 @@
-"""An audit's findings about the book, the records and the hosts, as plain functions over gathered facts.
+"""An audit's findings about placement, the records and the hosts, as plain functions over gathered facts.
 
 A system at work is never at rest: requests under way are not judged, and a finding of one pass counts only when the
 next pass finds it, too (`Confirmed`). Gathering is `berth.audit.auditing`; nothing here does any I/O.
@@ -22,8 +22,8 @@ from berth.audit.invariants import (
     Facts,
     InstanceFact,
     RunningFact,
-    holders,
-    settled_machines,
+    confirmed_machines,
+    consumers_of_instance,
 )
 from bus.contracts.build import BuildState
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
@@ -40,7 +40,7 @@ class FindingKind(StrEnum):
     MACHINE_WITHOUT_INSTANCE = "machine_without_instance"
     INSTANCE_WITHOUT_MACHINE = "instance_without_machine"
     UNREQUESTED = "unrequested"  # an instance of a cell that no request led to, or whose request has ended
-    MISCOUNTED = "miscounted"  # the book's usage is not the sum of its allocations
+    MISCOUNTED = "miscounted"  # placement's usage is not the sum of its allocations
     OUTSIDE_ZONE = "outside_zone"  # an instance whose host is not in the availability zone that its request names
     MOVING_UNREQUESTED = "moving_unrequested"  # an instance that is moving by the schedulers' record, by no request
 
@@ -68,7 +68,7 @@ _UNCONFIRMED = f"berth confirm, and then: {_BY_AUDIT}"
 DELETED = "deleted"
 # Of a request: a cell has its instance, and lets it go only with an announcement.
 WITH_INSTANCE = frozenset({BuildState.ACTIVE, BuildState.DELETING})
-_FOREIGN = "left alone: it is not of this deployment"
+_FOREIGN = "left alone: it is not of this database"
 
 
 class AuditFinding(Struct, frozen=True):
@@ -95,8 +95,9 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
     instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
-    in_doubt: instances whose request ended and that hold what another run claimed. with_machine: those that have one by
-    the schedulers' record. moving: active ones that are moving, and have no request under way; these are busy, too.
+    in_doubt: instances whose request ended and that hold what another claim owner claimed. with_machine: those that
+    have one by the schedulers' record. moving: active ones that are moving, and have no request under way; these are
+    busy, too.
     """
 
     facts: Facts
@@ -144,7 +145,7 @@ def _all(audited: AuditFacts) -> Iterator[AuditFinding]:
     unsettled = {one.instance_uuid for one in facts.instances if one.state not in AT_REST} | audited.busy
     alive = {one.instance_uuid: one for one in facts.instances if one.state in ALIVE}
     settled = {uuid: one for uuid, one in alive.items() if uuid not in unsettled}
-    yield from _of_the_book(facts)
+    yield from _of_placement(facts)
     yield from _holdings(audited, alive, settled, unsettled)
     yield from _records(facts, unsettled)
     for uuid in audited.moving - facts.in_unread_cells():
@@ -161,7 +162,7 @@ def _finding(kind: FindingKind, subject: str, reason: str, repair: str | None = 
     return AuditFinding(kind, subject, reason, _PROPOSED[kind] if repair is None else repair)
 
 
-def _of_the_book(facts: Facts) -> Iterator[AuditFinding]:
+def _of_placement(facts: Facts) -> Iterator[AuditFinding]:
     for row in facts.inventories:
         if row.is_exceeded:
             reason = f"{row.resource_class}: used {row.used} of {row.capacity:g}"
@@ -177,7 +178,7 @@ def _holdings(
     unsettled: AbstractSet[str],
 ) -> Iterator[AuditFinding]:
     facts = audited.facts
-    for instance, (consumer, host) in ((one, holder) for one in settled.values() for holder in one.holders):
+    for instance, (consumer, host) in ((one, holder) for one in settled.values() for holder in one.consumers):
         hosts = facts.hosts_of(consumer)
         others = ", ".join(sorted(hosts - {host or ""}))
         repair = None if instance.source is None else _UNCONFIRMED
@@ -187,7 +188,7 @@ def _holdings(
             yield _finding(Kind.MISSING, consumer, reason, repair)
         elif others:
             yield _finding(Kind.DOUBLED, consumer, f"{what} on {host}, and holds something of {others}", repair)
-    allowed = holders(facts)
+    allowed = consumers_of_instance(facts)
     recorded = {
         one.instance_uuid for one in facts.instances if is_proof(one.state, one.instance_uuid in audited.with_machine)
     }
@@ -285,7 +286,7 @@ def _machines(
     quarantined = {(one.instance_uuid, one.host_uuid): one for one in facts.quarantine or ()}
     places: dict[str, list[RunningFact]] = defaultdict(list)
     assert facts.running is not None
-    for machine in settled_machines(facts):
+    for machine in confirmed_machines(facts):
         places[machine.instance_uuid].append(machine)
     for uuid, instance in settled.items():
         if (instance.cell, instance.service) in silent:
@@ -301,7 +302,7 @@ def _machines(
     for uuid, machines in places.items():
         if uuid in unsettled:
             continue
-        marked = [one for one in machines if one.has_mark]
+        marked = [one for one in machines if one.has_owner_tag]
         if uuid in alive and len(marked) > 1:
             hosts = ", ".join(sorted(one.host_uuid for one in marked))
             yield _finding(Kind.DOUBLED, uuid, f"runs on {hosts}", _PROPOSED[Kind.MACHINE_WITHOUT_INSTANCE])
@@ -309,7 +310,7 @@ def _machines(
             for one in machines:
                 kept = quarantined.get((uuid, one.host_uuid))
                 why = f"runs on {one.host_uuid}, and no cell has it as active"
-                repair = None if one.has_mark else _FOREIGN
+                repair = None if one.has_owner_tag else _FOREIGN
                 if kept is not None:
                     why, repair = f"{why}; in quarantine: {kept.why}", f"decide: berth quarantine release {uuid}"
                 yield _finding(Kind.MACHINE_WITHOUT_INSTANCE, uuid, why, repair)

@@ -15,16 +15,16 @@ from berth.audit.invariants import (
     AT_REST,
     ELSEWHERE,
     RESIZED,
+    ActionFact,
     BreakerFact,
     Facts,
     GangFact,
     InstanceFact,
     InventoryFact,
-    MoveFact,
     QuarantineFact,
+    ReporterFact,
     RunningFact,
     ServiceDownFact,
-    SourceFact,
 )
 from berth.site import Site, process_name, with_added_cells
 from bus.clock import Clock
@@ -36,11 +36,11 @@ from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from bus.persistence.tables import in_list
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import KEEP, LeaseStore, Safety
+from cell_conductor.store.safety import PROTECT, LeaseStore, Safety
 from cell_conductor.store.tables import SERVICE
-from placement_worker.operations.audit import sharers
+from placement_worker.operations.audit import sharing_providers
 from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
@@ -68,7 +68,7 @@ FROM unnest($1::text[], $2::text[]) n(host, name) JOIN providers p ON p.name = n
 WHERE NOT EXISTS (SELECT FROM providers h WHERE h.uuid = n.host::uuid)
 """
 _FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
-# The usage that the book keeps beside each inventory against the sum of its allocations, both ways round.
+# The usage that placement keeps beside each inventory against the sum of its allocations, both ways round.
 _AUDIT = """
 SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount
 FROM inventories i
@@ -86,26 +86,26 @@ WHERE state NOT IN ({in_list([RESIZED, *sorted(ELSEWHERE)])})
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
-SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{move,request_id}}',
-       record #>> '{{move,source,host_uuid}}', coalesce(record #>> '{{move,source_attempt}}', '0')::int,
-       coalesce(record #>> '{{move,source,service}}', '')
+SELECT uuid::text, state, host_uuid::text, attempt, {SERVICE}, record #>> '{{action,request_id}}',
+       record #>> '{{action,source,host_uuid}}', coalesce(record #>> '{{action,source_attempt}}', '0')::int,
+       coalesce(record #>> '{{action,source,service}}', '')
 FROM instances WHERE state = '{RESIZED}'
 """
 # What has not had its time yet: since the last step began, as long as one may take, by the request or the settings.
 _SETTLED = in_list(sorted(AT_REST))
-_STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{move,step_timeout_s}')::float8, $2)"""
+_STEP_S = """greatest((record ->> 'build_timeout_s')::float8, (record #>> '{action,step_timeout_s}')::float8, $2)"""
 _WITHIN_TIME = f"SELECT uuid::text FROM instances WHERE state NOT IN ({_SETTLED}) AND since + {_STEP_S} > $1"
 IS_OPEN = f"state IN ({in_list(OPEN)})"
 _REQUESTED = f"""
 SELECT instance_uuid::text FROM build_requests WHERE {IS_OPEN} AND updated_at + $2 > $1
-UNION SELECT instance_uuid::text FROM moves WHERE NOT terminal AND updated_at + $2 > $1
+UNION SELECT instance_uuid::text FROM instance_actions WHERE NOT terminal AND updated_at + $2 > $1
 """
-_DEPLOYMENT = "SELECT deployment::text FROM identity"
-_MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
+READ_DATABASE_ID = "SELECT database_id::text FROM identity"
+_ACTIONS = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM instance_actions"
 # Whether a member was dispatched is in its timeline: the cell of one that was not may be that of an older allocation.
 _SENT = """timeline LIKE '%"what":"dispatched"%'"""
 _GANGS = f"""
-SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
+SELECT gang::text, max(gang_min_count), count(*), count(*) FILTER (WHERE {_SENT}),
        count(*) FILTER (WHERE NOT {_SENT} AND state IN ({in_list(DELETE_REQUESTED)})), min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
@@ -163,16 +163,16 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
         roots=await _roots(book),
-        namesakes=await _namesakes(book, named),
+        namesakes=await _duplicate_names(book, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
         instances=instances,
         running=running,
         feed=await _feed(book),
-        audit=[f"{p} {c}: the book has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+        audit=[f"{p} {c}: placement has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
         breakers=await _breakers(cells),
         quarantine=await _quarantine(cells),
-        moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
+        actions=[ActionFact(*row) for row in await _rows(scheduler, _ACTIONS)],
         gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
         services=leases.keys() | down.keys(),
         down=[fact for _, fact in sorted(down.items())],
@@ -183,7 +183,7 @@ async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[st
 
 async def _roots(book: Database) -> dict[str, str]:
     async with book.raw() as connection:
-        sharing = await sharers(connection)
+        sharing = await sharing_providers(connection)
     return {provider: root for provider, root in await _rows(book, _ROOTS) if provider not in sharing}
 
 
@@ -210,7 +210,7 @@ async def _running(
     down = _down(leases)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
-    reports, unreported = await _reports(site, wanted, {cell: await deployment(cells[cell]) for cell in cells})
+    reports, unreported = await _reports(site, wanted, {cell: await read_database_id(cells[cell]) for cell in cells})
     down.update(unreported)
     named = {host: name for one in reports for host, name in one.names.items()}
     of_cell = dict(zip(site.cells, reports, strict=True))
@@ -218,8 +218,8 @@ async def _running(
     return [fact for one in reports for fact in one.facts()], down, named, unheard
 
 
-async def _namesakes(book: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(host, name, the host that has the name) of reported hosts that the book does not have."""
+async def _duplicate_names(book: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(host, name, the host that has the name) of reported hosts that placement does not have."""
     rows = await _rows(book, _NAMESAKES, list(named), list(named.values()))
     return [(host, name, other) for host, name, other in rows]
 
@@ -255,8 +255,8 @@ async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
         going, down = (await _rows(database, under_way))[0]
         unsent += (await _rows(database, _UNSENT))[0][0] + going - down
         stuck += down
-    open_moves = "SELECT count(DISTINCT instance_uuid) FROM moves WHERE NOT terminal"
-    if (await _rows(scheduler, open_moves))[0][0] > stuck:
+    open_actions = "SELECT count(DISTINCT instance_uuid) FROM instance_actions WHERE NOT terminal"
+    if (await _rows(scheduler, open_actions))[0][0] > stuck:
         return False
     return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
 
@@ -301,7 +301,7 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
 async def _resized(cells: dict[str, Database]) -> list[InstanceFact]:
     """The instances that await their confirm, with their second machines."""
     return [
-        InstanceFact(uuid, cell, state, host, int(attempt), service, SourceFact(*source))
+        InstanceFact(uuid, cell, state, host, int(attempt), service, ReporterFact(*source))
         for cell, database in cells.items()
         for uuid, state, host, attempt, service, *source in await _rows(database, _RESIZED)
     ]
@@ -334,9 +334,9 @@ def _clock_time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-async def deployment(database: Database) -> str:
+async def read_database_id(database: Database) -> str:
     """The identity of a cell's database."""
-    return str((await _rows(database, _DEPLOYMENT))[0][0])
+    return str((await _rows(database, READ_DATABASE_ID))[0][0])
 
 
 async def _breakers(cells: Mapping[str, Database]) -> list[BreakerFact]:
@@ -362,26 +362,26 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
             one.service,
             one.machine.host_uuid,
             one.machine.uuid,
-            one.machine.why,
-            one.verdict,
-            one.verdict == KEEP,
+            one.machine.reason,
+            one.decision,
+            one.decision == PROTECT,
         )
         for cell, database in cells.items()
         for one in await Safety(PostgresKeyed(database)).records()
-        if one.machine.kind is UnexplainedKind.QUARANTINED
+        if one.machine.kind is UnknownMachineKind.QUARANTINED
     ]
 
 
 async def _reports(
-    site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str], also: Collection[str] = ()
+    site: Site, wanted: Mapping[tuple[str, str], str], database_ids: Mapping[str, str], also: Collection[str] = ()
 ) -> tuple[list[Reports], dict[tuple[str, str], ServiceDownFact]]:
     """The reports of every host that answers, queried on each cell's own bus; and the services that did not answer.
 
-    wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
-    by which the owner of a machine's mark is known. also: hosts of any cell that are waited for.
+    wanted: {(cell, host): service} of those that must answer. database_ids: the identity of each cell's database,
+    by which the owner of a machine's tag is known. also: hosts of any cell that are waited for.
     """
     missing = {*also, *(host for _, host in wanted)}
-    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
+    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, database_ids.get(cell)) for cell in site.cells))
     unreported: dict[tuple[str, str], ServiceDownFact] = {}
     for (cell, host), service in wanted.items():
         if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
@@ -396,20 +396,20 @@ async def reported(
     """The machines of every host that answers, and those hosts. wanted: {(cell, host): service} of those that are
     waited for. also: further hosts that are.
     """
-    deployments: dict[str, str] = {}
+    database_ids: dict[str, str] = {}
     for cell in sorted({cell for cell, _ in wanted}):
         database = site.environment("check").database(f"cell_{cell}", pool_size=1)
         try:
-            deployments[cell] = await deployment(database)
+            database_ids[cell] = await read_database_id(database)
         finally:
             await database.close()
-    reports, _ = await _reports(site, wanted, deployments, also)
+    reports, _ = await _reports(site, wanted, database_ids, also)
     return [fact for one in reports for fact in one.facts()], {host for one in reports for host in one.hosts()}
 
 
-async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
+async def _cell_report(site: Site, cell: str, missing: set[str], database_id: str | None) -> Reports:
     bus = site.bus(process_name("check"), cell)  # two checks may be under way
-    reports = Reports(site.clock, missing, deployment)
+    reports = Reports(site.clock, missing, database_id)
     consumer = Consumer(bus, "client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
     await bus.open()
     try:
@@ -425,9 +425,9 @@ async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str
 class Reports:
     """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
 
-    def __init__(self, clock: Clock, missing: set[str], deployment: str | None = None) -> None:
+    def __init__(self, clock: Clock, missing: set[str], database_id: str | None = None) -> None:
         self._clock = clock
-        self._deployment = deployment
+        self._database_id = database_id
         self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
         self._named: dict[str, set[str]] = defaultdict(set)  # {service: the hosts that it has named}
@@ -443,12 +443,12 @@ class Reports:
             if quiet_s >= SILENCE_S:
                 return
             enough_s = REPORT_QUIET_S if self._by_host else FIRST_REPORT_S
-            if quiet_s >= enough_s and self.is_whole:
+            if quiet_s >= enough_s and self.is_complete:
                 return
             await self._clock.sleep(0.05)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing is known to be missing."""
         return not self._missing and all(len(received) >= pages for _, received, pages in self._pages.values())
 
@@ -486,7 +486,7 @@ class Reports:
         for host in page.hosts:
             self.names[host.uuid] = host.name
             self._named[page.service].add(host.uuid)
-            # Unknown, or of a host that the book has as another service's: its cell judges nothing by either.
+            # Unknown, or of a host that placement has as another service's: its cell judges nothing by either.
             if host.running is None or host.owner is not None:
                 continue
             self._missing.discard(host.uuid)
@@ -494,7 +494,7 @@ class Reports:
             if known is None or known[0] <= order:
                 machines = [
                     RunningFact(
-                        r.instance_uuid, r.attempt, host.uuid, self._deployment in (None, r.deployment), r.stopped
+                        r.instance_uuid, r.attempt, host.uuid, self._database_id in (None, r.database_id), r.stopped
                     )
                     for r in host.running
                 ]

@@ -1,6 +1,6 @@
 """The invariants of `berth check` as plain functions over facts gathered from the outside.
 
-`Facts` holds the contents of the resource book, the schedulers' and conductors' records, the hosts' own reports and the
+`Facts` holds the contents of placement, the schedulers' and conductors' records, the hosts' own reports and the
 client's event stream. `check_invariants` compares them. Gathering is `berth.audit.gather`; nothing here does any I/O.
 """
 
@@ -19,26 +19,28 @@ from bus.contracts.feed import Change
 from bus.contracts.moves import Condition
 from bus.contracts.placement import ProviderState
 from cell_conductor.domain import desires
-from cell_conductor.domain.desires import Wish, in_text, states_where
+from cell_conductor.domain.desires import MachineTarget, phase_to_text, phases_matching
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 
 MAX_EXAMPLES = 5
 
 TOMBSTONE, RESIZED, OFFLOADED = "tombstone", "resized", "offloaded"
 # Another cell has it: this record is no instance.
-ELSEWHERE = frozenset(map(in_text, desires.ELSEWHERE))
+ELSEWHERE = frozenset(map(phase_to_text, desires.IN_OTHER_CELL))
 # Instance states in which nothing is under way: no host and no placement is to do anything, and no request is open.
-_RESTS = states_where(lambda row: row.condition is not Condition.MOVING or row.elsewhere)
-_WAITS = states_where(lambda row: row.asks is not None or Wish.DESTROY in (row.here, row.source))
-AT_REST = frozenset(map(in_text, _RESTS - _WAITS))
+_RESTS = phases_matching(lambda row: row.condition is not Condition.MOVING or row.in_other_cell)
+_WAITS = phases_matching(
+    lambda row: row.placement_call is not None or MachineTarget.DESTROYED in (row.current, row.source)
+)
+AT_REST = frozenset(map(phase_to_text, _RESTS - _WAITS))
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
-ALIVE = frozenset(map(in_text, states_where(lambda row: row.here is Wish.RUN)))
+ALIVE = frozenset(map(phase_to_text, phases_matching(lambda row: row.current is MachineTarget.RUNNING)))
 # Its cell has proved that no machine and no allocation of it is left.
 OVER = AT_REST - ALIVE - ELSEWHERE
 
 
 class InventoryFact(Struct, frozen=True):
-    """One inventory row of the book."""
+    """One inventory row of placement."""
 
     provider: str
     resource_class: str
@@ -54,7 +56,7 @@ class InventoryFact(Struct, frozen=True):
         return self.used > self.capacity and self.used > floor(self.total * self.allocation_ratio)
 
 
-class SourceFact(Struct, frozen=True):
+class ReporterFact(Struct, frozen=True):
     """The source of a move that awaits its confirm. migration: the consumer that holds its allocation meanwhile."""
 
     migration: str
@@ -72,17 +74,17 @@ class InstanceFact(Struct, frozen=True):
     host_uuid: str | None
     attempt: int
     service: str = ""
-    source: SourceFact | None = None
+    source: ReporterFact | None = None
 
     @property
-    def holders(self) -> tuple[tuple[str, str | None], ...]:
+    def consumers(self) -> tuple[tuple[str, str | None], ...]:
         """The consumers that hold something for it, each with its host, while it has a machine."""
-        source = self.source_elsewhere
+        source = self.separate_source
         own = self.instance_uuid, self.host_uuid
         return (own,) if source is None else (own, (source.migration, source.host_uuid))
 
     @property
-    def source_elsewhere(self) -> SourceFact | None:
+    def separate_source(self) -> ReporterFact | None:
         """The source, if it is another machine than the instance's own: not that of a resize in place."""
         return self.source if self.source is not None and self.source.host_uuid != self.host_uuid else None
 
@@ -97,14 +99,14 @@ class ServiceDownFact(Struct, frozen=True, kw_only=True):
 
 
 class RunningFact(Struct, frozen=True):
-    """One machine that a host reports. has_mark: it carries the mark of its cell's database. is_stopped: it is there,
+    """One machine that a host reports. has_owner_tag: with that of its cell's database. is_stopped: it is there,
     and does not run.
     """
 
     instance_uuid: str
     attempt: int
     host_uuid: str
-    has_mark: bool = True
+    has_owner_tag: bool = True
     is_stopped: bool = False
 
 
@@ -121,7 +123,9 @@ class BreakerFact(Struct, frozen=True, kw_only=True):
 
 
 class QuarantineFact(Struct, frozen=True):
-    """One machine in quarantine. verdict: an operator's word, "" until there is one. is_kept: it may stay for good."""
+    """One machine in quarantine. verdict: an operator's word, "" until there is one. is_protected: it may stay for
+    good.
+    """
 
     cell: str
     service: str
@@ -129,10 +133,10 @@ class QuarantineFact(Struct, frozen=True):
     instance_uuid: str
     why: str
     verdict: str = ""
-    is_kept: bool = False
+    is_protected: bool = False
 
 
-class MoveFact(Struct, frozen=True):
+class ActionFact(Struct, frozen=True):
     """One request about an instance by the schedulers' record."""
 
     request_id: str
@@ -162,14 +166,14 @@ class Facts(Struct, frozen=True, kw_only=True):
     {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when there was no
     listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the process
     belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}, without those that share,
-    of which allocations are of no host. audit: mismatches that the book's own audit found, one line each. breakers,
-    quarantine: the cells' records, or None. moves: requests about instances, or None. gangs: requests for several
+    of which allocations are of no host. audit: mismatches that placement's own audit found, one line each. breakers,
+    quarantine: the cells' records, or None. actions: requests about instances, or None. gangs: requests for several
     machines, those of which every member is on record, or None. services: (cell, service) of every compute service on
     record, or None: unknown. down: those of them that do not report what their hosts run, so that it is not judged, or
     None: unknown. unheard: (cell, service) of those that are up, were not waited for and have sent no whole report, or
     None: unknown. unread: cells that could not be read; what may be theirs is not judged. under_way: instances whose
     build, move or delete is within its time; they are not judged. namesakes: (host, name, the host that has it) of
-    hosts that a service reports and the book refuses, because it has the name as another's.
+    hosts that a service reports and placement refuses, because it has the name as another's.
     """
 
     inventories: Sequence[InventoryFact]
@@ -190,7 +194,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     services: AbstractSet[tuple[str, str]] | None = None
     down: Sequence[ServiceDownFact] | None = None
     unheard: Sequence[tuple[str, str]] | None = None
-    moves: Sequence[MoveFact] | None = None
+    actions: Sequence[ActionFact] | None = None
     gangs: Sequence[GangFact] | None = None
     unread: AbstractSet[str] = frozenset()
     under_way: AbstractSet[str] = frozenset()
@@ -208,23 +212,23 @@ class Facts(Struct, frozen=True, kw_only=True):
         return at_silent | self.in_unread_cells() | self.under_way
 
     def in_unread_cells(self) -> set[str]:
-        """Instances on record, and consumers of the book, that may be of a cell which could not be read."""
+        """Instances on record, and consumers of placement, that may be of a cell which could not be read."""
         if not self.unread:
             return set()
         theirs = {uuid for uuid in self.requests if self.cells.get(uuid) in self.unread}
         # The other end of a move may be there, whatever cell the request has now.
-        theirs |= {one.request_id for one in self.moves or ()}
+        theirs |= {one.request_id for one in self.actions or ()}
         return theirs | (self.allocations.keys() - self.requests.keys())
 
 
-class InvariantVerdict(Struct, frozen=True, kw_only=True):
+class InvariantResult(Struct, frozen=True, kw_only=True):
     """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at.
 
     not_judged: what could not be checked, and why, one line each.
     """
 
     name: str
-    sentence: str
+    message: str
     holds: bool
     checked: int
     breaches: int = 0
@@ -237,21 +241,21 @@ class _Invariant(Struct, frozen=True):
 
     name: str
     of: str
-    sentence: str
+    message: str
     breaches: Callable[[Facts], Iterator[str]]
     not_judged: Callable[[Facts], Iterator[str]] = lambda _: iter(())
 
 
-def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
+def check_invariants(facts: Facts) -> tuple[InvariantResult, ...]:
     """Judge every invariant that the facts suffice for, in the order of `berth check`'s output."""
-    return tuple(_verdict(one, facts) for one in _INVARIANTS if getattr(facts, one.of) is not None)
+    return tuple(_result(one, facts) for one in _INVARIANTS if getattr(facts, one.of) is not None)
 
 
-def _verdict(one: _Invariant, facts: Facts) -> InvariantVerdict:
+def _result(one: _Invariant, facts: Facts) -> InvariantResult:
     found = list(one.breaches(facts))
-    return InvariantVerdict(
+    return InvariantResult(
         name=one.name,
-        sentence=one.sentence,
+        message=one.message,
         holds=not found,
         checked=facts.feed[2] if one.of == "feed" else len(getattr(facts, one.of)),
         breaches=len(found),
@@ -268,11 +272,11 @@ def _silent_services(facts: Facts) -> Iterator[str]:
     return (f"{one.cell}: {one.service}: {one.why}" for one in facts.down or () if not one.is_expected)
 
 
-def _open_moves(facts: Facts) -> Iterator[str]:
+def _open_actions(facts: Facts) -> Iterator[str]:
     may_wait = facts.may_wait()
-    for move in facts.moves or ():
-        if not move.terminal and move.instance_uuid not in may_wait:
-            yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
+    for action in facts.actions or ():
+        if not action.terminal and action.instance_uuid not in may_wait:
+            yield f"{action.instance_uuid}: {action.kind} {action.request_id} is still {action.state}"
 
 
 def _partial_gangs(facts: Facts) -> Iterator[str]:
@@ -294,7 +298,7 @@ def _unreported(facts: Facts) -> Iterator[str]:
         yield f"what {one.service} of {one.cell} runs, {alive} active instances among it ({one.why})"
 
 
-def _unsettled_down(facts: Facts) -> Iterator[str]:
+def _unresolved_down_services(facts: Facts) -> Iterator[str]:
     for one in facts.down or ():
         stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
         if stuck:
@@ -334,7 +338,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 
-def settled_machines(facts: Facts) -> list[RunningFact]:
+def confirmed_machines(facts: Facts) -> list[RunningFact]:
     """The machines that hosts report, less those that may exist beside the machine of an instance at rest.
 
     The latter are the stopped source of a move that awaits its confirm, and machines that an operator keeps in
@@ -343,9 +347,9 @@ def settled_machines(facts: Facts) -> list[RunningFact]:
     sources = {
         (one.instance_uuid, source.attempt, source.host_uuid)
         for one in facts.instances
-        if (source := one.source_elsewhere) is not None
+        if (source := one.separate_source) is not None
     }
-    kept = {(one.instance_uuid, one.host_uuid) for one in facts.quarantine or () if one.is_kept}
+    kept = {(one.instance_uuid, one.host_uuid) for one in facts.quarantine or () if one.is_protected}
     return [
         one
         for one in facts.running or ()
@@ -354,7 +358,7 @@ def settled_machines(facts: Facts) -> list[RunningFact]:
     ]
 
 
-def holders(facts: Facts) -> dict[str, InstanceFact]:
+def consumers_of_instance(facts: Facts) -> dict[str, InstanceFact]:
     """Consumers that may hold an allocation at rest: {the instance, or the migration that holds its source: it}."""
     alive = [one for one in facts.instances if one.state in ALIVE]
     return {
@@ -363,13 +367,13 @@ def holders(facts: Facts) -> dict[str, InstanceFact]:
     }
 
 
-def _twice(facts: Facts) -> Iterator[str]:
+def _duplicates(facts: Facts) -> Iterator[str]:
     homes: dict[str, str] = {}
     for instance in facts.instances:
         other = homes.setdefault(instance.instance_uuid, instance.cell)
         if other != instance.cell:
             yield f"{instance.instance_uuid}: in {other} and in {instance.cell}"
-    machines = Counter(running.instance_uuid for running in settled_machines(facts) if running.has_mark)
+    machines = Counter(running.instance_uuid for running in confirmed_machines(facts) if running.has_owner_tag)
     for uuid, count in machines.items():
         if count > 1:
             yield f"{uuid}: runs {count} times"
@@ -389,15 +393,15 @@ def _agreement(facts: Facts) -> Iterator[str]:
 
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
-        for consumer, host in instance.holders:
+        for consumer, host in instance.consumers:
             what = f"{uuid}: {instance.state if consumer == uuid else f'{consumer} keeps its source'}"
             if consumer not in facts.allocations:
                 yield f"{what}, but holds no allocation"
             elif host not in (hosts := facts.hosts_of(consumer)):
                 yield f"{what} on {host}, allocated on {sorted(hosts)}"
     # A move under way has a consumer for its source as well: by the requests on record.
-    under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
-    allowed = holders(facts).keys() | unsettled | under_way | facts.in_unread_cells()
+    under_way = {one.request_id for one in facts.actions or () if one.instance_uuid in unsettled}
+    allowed = consumers_of_instance(facts).keys() | unsettled | under_way | facts.in_unread_cells()
     for uuid in facts.allocations:
         if uuid not in allowed:
             yield f"{uuid}: holds an allocation, but is no active instance"
@@ -406,11 +410,11 @@ def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSe
 def _running(
     facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str], down: AbstractSet[str]
 ) -> Iterator[str]:
-    running = settled_machines(facts)
-    # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
-    foreign = [r for r in running if not r.has_mark]
+    running = confirmed_machines(facts)
+    # A machine without our tag is another's, unless it is the one on record (an operator may have removed its tag).
+    foreign = [r for r in running if not r.has_owner_tag]
     places = {r.instance_uuid: r for r in foreign if r.instance_uuid in alive}
-    places.update({r.instance_uuid: r for r in running if r.has_mark})
+    places.update({r.instance_uuid: r for r in running if r.has_owner_tag})
     for uuid, instance in alive.items():
         machine = places.get(uuid)
         if machine is None:
@@ -436,14 +440,14 @@ def _open_breakers(facts: Facts) -> Iterator[str]:
 
 def _quarantined(facts: Facts) -> Iterator[str]:
     for one in facts.quarantine or ():
-        if not one.is_kept:
+        if not one.is_protected:
             decided = f", released to {one.verdict}, still there" if one.verdict else ": see `berth quarantine list`"
             yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
 
 
-def _namesakes(facts: Facts) -> Iterator[str]:
+def _duplicate_names(facts: Facts) -> Iterator[str]:
     for host, name, other in facts.namesakes or ():
-        yield f"{host}: {name} is the name of {other} in the book: rename one, or `berth hosts forget {other}`"
+        yield f"{host}: {name} is the name of {other} in placement: rename one, or `berth hosts forget {other}`"
 
 
 def _feed(facts: Facts) -> Iterator[str]:
@@ -453,8 +457,8 @@ def _feed(facts: Facts) -> Iterator[str]:
 
 
 def _caused(facts: Facts) -> Iterator[str]:
-    moves = {one.request_id for one in facts.moves or ()}
-    explained = facts.requests.keys() | moves | holders(facts).keys() | facts.in_unread_cells()
+    actions = {one.request_id for one in facts.actions or ()}
+    explained = facts.requests.keys() | actions | consumers_of_instance(facts).keys() | facts.in_unread_cells()
     for consumer in sorted(facts.allocations.keys() - explained):
         yield f"{consumer}: holds an allocation that was not requested"
     for instance in facts.instances:
@@ -517,15 +521,15 @@ _INVARIANTS = (
         "used <= capacity on every provider and class, unless its inventory shrank under it",
         _over_capacity,
     ),
-    _Invariant("book_adds_up", "inventories", "the book's usage is the sum of its allocations", _miscounted),
+    _Invariant("placement_adds_up", "inventories", "placement's usage is the sum of its allocations", _miscounted),
     _Invariant(
         "one_terminal_state",
         "requests",
         "every accepted request is on record and ends in exactly one terminal state",
         _terminal,
-        _unsettled_down,
+        _unresolved_down_services,
     ),
-    _Invariant("built_once", "instances", "no instance runs twice, or in two cells", _twice, _unreported),
+    _Invariant("built_once", "instances", "no instance runs twice, or in two cells", _duplicates, _unreported),
     _Invariant(
         "hosts_instances_allocations_agree",
         "instances",
@@ -538,13 +542,15 @@ _INVARIANTS = (
     _Invariant(
         "services_there", "services", "every compute service reports, or was stopped on purpose", _silent_services
     ),
-    _Invariant("moves_end", "moves", "every request about an instance has ended", _open_moves),
+    _Invariant("actions_end", "actions", "every request about an instance has ended", _open_actions),
     _Invariant("gangs_whole", "gangs", "of machines that start together enough were started, or none", _partial_gangs),
     _Invariant("breakers_closed", "breakers", "no breaker is open", _open_breakers),
     _Invariant(
         "quarantine_decided", "quarantine", "no machine in quarantine, unless an operator keeps it there", _quarantined
     ),
-    _Invariant("hosts_in_book", "namesakes", "no reported host is out of the book for its name", _namesakes),
+    _Invariant(
+        "hosts_in_placement", "namesakes", "no reported host is out of placement for its name", _duplicate_names
+    ),
     _Invariant("generations_rise", "changes", "generations only rise", _generations),
     _Invariant("no_upcall", "connections", "no message from a cell to anything above it except announcements", _upward),
 )

@@ -21,19 +21,13 @@ from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, RequestRe
 from bus.persistence.database import Database
 from bus.service.environment import Environment
 from bus.service.settings import SettingsError
-from cell_conductor.domain.blocked_rules import why_not_adoptable
+from cell_conductor.domain.blocked_rules import adoption_blocker
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import (
-    ADOPT,
-    DecidedMachine,
-    MachineKey,
-    Safety,
-    UnexplainedRecord,
-)
+from cell_conductor.store.safety import ADOPT, DecidedMachine, MachineKey, Safety, UnknownMachineRecord
 from cell_conductor.store.tables import decode
 
 TIMEOUT_S = 10.0
@@ -57,11 +51,11 @@ SeenWith = Mapping[MachineKey, tuple[str, int]]  # {place: (cell, attempt)}
 class InCells(Struct, frozen=True):
     """What was read of each cell's record. never_started: cells that have none."""
 
-    found: dict[str, list[UnexplainedRecord]]
+    found: dict[str, list[UnknownMachineRecord]]
     breakers: dict[str, list[Breaker]]
     never_started: tuple[str, ...] = ()
 
-    def machines(self, *kinds: UnexplainedKind) -> list[tuple[str, UnexplainedRecord]]:
+    def machines(self, *kinds: UnknownMachineKind) -> list[tuple[str, UnknownMachineRecord]]:
         """(cell, machine) of these kinds, by cell, host and instance."""
         return [(cell, one) for cell, records in self.found.items() for one in records if one.machine.kind in kinds]
 
@@ -70,7 +64,7 @@ async def read(env: Environment, cell: str | None = None) -> InCells:
     """The records of every cell, or of one. Raises SettingsError (no such cell), DatabaseUnavailable, Forbidden,
     NotConfigured, CellNeverStarted of the one, and DatabaseUnprepared where no cell was ever started here.
     """
-    found: dict[str, list[UnexplainedRecord]] = {}
+    found: dict[str, list[UnknownMachineRecord]] = {}
     breakers: dict[str, list[Breaker]] = {}
     never: list[str] = []
     for name in await named_cells(env, cell):
@@ -87,7 +81,7 @@ async def read(env: Environment, cell: str | None = None) -> InCells:
 
 
 async def decide(
-    env: Environment, machines: Mapping[str, Sequence[DecidedMachine]], verdict: str, by: str
+    env: Environment, machines: Mapping[str, Sequence[DecidedMachine]], decision: str, by: str
 ) -> tuple[dict[str, list[MachineKey]], dict[str, Fault]]:
     """Have machines of cells destroyed, or left for good; returns those that are in quarantine, by cell, and the faults
     of the other cells. Raises as `read` where none has answered.
@@ -95,7 +89,7 @@ async def decide(
     now = env.clock.time()
 
     async def in_cell(cell: str) -> list[MachineKey]:
-        return await _in_cell(env, cell, lambda safety: safety.decide(machines[cell], verdict, by, now))
+        return await _in_cell(env, cell, lambda safety: safety.decide(machines[cell], decision, by, now))
 
     return await _each(machines, in_cell, [])
 
@@ -134,7 +128,7 @@ async def _each(items: Iterable[K], work: Callable[[K], Awaitable[T]], nothing: 
 
 
 async def adopt(
-    env: Environment, places: Sequence[MachineKey], *, who: str, why: str, seen: SeenWith | None = None
+    env: Environment, places: Sequence[MachineKey], *, actor: str, reason: str, seen: SeenWith | None = None
 ) -> tuple[dict[MachineKey, str], dict[MachineKey, Fault]]:
     """Decide that machines in quarantine are their instances: checked against the cells' records, and put on record for
     the conductors, which check the hosts' own answers before they carry it out.
@@ -146,8 +140,8 @@ async def adopt(
     `read`.
     """
     records = await read(env)
-    kept: dict[str, list[tuple[str, UnexplainedRecord]]] = defaultdict(list)
-    for cell, one in records.machines(UnexplainedKind.QUARANTINED):
+    kept: dict[str, list[tuple[str, UnknownMachineRecord]]] = defaultdict(list)
+    for cell, one in records.machines(UnknownMachineKind.QUARANTINED):
         kept[one.machine.uuid].append((cell, one))
     uuids = sorted({uuid for _, uuid in places})
     known = {cell: await _instances(env, cell, uuids) for cell in records.found}
@@ -165,18 +159,18 @@ async def adopt(
         repairs[uuid] = _repair(machine, cell, of_instance[cell])
         chosen[cell].append(DecidedMachine(uuid, host, machine.machine.attempt))
         cell_of[host, uuid] = cell
-    of_cells, faults = await decide(env, chosen, ADOPT, who)
+    of_cells, faults = await decide(env, chosen, ADOPT, actor)
     decided = {place: cell for cell, of in of_cells.items() for place in of}
     refused |= {place: faults[cell] for place, cell in cell_of.items() if cell in faults}
     left = {(host, uuid): unknown(uuid, host) for host, uuid in places if (host, uuid) not in decided}
     if decided:
-        await enter(env, {uuid: repairs[uuid] for _, uuid in decided}, who, why)
+        await enter(env, {uuid: repairs[uuid] for _, uuid in decided}, actor, reason)
     return decided, left | refused
 
 
-def _repair(machine: UnexplainedRecord, cell: str, has: Instance) -> AuditRepair:
-    where = f"{cell} has it as {has.state} on {has.here.host}"
-    found = f"runs on {machine.machine.host_uuid}, in quarantine: {machine.machine.why}; {where}"
+def _repair(machine: UnknownMachineRecord, cell: str, has: Instance) -> AuditRepair:
+    where = f"{cell} has it as {has.state} on {has.current.host}"
+    found = f"runs on {machine.machine.host_uuid}, in quarantine: {machine.machine.reason}; {where}"
     return AuditRepair(finding="quarantined", found=found, proof="by an operator's word")
 
 
@@ -186,12 +180,12 @@ def unknown(uuid: str, host: str) -> RequestRefused:
 
 
 def _checked(
-    kept: Sequence[tuple[str, UnexplainedRecord]],
+    kept: Sequence[tuple[str, UnknownMachineRecord]],
     records: Mapping[str, Instance],
     uuid: str,
     host: str,
     seen: tuple[str, int] | None,
-) -> tuple[str, UnexplainedRecord]:
+) -> tuple[str, UnknownMachineRecord]:
     here = [(cell, one) for cell, one in kept if one.machine.host_uuid == host]
     if not here or (seen is not None and seen not in [(cell, one.machine.attempt) for cell, one in here]):
         raise unknown(uuid, host)
@@ -200,7 +194,7 @@ def _checked(
         reason = f"there are others of it, on {others}: decide about these first (`berth quarantine release`)"
         raise RequestRefused(reason, code="quarantine.several")
     cell, machine = here[0]
-    if why := why_not_adoptable(records.get(cell)):
+    if why := adoption_blocker(records.get(cell)):
         raise RequestRefused(f"{uuid} in {cell}: {why}", code="quarantine.not_adoptable")
     if elsewhere := [name for name, one in records.items() if name != cell and one.phase not in OVER]:
         reason = f"{uuid} is on record in {', '.join(elsewhere)} as well"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from berth.audit.gather import deployment
+from berth.audit.gather import read_database_id
 from berth.settings import CellSettings
 from berth.site import Site, added_cells, process_name, url_of
 from bus.contracts.objects import CellBus
@@ -50,7 +50,7 @@ async def _open(site: Site, cell: str) -> None:
     """Open what gathering opens. Raises what it would raise."""
     database = site.environment("check").database(f"cell_{cell}", pool_size=1)
     try:
-        await deployment(database)
+        await read_database_id(database)
     finally:
         await database.close()
     bus = site.bus(process_name("check"), cell)

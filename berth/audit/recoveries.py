@@ -51,7 +51,7 @@ async def read(env: Environment, cell: str | None = None) -> list[Recovery]:
     return found
 
 
-async def accept(env: Environment, recovery: Recovery, who: str, why: str) -> bool:
+async def accept(env: Environment, recovery: Recovery, actor: str, reason: str) -> bool:
     """Accept the losses of one, as they were read; that is in the log of changes after. False: it waits for the word on
     others, or for none.
     """
@@ -66,11 +66,11 @@ async def accept(env: Environment, recovery: Recovery, who: str, why: str) -> bo
         return False
     lost = recovery.losses
     found = f"a recovery would end {lost.count} instances and {lost.builds} builds: {', '.join(lost.instances)}"
-    await enter(env, {recovery.cell: _entry("losses accepted", found)}, who, why)
+    await enter(env, {recovery.cell: _entry("losses accepted", found)}, actor, reason)
     return True
 
 
-async def state_without(env: Environment, cell: str, service: str, who: str, why: str) -> bool:
+async def state_without(env: Environment, cell: str, service: str, actor: str, reason: str) -> bool:
     """State that a compute service of a cell has nothing; that is in the log of changes after. False: it is up, or
     there are too many such words. Raises as `quarantine.read`.
     """
@@ -86,7 +86,7 @@ async def state_without(env: Environment, cell: str, service: str, who: str, why
     (name,) = await named_cells(env, cell)
     if not await on_database(env, name, stated):
         return False
-    await enter(env, {name: _entry("goes on without", f"the compute service {service} has not listed")}, who, why)
+    await enter(env, {name: _entry("goes on without", f"the compute service {service} has not listed")}, actor, reason)
     return True
 
 

@@ -1,6 +1,6 @@
 """Repairs that an audit carries out by itself: of findings whose proof two looks had, as the site's policy allows.
 
-Just before a repair everything is read once more. The book decides at last: it releases only the attempt that it had
+Just before a repair everything is read once more. Placement decides at last: it releases only the attempt that it had
 before that reading, so an allocation that was claimed since stays.
 """
 
@@ -21,9 +21,9 @@ from bus.contracts.objects import AuditRepair, ChangedObject, ObjectKind
 from bus.contracts.placement import Release, ReleaseResult
 from bus.persistence.database import Database
 from bus.service.environment import Environment
-from placement_worker.book import ResourceBook
-from placement_worker.store.postgres_rows import PostgresBookRows
-from scheduler_worker.domain.objects import ChangeAuthor
+from placement_worker.book import PlacementService
+from placement_worker.store.postgres_rows import PostgresPlacementRows
+from scheduler_worker.domain.objects import ChangeActor
 from scheduler_worker.store import objects
 
 log = structlog.get_logger(__name__)
@@ -46,13 +46,13 @@ def chosen(policy: AuditSettings, proven: Sequence[AuditFinding]) -> list[AuditF
     return found
 
 
-async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str) -> list[str]:
+async def release_ended(site: Site, proven: Sequence[AuditFinding], *, actor: str) -> list[str]:
     """Release the allocations of these orphans, if their proof still holds; a line for each. Raises Transient.
 
     Each is in the log of changes before it is released.
     """
     database = site.environment("audit").database("placement", pool_size=2)
-    store = ResourceBook(PostgresBookRows(database))
+    store = PlacementService(PostgresPlacementRows(database))
     await store.open()
     try:
         async with database.raw() as connection:
@@ -72,7 +72,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
             )
             for one in due
         }
-        await enter(site.environment("audit"), repairs, who, "audit.orphaned = repair")
+        await enter(site.environment("audit"), repairs, actor, "audit.orphaned = repair")
         replies = await store.apply([Release(consumer=one.subject, attempt=attempts[one.subject]) for one in due])
     finally:
         await store.close()
@@ -84,7 +84,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     return lines
 
 
-async def enter(env: Environment, repairs: dict[str, AuditRepair], who: str, why: str) -> None:
+async def enter(env: Environment, repairs: dict[str, AuditRepair], actor: str, reason: str) -> None:
     """Put the repairs into the log of changes of the schedulers' record."""
     database: Database = env.database("scheduler", pool_size=1)
     changed = [
@@ -95,6 +95,6 @@ async def enter(env: Environment, repairs: dict[str, AuditRepair], who: str, why
         async with database.raw() as connection:
             rows = objects.ObjectRows(connection)
             await rows.lock_objects()
-            await rows.write_objects(changed, ChangeAuthor(who, why, env.clock.time()))
+            await rows.write_objects(changed, ChangeActor(actor, reason, env.clock.time()))
     finally:
         await database.close()

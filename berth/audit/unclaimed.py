@@ -1,4 +1,4 @@
-"""Instances that run on a host and hold nothing there in the book: after a book was restored to before their claim.
+"""Instances that run on a host and hold nothing there in placement: after a book was restored to before their claim.
 
 Their room is offered to others. The cell's record has what each should hold, so it can be claimed again. A book that
 has carried out a claim of the forgotten history is ahead of the record: it has a later attempt, which the record takes
@@ -24,11 +24,11 @@ from bus.port import BusError
 from cell_conductor.domain.instance import Instance
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.tables import decode
-from placement_worker.book import ResourceBook
-from placement_worker.domain.values import Holding
+from placement_worker.book import PlacementService
+from placement_worker.domain.values import ProviderAllocations
 from placement_worker.operations import audit
-from placement_worker.operations.audit import claim_occupied, generations
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.operations.audit import generations, swap_occupied
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +46,7 @@ SETTLED = f"SELECT record::text FROM instances WHERE {IS_SETTLED.format('$1')} O
 class Unclaimed(Struct, frozen=True, kw_only=True):
     """One such instance as its cell's record has it. generation: of what it holds elsewhere; None: it holds nothing.
 
-    attempt: the last of it that the book has (0: none). elsewhere: the hosts that it holds something of.
+    attempt: the last of it that placement has (0: none). elsewhere: the hosts that it holds something of.
     """
 
     cell: str
@@ -57,12 +57,12 @@ class Unclaimed(Struct, frozen=True, kw_only=True):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the book has a later attempt than the record: of a history that the record has lost, or a delete."""
+        """Whether placement has a later attempt than the record: of a history that the record has lost, or a delete."""
         return self.attempt > max(self.instance.last_attempt, 1)
 
     def line(self) -> str:
         """For people."""
-        chosen = self.instance.selections[self.instance.position]
+        chosen = self.instance.selections[self.instance.selection_index]
         holds = "holds nothing" if self.generation is None else "holds something elsewhere only"
         return f"{self.instance.uuid}: active on {chosen.host} ({chosen.host_uuid}) of {self.cell}, {holds}"
 
@@ -70,7 +70,7 @@ class Unclaimed(Struct, frozen=True, kw_only=True):
 async def find_unclaimed(site: Site, book: Database, grace_s: float) -> list[Unclaimed]:
     """All instances that have been active for `grace_s` seconds and hold nothing of their host.
 
-    Each cell is read before the book and after it: what was active both times was so when the book was read, so it
+    Each cell is read before placement and after it: what was active both times was so when placement was read, so it
     is not one that was deleted in between.
     """
     before = {cell: await _settled(site, cell, grace_s) for cell in site.cells}
@@ -110,21 +110,21 @@ class HostReports(Struct, frozen=True):
         """Whether the instance runs where its record has it and nowhere else.
 
         A machine that a move has stopped and kept is not where the instance runs, and of a host that does not answer
-        nothing is known: the book may have the instance there because it runs there.
+        nothing is known: placement may have the instance there because it runs there.
         """
         record = each.instance
         found = [one for one in self.machines if one.instance_uuid == record.uuid]
-        there = [(one.host_uuid, one.attempt) for one in found if one.has_mark and not one.is_stopped]
-        is_alone = len(found) == 1 and there == [(record.here.host_uuid, record.attempt)]
+        there = [(one.host_uuid, one.attempt) for one in found if one.has_owner_tag and not one.is_stopped]
+        is_alone = len(found) == 1 and there == [(record.current.host_uuid, record.attempt)]
         return is_alone and set(each.elsewhere) <= set(self.answered)
 
 
 async def reported_of(site: Site, found: Sequence[Unclaimed]) -> HostReports:
-    """The hosts' reports, if there are instances of which the book has a later attempt."""
+    """The hosts' reports, if there are instances of which placement has a later attempt."""
     ahead = [one for one in found if one.is_ahead]
     if not ahead:
         return HostReports()
-    places = {(one.cell, one.instance.here.host_uuid): one.instance.here.service for one in ahead}
+    places = {(one.cell, one.instance.current.host_uuid): one.instance.current.service for one in ahead}
     try:
         async with asyncio.timeout(PROOF_S):
             return HostReports(*await reported(site, places, {host for one in ahead for host in one.elsewhere}))
@@ -134,7 +134,7 @@ async def reported_of(site: Site, found: Sequence[Unclaimed]) -> HostReports:
 
 
 async def catch_up(site: Site, found: Sequence[Unclaimed], reports: HostReports) -> tuple[list[Unclaimed], list[str]]:
-    """Records that the book is ahead of take over its attempt if the hosts prove that their machines are there: their
+    """Records that placement is ahead of take over its attempt if the hosts prove that their machines are there: their
     next attempt is a later one. The others are left alone, with a line for each.
 
     A machine that the forgotten history has made under the same number is no part of the record, and stays.
@@ -146,7 +146,7 @@ async def catch_up(site: Site, found: Sequence[Unclaimed], reports: HostReports)
         if not each.is_ahead:
             caught_up.append(each)
         elif not reports.prove(each):
-            lines.append(f"{record.uuid}: left alone, the book has a later attempt and its host does not report it")
+            lines.append(f"{record.uuid}: left alone, placement has a later attempt and its host does not report it")
         elif (later := await _take_over(site, each)) is None:
             lines.append(f"{record.uuid}: left alone, its record has changed")
         else:
@@ -154,28 +154,28 @@ async def catch_up(site: Site, found: Sequence[Unclaimed], reports: HostReports)
     return caught_up, lines
 
 
-async def claim_again(store: ResourceBook, found: Sequence[Unclaimed]) -> list[str]:
+async def claim_again(store: PlacementService, found: Sequence[Unclaimed]) -> list[str]:
     """Give each what is on its cell's record, where there is room, and the node that it runs on. A line for each.
 
-    An instance that was deleted or moved meanwhile is left alone: the book has a newer attempt of it, or another
+    An instance that was deleted or moved meanwhile is left alone: placement has a newer attempt of it, or another
     generation.
     """
     rows = store.rows
-    assert isinstance(rows, PostgresBookRows)
+    assert isinstance(rows, PostgresPlacementRows)
     lines = []
     for each in found:
         swap = _swap(each)
         [reply] = await store.apply([swap])
-        if isinstance(reply, SwapResult) and reply.outcome is ClaimOutcome.FULL:
+        if isinstance(reply, SwapResult) and reply.outcome is ClaimOutcome.NO_CAPACITY:
             async with rows.transaction() as transaction:
-                reply = await claim_occupied(transaction, swap)
+                reply = await swap_occupied(transaction, swap)
         outcome = str(reply.outcome) if isinstance(reply, SwapResult) else "refused"
         lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
     return lines
 
 
 async def _take_over(site: Site, each: Unclaimed) -> Instance | None:
-    """The record with the book's attempt, if it is still as it was read. It may have been given out twice."""
+    """The record with placement's attempt, if it is still as it was read. It may have been given out twice."""
     database = site.environment("audit").database(f"cell_{each.cell}", pool_size=1)
     try:
         store = PostgresInstances(database)
@@ -184,11 +184,13 @@ async def _take_over(site: Site, each: Unclaimed) -> Instance | None:
             record = each.instance
             if (await transaction.lock([record.uuid])).get(record.uuid) != record:
                 return None
-            later = replace(record, newest=each.attempt, proves_from=max(record.proves_from, each.attempt + 1))
+            later = replace(record, highest_attempt=each.attempt, proves_from=max(record.proves_from, each.attempt + 1))
             await transaction.update([later])
     finally:
         await database.close()
-    log.warning("audit.attempt_taken_over", instance=record.uuid, attempt=later.newest, before=record.last_attempt)
+    log.warning(
+        "audit.attempt_taken_over", instance=record.uuid, attempt=later.highest_attempt, before=record.last_attempt
+    )
     return later
 
 
@@ -204,7 +206,7 @@ def _swap(each: Unclaimed) -> Swap:
         consumer_generation=each.generation,
         allocations={
             provider: dict(resources)
-            for provider, resources in instance.selections[instance.position].allocations.items()
+            for provider, resources in instance.selections[instance.selection_index].allocations.items()
         },
         project_id=instance.spec.project_id,
         user_id=instance.spec.user_id,
@@ -212,9 +214,9 @@ def _swap(each: Unclaimed) -> Swap:
     return Swap(consumers=(entry,))
 
 
-def _holds_its_own(instance: Instance, holding: Holding) -> bool:
+def _holds_its_own(instance: Instance, holding: ProviderAllocations) -> bool:
     """Whether it holds something of a provider that its record names; what was changed by hand since is no matter."""
-    return any(provider in holding for provider in instance.selections[instance.position].allocations)
+    return any(provider in holding for provider in instance.selections[instance.selection_index].allocations)
 
 
 async def _settled(site: Site, cell: str, grace_s: float) -> Mapping[str, Instance]:
@@ -226,4 +228,4 @@ async def _settled(site: Site, cell: str, grace_s: float) -> Mapping[str, Instan
         return {}
     finally:
         await database.close()
-    return {one.uuid: one for one in instances if one.move is None and one.spec is not None and one.selections}
+    return {one.uuid: one for one in instances if one.action is None and one.spec is not None and one.selections}

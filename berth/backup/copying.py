@@ -120,7 +120,7 @@ async def _copy_all(url: str, directory: Path) -> Manifest:
                 SchemaCopy(
                     schema=schema.schema,
                     revision=schema.revision,
-                    deployment=await _deployment(connection, schema.schema, tables[schema.schema]),
+                    database_id=await _read_database_id(connection, schema.schema, tables[schema.schema]),
                     tables=tables[schema.schema],
                     sequences=await _sequences(connection, schema.schema),
                 )
@@ -195,10 +195,10 @@ async def _sequences(connection: asyncpg.Connection, schema: str) -> list[Sequen
     return found
 
 
-async def _deployment(connection: asyncpg.Connection, schema: str, tables: list[TableCopy]) -> str:
+async def _read_database_id(connection: asyncpg.Connection, schema: str, tables: list[TableCopy]) -> str:
     if all(table.table != "identity" for table in tables):
         return ""
-    return str(await connection.fetchval(f"SELECT deployment::text FROM {quoted(schema)}.identity") or "")
+    return str(await connection.fetchval(f"SELECT database_id::text FROM {quoted(schema)}.identity") or "")
 
 
 def parents_first(tables: list[str], references: list[tuple[str, str]]) -> list[str]:

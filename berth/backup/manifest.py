@@ -33,8 +33,8 @@ Count = Annotated[int, Meta(ge=0)]
 class BadBackup(Fault):
     """A directory is no backup that can be restored; the code has the reason."""
 
-    def __init__(self, sentence: str, *, code: str) -> None:
-        super().__init__(sentence, code=code)
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message, code=code)
 
 
 class TableCopy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,14 +60,14 @@ class SequenceValue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SchemaCopy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One schema. revision: of its migrations. deployment: its identity, "" when it has none.
+    """One schema. revision: of its migrations. database_id: its identity, "" when it has none.
 
     tables: in an order in which a table comes after those that it refers to.
     """
 
     schema: Name
     revision: Annotated[str, Meta(max_length=64)]
-    deployment: Annotated[str, Meta(max_length=64)]
+    database_id: Annotated[str, Meta(max_length=64)]
     tables: Annotated[list[TableCopy], Meta(max_length=MAX_TABLES)]
     sequences: Annotated[list[SequenceValue], Meta(max_length=MAX_TABLES)]
 

@@ -29,11 +29,11 @@ from bus.contracts.build import (
 )
 from bus.contracts.operations import (
     AdminStateSet,
-    ForgetHost,
-    ForgetService,
+    DeleteHost,
+    DeleteService,
     HostAdminState,
-    HostForgotten,
-    ServiceForgotten,
+    HostDeleted,
+    ServiceDeleted,
     ServicesPage,
     ServicesQuery,
     SetAdminState,
@@ -64,7 +64,7 @@ def _traced(request: BuildRequest | DeleteRequest) -> TracedRequest:
     return TracedRequest(name, request.instance_uuid, {"berth.instance": request.instance_uuid})
 
 
-class Track(Struct):
+class RequestWatch(Struct):
     """A client's record of one of its builds. Times are the client's monotonic clock, seconds.
 
     under_way: the last `resync` found it on record, on its way to the end that is waited for. learned: it ended by the
@@ -93,15 +93,15 @@ class Track(Struct):
         return None if self.ended_at is None else self.ended_at - self.intended_at
 
 
-def _ends_whatever_its_number(track: Track, event: BuildEvent) -> bool:
+def ends_despite_sequence(watch: RequestWatch, event: BuildEvent) -> bool:
     """Whether an event ends the followed request although the instance has had events of higher numbers.
 
     `deleted` is the last event of an instance: a database that crashed forgets its announcements, and numbers anew.
     A delete that is given up has no number: the record that has them is its build's, which goes on.
     """
-    if track.ended_at is not None:
+    if watch.ended_at is not None:
         return False
-    return event.state is BuildState.DELETED or (track.deleting and event.state is BuildState.REFUSED)
+    return event.state is BuildState.DELETED or (watch.deleting and event.state is BuildState.REFUSED)
 
 
 class BuildClient:
@@ -114,7 +114,7 @@ class BuildClient:
 
     def __init__(self, bus: Bus, *, clock: Clock, process: str, durable: bool = False) -> None:
         self.bus = bus
-        self.tracks: dict[str, Track] = {}
+        self.watches: dict[str, RequestWatch] = {}
         self.foreign_events = 0
         self.clock = self._clock = clock
         self.process = self._process = process
@@ -123,7 +123,7 @@ class BuildClient:
         self._spans = RequestSpans(bus)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
-        self._end_listeners: list[Callable[[Track], None]] = []
+        self._end_listeners: list[Callable[[RequestWatch], None]] = []
 
     async def open(self) -> None:
         """Connect, declare the listening queue and start to listen."""
@@ -143,33 +143,33 @@ class BuildClient:
         """Call `listener` for every event of this client's builds."""
         self._listeners.append(listener)
 
-    def on_end(self, listener: Callable[[Track], None]) -> None:
+    def on_end(self, listener: Callable[[RequestWatch], None]) -> None:
         """Call `listener` with every build (or delete) of this client's that has ended, however that was learned.
 
         It is called again should a second terminal event come; `terminals` counts them.
         """
         self._end_listeners.append(listener)
 
-    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float = 0.0) -> list[Track]:
+    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float = 0.0) -> list[RequestWatch]:
         """Publish all (confirmed by the broker when this returns) and follow them, each member of a gang by itself.
 
         retry_for_s: how long to publish again while the broker is unavailable or refuses, and to wait for its confirms
         (0: it is tried once, and confirms are waited for as long as any publisher waits); a request that arrives twice
         is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here), PublishRefused (slow down) or
-        RequestUnconfirmed; the tracks of those that were confirmed before have a `published_at`.
+        RequestUnconfirmed; the watches of those that were confirmed before have a `published_at`.
         """
         now = self._clock.monotonic()
-        tracks = [
+        watches = [
             self._follow(uuid, request.flavor, request.project_id, now)
             for request in requests
             for uuid in instances_of(request)
         ]
-        give_up_at = self._give_up_at(retry_for_s)
+        retry_until = self._retry_deadline(retry_for_s)
         for start in range(0, len(requests), PUBLISH_SLICE):
-            await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
-        return tracks
+            await self._publish(requests[start : start + PUBLISH_SLICE], retry_until)
+        return watches
 
-    async def offer(
+    async def submit(
         self, requests: Sequence[BuildRequest | DeleteRequest], *, intended_at: Sequence[float], flavors: Sequence[str]
     ) -> list[BaseException | None]:
         """Publish each once, follow it from its intended time, and return an outcome for each: None when it was
@@ -179,45 +179,45 @@ class BuildClient:
         so it is no longer followed. BusUnavailable: it may have arrived, so it is.
         """
         for request, at, flavor in zip(requests, intended_at, flavors, strict=True):
-            track = self._follow(request.instance_uuid, flavor, request.project_id, at)
-            track.deleting = isinstance(request, DeleteRequest)
+            watch = self._follow(request.instance_uuid, flavor, request.project_id, at)
+            watch.deleting = isinstance(request, DeleteRequest)
         errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
         now = self._clock.monotonic()
         for request, error in zip(requests, errors, strict=True):
             if error is None:
-                self.tracks[request.instance_uuid].published_at = now
+                self.watches[request.instance_uuid].published_at = now
             elif not isinstance(error, BusUnavailable):
                 self.unfollow(request.instance_uuid)
         return errors
 
     def unfollow(self, uuid: str) -> None:
         """Follow one no longer."""
-        self.tracks.pop(uuid, None)
+        self.watches.pop(uuid, None)
         self._open.discard(uuid)
 
-    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float = 0.0) -> list[Track]:
+    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float = 0.0) -> list[RequestWatch]:
         """Request the deletion of builds and follow them until they are gone; time limits and faults as in `boot`."""
-        tracks: list[Track] = []
+        watches: list[RequestWatch] = []
         for build in builds:
-            track = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
-            tracks.append(track)
-            track.deleting = True
+            watch = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
+            watches.append(watch)
+            watch.deleting = True
             if build.state is BuildState.DELETED:  # no further event will come
-                self._end(track, build.state, None)
+                self._end(watch, build.state, None)
         await self._publish(
             [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
-            self._give_up_at(retry_for_s),
+            self._retry_deadline(retry_for_s),
         )
-        return tracks
+        return watches
 
     @property
     def unfinished(self) -> int:
         """Followed builds without a terminal event yet."""
         return len(self._open)
 
-    def open_tracks(self) -> list[Track]:
+    def open_requests(self) -> list[RequestWatch]:
         """The followed requests that have not ended, by instance."""
-        return [self.tracks[uuid] for uuid in sorted(self._open)]
+        return [self.watches[uuid] for uuid in sorted(self._open)]
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything followed has ended; False when the time ran out first.
@@ -249,21 +249,23 @@ class BuildClient:
         """Query the state of unfinished requests (their events may have been missed). Raises RequestTimeout."""
         requested = sorted(self._open)[:at_most]
         for uuid in requested:
-            self.tracks[uuid].under_way = False
+            self.watches[uuid].under_way = False
         for start in range(0, len(requested), ASK_SLICE):
             # What was dropped during a query is not followed any more.
-            tracks = [
-                one for uuid in requested[start : start + ASK_SLICE] if (one := self.tracks.get(uuid)) is not None
+            watches = [
+                one for uuid in requested[start : start + ASK_SLICE] if (one := self.watches.get(uuid)) is not None
             ]
-            part = [one.instance_uuid for one in tracks]
-            queries = [BuildQuery(instance_uuid=one.instance_uuid, project_id=one.project_id or None) for one in tracks]
+            part = [one.instance_uuid for one in watches]
+            queries = [
+                BuildQuery(instance_uuid=one.instance_uuid, project_id=one.project_id or None) for one in watches
+            ]
             pages = await self.bus.request_all(queries, BuildPage, timeout_s=timeout_s, causes=part)
             for page in pages:
                 if isinstance(page, Fault):
                     raise page
                 for record in page.builds:
-                    if record.instance_uuid in self.tracks:
-                        self._learn(self.tracks[record.instance_uuid], record)
+                    if record.instance_uuid in self.watches:
+                        self._apply_record(self.watches[record.instance_uuid], record)
         self._changed.set()
 
     async def query(self, query: BuildQuery, *, timeout_s: float) -> BuildPage:
@@ -287,13 +289,13 @@ class BuildClient:
         answer = await self.bus.request(decision, AdminStateSet, timeout_s=timeout_s)
         return answer.host
 
-    async def forget_host(self, command: ForgetHost, *, timeout_s: float) -> HostForgotten:
+    async def delete_host(self, command: DeleteHost, *, timeout_s: float) -> HostDeleted:
         """Forget a host that is gone for good. Raises RequestTimeout, or RequestRefused with what stands in the way."""
-        return await self.bus.request(command, HostForgotten, timeout_s=timeout_s)
+        return await self.bus.request(command, HostDeleted, timeout_s=timeout_s)
 
-    async def forget_service(self, command: ForgetService, *, timeout_s: float) -> ServiceForgotten:
+    async def delete_service(self, command: DeleteService, *, timeout_s: float) -> ServiceDeleted:
         """Forget a service that is gone for good. Raises RequestTimeout, or RequestRefused with what keeps it."""
-        return await self.bus.request(command, ServiceForgotten, timeout_s=timeout_s)
+        return await self.bus.request(command, ServiceDeleted, timeout_s=timeout_s)
 
     async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self.note(received.message) for received in batch if isinstance(received.message, BuildEvent)]
@@ -303,58 +305,58 @@ class BuildClient:
 
     def note(self, event: BuildEvent) -> bool:
         """Take one event in; whether it is about one of this client's own."""
-        track = self.tracks.get(event.instance_uuid)
+        watch = self.watches.get(event.instance_uuid)
         # Any project may name any uuid in a request of its own; the events of that go to that project.
-        if track is None or track.project_id != event.project_id:
+        if watch is None or watch.project_id != event.project_id:
             self.foreign_events += 1
             return False
-        if event.sequence <= track.sequence and not _ends_whatever_its_number(track, event):
+        if event.sequence <= watch.sequence and not ends_despite_sequence(watch, event):
             # published twice (its publisher crashed), or late
-            track.repeats += 1
+            watch.repeats += 1
             return True
-        track.sequence = max(event.sequence, track.sequence)
-        track.stages.setdefault(event.state.value, self._clock.monotonic())
-        if event.terminal and (not track.deleting or event.state in ENDS_A_DELETE):
-            if track.learned and event.state.value == track.state:  # delayed: its end was queried before
-                track.learned, track.last = False, event
+        watch.sequence = max(event.sequence, watch.sequence)
+        watch.stages.setdefault(event.state.value, self._clock.monotonic())
+        if event.terminal and (not watch.deleting or event.state in ENDS_A_DELETE):
+            if watch.learned and event.state.value == watch.state:  # delayed: its end was queried before
+                watch.learned, watch.last = False, event
             else:
-                self._end(track, event.state, event)
-        elif track.ended_at is None:
-            track.state = event.state.value
+                self._end(watch, event.state, event)
+        elif watch.ended_at is None:
+            watch.state = event.state.value
         for listener in self._listeners:
             listener(event)
         return True
 
-    def _follow(self, uuid: str, flavor: str, project_id: str, intended_at: float | None) -> Track:
+    def _follow(self, uuid: str, flavor: str, project_id: str, intended_at: float | None) -> RequestWatch:
         now = self._clock.monotonic()
-        track = Track(
+        watch = RequestWatch(
             instance_uuid=uuid,
             flavor=flavor,
             project_id=project_id,
             intended_at=now if intended_at is None else intended_at,
             stages={},
         )
-        self.tracks[uuid] = track
+        self.watches[uuid] = watch
         self._open.add(uuid)
-        return track
+        return watch
 
-    def _give_up_at(self, retry_for_s: float) -> float | None:
+    def _retry_deadline(self, retry_for_s: float) -> float | None:
         return self._clock.monotonic() + retry_for_s if retry_for_s > 0 else None
 
-    async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float | None) -> None:
-        """Publish until all are confirmed; what already is does not go again. give_up_at: None: each goes once."""
+    async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], retry_until: float | None) -> None:
+        """Publish until all are confirmed; what already is does not go again. retry_until: None: each goes once."""
         with self._spans.publishing(_traced(request) for request in requests):
-            await self._publish_confirmed(requests, give_up_at)
+            await self._publish_confirmed(requests, retry_until)
 
     async def _publish_confirmed(
-        self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float | None
+        self, requests: Sequence[BuildRequest | DeleteRequest], retry_until: float | None
     ) -> None:
         left = requests
 
         async def publish_left() -> bool:
             nonlocal left
             # A broker that is out of disk or memory confirms nothing.
-            within_s = None if give_up_at is None else max(give_up_at - self._clock.monotonic(), 0.0)
+            within_s = None if retry_until is None else max(retry_until - self._clock.monotonic(), 0.0)
             errors = await self.bus.publish_each(
                 [(request, request.instance_uuid) for request in left], within_s=within_s
             )
@@ -362,10 +364,10 @@ class BuildClient:
             for request, error in zip(left, errors, strict=True):
                 if error is None:
                     for uuid in instances_of(request):
-                        self.tracks[uuid].published_at = now
+                        self.watches[uuid].published_at = now
             failed = [(request, error) for request, error in zip(left, errors, strict=True) if error is not None]
             for _, error in failed:
-                if not isinstance(error, BusUnavailable | PublishRefused) or give_up_at is None or now >= give_up_at:
+                if not isinstance(error, BusUnavailable | PublishRefused) or retry_until is None or now >= retry_until:
                     raise error
             left = [request for request, _ in failed]
             return not left
@@ -376,22 +378,22 @@ class BuildClient:
         self._changed.clear()
         return await event_or_time(self._changed, self._clock, timeout_s)
 
-    def _learn(self, track: Track, record: BuildRecord) -> None:
+    def _apply_record(self, watch: RequestWatch, record: BuildRecord) -> None:
         """A scheduler's record of one build, instead of the event that was missed."""
-        ended = record.state is BuildState.DELETED if track.deleting else record.state in TERMINAL_STATES
-        if ended and track.ended_at is None:
-            self._end(track, record.state, None)
-            track.learned = True
+        ended = record.state is BuildState.DELETED if watch.deleting else record.state in TERMINAL_STATES
+        if ended and watch.ended_at is None:
+            self._end(watch, record.state, None)
+            watch.learned = True
         # A delete is known by its record; one that never arrived leaves the build as it was.
-        track.under_way = not ended and (record.state is BuildState.DELETING or not track.deleting)
+        watch.under_way = not ended and (record.state is BuildState.DELETING or not watch.deleting)
 
-    def _end(self, track: Track, state: BuildState, event: BuildEvent | None) -> None:
-        track.terminals += 1
-        track.state = state.value
-        track.last = event or track.last
-        if track.ended_at is None:
-            track.ended_at = self._clock.monotonic()
-        self._open.discard(track.instance_uuid)
-        self._spans.end(track.instance_uuid, track.last.code if track.last is not None else "")
+    def _end(self, watch: RequestWatch, state: BuildState, event: BuildEvent | None) -> None:
+        watch.terminals += 1
+        watch.state = state.value
+        watch.last = event or watch.last
+        if watch.ended_at is None:
+            watch.ended_at = self._clock.monotonic()
+        self._open.discard(watch.instance_uuid)
+        self._spans.end(watch.instance_uuid, watch.last.code if watch.last is not None else "")
         for listener in self._end_listeners:
-            listener(track)
+            listener(watch)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.contracts.objects import Flavor, StoredObject
-from compute_sim.drivers.ironic.node import Mark, NodeExtra, Unproven
+from compute_sim.drivers.ironic.node import NodeExtra, OwnerTag, Unproven
 from compute_sim.drivers.ironic.probation import CRITICAL
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES, class_name
@@ -28,7 +28,7 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     state: str
     power: str
     instance: str
-    ours: bool
+    own: bool
     serves: tuple[str, ...]
     problems: tuple[str, ...]
     ironic_reason: str
@@ -63,7 +63,7 @@ def node_record(raw: Mapping[str, Any], classes: Mapping[str, tuple[str, ...]]) 
         state=str(raw.get("provision_state") or "unknown"),
         power=str(raw.get("power_state") or "unknown"),
         instance=str(raw.get("instance_uuid") or ""),
-        ours=_is_marked(raw.get("instance_info")),
+        own=_has_owner_tag(raw.get("instance_info")),
         serves=classes.get(custom, ()),
         problems=tuple(_problems(raw, node, custom, classes)),
         ironic_reason=" ".join(str(raw.get("last_error") or raw.get("maintenance_reason") or "").split()),
@@ -89,7 +89,7 @@ def _problems(
     if raw.get("health") == CRITICAL:
         yield "Ironic reports its health as Critical"
     if (unproven := _unproven(raw.get("extra"))) is not None:
-        yield f"it takes only a canary's build, until one is active: {unproven.why}"
+        yield f"it takes only a canary's build, until one is active: {unproven.reason}"
     if raw.get("retired"):
         yield f"it is retired: {raw.get('retired_reason') or 'no reason given'}"
     if node.instance_uuid is None and node.power_state in DEAD_POWER:
@@ -107,9 +107,9 @@ def _unproven(extra: object) -> Unproven | None:
         return None
 
 
-def _is_marked(info: object) -> bool:
+def _has_owner_tag(info: object) -> bool:
     try:
-        msgspec.convert(info.get("berth") if isinstance(info, dict) else None, Mark)
+        msgspec.convert(info.get("berth") if isinstance(info, dict) else None, OwnerTag)
     except msgspec.ValidationError:
         return False
     return True

@@ -59,14 +59,14 @@ async def follow(
 
     Raises RequestTimeout when no scheduler answered before the time ran out, or RequestRefused (`drain.unknown`).
     """
-    give_up_at = clock.monotonic() + timeout_s
+    retry_until = clock.monotonic() + timeout_s
     stuck_s, stuck_at, moved, refused = 0.0, inf, 0, set[str]()
     while True:
         asked_at = clock.monotonic()
         try:
             found = await drains(bus, DrainsQuery(drain=drain))
         except RequestTimeout:
-            if clock.monotonic() >= give_up_at:
+            if clock.monotonic() >= retry_until:
                 raise
             continue
         if not found:  # the schedulers' database was set back
@@ -81,7 +81,7 @@ async def follow(
             stuck_at = inf
         else:
             stuck_s, stuck_at = stuck_s + max(0.0, now - stuck_at), now
-        if seen.state is DrainState.ENDED or now >= give_up_at or stuck_s >= STUCK_S:
+        if seen.state is DrainState.ENDED or now >= retry_until or stuck_s >= STUCK_S:
             return seen
         await clock.sleep(max(LOOK_S, 5 * (now - asked_at)))
 

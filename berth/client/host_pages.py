@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
-from bus.turns import InParts
+from bus.turns import YieldingParts
 
 # A page takes 3 ms of a scheduler's loop to write, and 10 of this process's to read. For each one the scheduler lists
 # all hosts, 30 ms for 40,000 (in parts), so shorter pages would cost it more.
@@ -52,7 +52,7 @@ def _by_name(host: HostRecord) -> tuple[str, str]:
 async def _first(parts: Sequence[Sequence[HostRecord]], limit: int) -> tuple[tuple[HostRecord, ...], bool]:
     """The first hosts of these lists by name, and whether there are more."""
     hosts: list[HostRecord] = []
-    async for some in InParts(heapq.merge(*parts, key=_by_name), MERGED_AT_ONCE):
+    async for some in YieldingParts(heapq.merge(*parts, key=_by_name), MERGED_AT_ONCE):
         hosts += some
         if len(hosts) > limit:
             break
@@ -61,5 +61,5 @@ async def _first(parts: Sequence[Sequence[HostRecord]], limit: int) -> tuple[tup
 
 async def json_of(hosts: Sequence[HostRecord]) -> bytes:
     """The hosts as a JSON array, written a page at a time between turns of the event loop."""
-    parts = [msgspec.json.encode(part)[1:-1] async for part in InParts(hosts, HOSTS_PER_PAGE)]
+    parts = [msgspec.json.encode(part)[1:-1] async for part in YieldingParts(hosts, HOSTS_PER_PAGE)]
     return b"[" + b",".join(parts) + b"]"

@@ -11,7 +11,7 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.moves import MoveAccepted, MoveEvent, MovePage, MoveQuery, MoveRecord, MoveRequest
+from bus.contracts.moves import ActionAccepted, ActionEvent, ActionPage, ActionQuery, ActionRecord, ActionRequest
 from bus.faults import Transient
 from bus.port import BusError
 
@@ -22,7 +22,7 @@ ASK_TIMEOUT_S = 10.0
 MAX_QUERIED = 200
 
 
-class MoveClient:
+class ActionClient:
     """Publishes requests about instances, and follows them to their terminal events.
 
     `open` declares the private queue before anything is published, so no event of this client's own requests is missed
@@ -30,20 +30,20 @@ class MoveClient:
     """
 
     def __init__(self, bus: Bus, *, clock: Clock, process: str) -> None:
-        self.ended: dict[str, MoveEvent | MoveRecord] = {}
+        self.ended: dict[str, ActionEvent | ActionRecord] = {}
         self._bus = bus
         self._clock = clock
         self._process = process
-        self._open: dict[str, MoveRequest] = {}
+        self._open: dict[str, ActionRequest] = {}
         self._spans = RequestSpans(bus)
         self._changed = asyncio.Event()
-        self._listeners: list[Callable[[MoveEvent], None]] = []
+        self._listeners: list[Callable[[ActionEvent], None]] = []
 
     async def open(self) -> None:
         """Declare the listening queue and start to listen; the bus is open."""
         self._consumer = Consumer(
             self._bus,
-            "client.moves.{process}",
+            "client.actions.{process}",
             self._on_events,
             max_batch=1000,
             concurrency=1,
@@ -57,22 +57,22 @@ class MoveClient:
         await self._consumer.drain(1.0)
         self._spans.close()
 
-    def on_event(self, listener: Callable[[MoveEvent], None]) -> None:
+    def on_event(self, listener: Callable[[ActionEvent], None]) -> None:
         """Call `listener` for every event of this client's requests."""
         self._listeners.append(listener)
 
-    async def ask(self, request: MoveRequest, *, timeout_s: float = ASK_TIMEOUT_S) -> None:
+    async def ask(self, request: ActionRequest, *, timeout_s: float = ASK_TIMEOUT_S) -> None:
         """Ask, and follow it. Raises RequestTimeout (it may be carried out), or RequestRefused with the code."""
         self._open[request.request_id] = request
         try:
             with self._spans.publishing([_traced(request)]):
-                await self._bus.request(request, MoveAccepted, timeout_s=timeout_s, cause=request.request_id)
+                await self._bus.request(request, ActionAccepted, timeout_s=timeout_s, cause=request.request_id)
         except BaseException as error:
             self._open.pop(request.request_id, None)
             self._spans.end(request.request_id, str(getattr(error, "code", "")) or type(error).__name__)
             raise
 
-    async def offer(self, requests: Sequence[MoveRequest]) -> list[BaseException | None]:
+    async def submit(self, requests: Sequence[ActionRequest]) -> list[BaseException | None]:
         """Publish many without a reply, follow them, and return an outcome for each: None when it was confirmed."""
         self._open.update((one.request_id, one) for one in requests)
         with self._spans.publishing(_traced(one) for one in requests):
@@ -107,12 +107,12 @@ class MoveClient:
     async def _query_states(self, timeout_s: float) -> None:
         requested = list(self._open)[:MAX_QUERIED]
         queries = [
-            MoveQuery(request_id=one.request_id, instance_uuid=one.instance_uuid, project_id=one.project_id)
+            ActionQuery(request_id=one.request_id, instance_uuid=one.instance_uuid, project_id=one.project_id)
             for one in map(self._open.__getitem__, requested)
         ]
-        pages = await self._bus.request_all(queries, MovePage, timeout_s=timeout_s, causes=requested)
+        pages = await self._bus.request_all(queries, ActionPage, timeout_s=timeout_s, causes=requested)
         for page in pages:
-            for record in page.moves if isinstance(page, MovePage) else ():
+            for record in page.actions if isinstance(page, ActionPage) else ():
                 if record.terminal:
                     self._end(record.request_id, record)
         for one in requested[: len(requested) if self.unfinished > MAX_QUERIED else 0]:  # to the end of the line
@@ -122,7 +122,7 @@ class MoveClient:
     async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             event = received.message
-            if not isinstance(event, MoveEvent):
+            if not isinstance(event, ActionEvent):
                 continue
             mine = self._open.get(event.request_id)
             # Any project may name any id in a request of its own, and a client one for two instances.
@@ -135,13 +135,13 @@ class MoveClient:
                 self._end(event.request_id, event)
         return [Done()] * len(batch)
 
-    def _end(self, request_id: str, end: MoveEvent | MoveRecord) -> None:
+    def _end(self, request_id: str, end: ActionEvent | ActionRecord) -> None:
         if self._open.pop(request_id, None) is not None:
             self.ended[request_id] = end
             self._spans.end(request_id, end.code)
             self._changed.set()
 
 
-def _traced(request: MoveRequest) -> TracedRequest:
-    about: dict[str, str | int] = {"berth.instance": request.instance_uuid, "berth.move": request.kind.value}
-    return TracedRequest("move", request.request_id, about)
+def _traced(request: ActionRequest) -> TracedRequest:
+    about: dict[str, str | int] = {"berth.instance": request.instance_uuid, "berth.action": request.kind.value}
+    return TracedRequest("action", request.request_id, about)

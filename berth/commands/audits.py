@@ -32,7 +32,7 @@ from berth.commands.common import (
     print_json,
     print_json_line,
 )
-from berth.render import printable, render_verdicts
+from berth.render import printable, render_results
 from berth.settings import Settings
 from bus.faults import Transient
 
@@ -64,7 +64,7 @@ async def check(
             err.print(
                 "[yellow]the system is not at rest; what is within its time is not judged[/yellow]", soft_wrap=True
             )
-        render_verdicts(verdicts, out)
+        render_results(verdicts, out)
         _show_unread(unread)
     return _status(unread) if all(verdict.holds for verdict in verdicts) else Exit.NO
 
@@ -119,7 +119,7 @@ async def audit(
         reason = "without --watch a finding is seen for --every seconds only: give --watch, or a --grace of no more"
         raise Stop(Exit.USAGE, "audit.grace", f"{reason}; `berth placement audit --repair` does not wait")
     if repair:
-        ask_first(f"Repair the book, as `berth placement audit --repair`, at findings of {grace:g} s", yes=yes)
+        ask_first(f"Repair placement, as `berth placement audit --repair`, at findings of {grace:g} s", yes=yes)
     here, passes = database_of(settings), 0
     unread: dict[str, Stop] = {}
     async with aclosing(watch(here, every_s=every)) as stream:
@@ -132,8 +132,8 @@ async def audit(
                 await _carry_out(audited(here, repair=True, grace_s=grace, done=repaired), repaired, as_json)
             if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
                 released: list[str] = []
-                who = f"audit of {decided_by(None)}"
-                await _carry_out(_into(released, release_ended(here, due, who=who)), released, as_json)
+                actor = f"audit of {decided_by(None)}"
+                await _carry_out(_into(released, release_ended(here, due, actor=actor)), released, as_json)
             if passes >= 2 and not follow:
                 if not seen.confirmed.found and not as_json:
                     out.print("nothing is wrong")

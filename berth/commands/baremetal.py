@@ -68,7 +68,7 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
         ("flavors", ", ".join(record.serves)),
         ("state", record.state),
         ("power", record.power),
-        ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
+        ("instance", f"{record.instance} ({'ours' if record.own else 'foreign'})" if record.instance else ""),
         *(("problem", problem) for problem in record.problems),
         ("Ironic's reason", record.ironic_reason),
     ]

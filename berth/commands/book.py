@@ -36,24 +36,17 @@ from berth.commands.common import (
 from berth.render import counted, printable
 from berth.settings import Settings
 from berth.site import Site, with_added_cells
-from bus.contracts.placement import (
-    ClaimOutcome,
-    ConsumerAllocations,
-    Release,
-    ReleaseResult,
-    Swap,
-    SwapResult,
-)
+from bus.contracts.placement import ClaimOutcome, ConsumerAllocations, Release, ReleaseResult, Swap, SwapResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
-from cell_conductor.domain.report import UnexplainedKind
-from placement_worker.book import ResourceBook
+from cell_conductor.domain.report import UnknownMachineKind
+from placement_worker.book import PlacementService
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store
-from placement_worker.operations.audit import Doubled, repair
+from placement_worker.operations.audit import Duplicate, repair
 from placement_worker.operations.audit import move_host as move_host_in_book
-from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, CopySource, InvalidExport, lines, parse
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.operations.export import MAX_LINE_BYTES, CopyReader, InvalidExport, PlacementExport, lines, parse
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 Giving = Release | Swap  # what gives a consumer's allocations back
 
@@ -64,12 +57,12 @@ MAX_PASSES = 50
 
 # Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
 # any cell.
-HOLDERS = """
-SELECT uuid::text, attempt, run FROM consumers
+CONSUMERS = """
+SELECT uuid::text, attempt, claim_owner FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
 HELD = """
-SELECT uuid::text, attempt, run, generation, project_id, user_id FROM consumers c
+SELECT uuid::text, attempt, claim_owner, generation, project_id, user_id FROM consumers c
 WHERE released_at IS NULL AND updated_at <= now() - make_interval(secs => $1)
     AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
@@ -80,12 +73,13 @@ SELECT uuid::text, state, host_uuid::text,
 FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
-MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
+MIGRATIONS = "SELECT record #>> '{action,request_id}' FROM instances WHERE record #>> '{action,request_id}' = ANY($1)"
 # The same of a move that no cell has on record: it was set back, and is commanded again.
-OPEN_MOVES = "SELECT request_id::text FROM moves WHERE NOT terminal AND request_id = ANY($1::uuid[])"
+OPEN_ACTIONS = "SELECT request_id::text FROM instance_actions WHERE NOT terminal AND request_id = ANY($1::uuid[])"
 # Machines that a cell does not destroy by itself.
 QUARANTINED = """
-SELECT instance_uuid::text FROM unexplained WHERE record #>> '{machine,kind}' = $1 AND instance_uuid = ANY($2::uuid[])
+SELECT instance_uuid::text FROM unknown_machines WHERE record #>> '{machine,kind}' = $1 AND instance_uuid =
+ANY($2::uuid[])
 """
 
 
@@ -101,7 +95,7 @@ async def audit(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> int:
-    """Find the flaws of the book.
+    """Find the problems of placement.
 
     Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, and of which no machine is in
@@ -109,7 +103,7 @@ async def audit(
     that are not named there. Doubled: of an instance,
     on another host than its own; with --consumers, one class of two trees that do not share it (a move under way looks
     so too). Unclaimed: active by its cell's record for 15 minutes and holding nothing of its host, as after a restore.
-    Repairing releases orphaned allocations, claims for unclaimed instances if they fit (where the book has a later
+    Repairing releases orphaned allocations, claims for unclaimed instances if they fit (where placement has a later
     attempt of one than its cell, only if the host reports its machine on the bus), gives back allocations that an
     instance holds twice on hosts that are not its own, removes rows that no client can release and counts usage anew.
     With --consumers nothing shows which host is whose own: doubled ones are only reported. Exceeded capacity is
@@ -141,18 +135,18 @@ async def audited(
     ask: Callable[[str], None] | None = None,
     done: list[str] | None = None,
 ) -> dict[str, list[str]]:
-    """The flaws of the book by kind, a line each. grace_s: a younger one may still be on its way. ask: called with what
-    a repair would do. done: gets a line for each repair. Raises Stop."""
+    """The problems of placement by kind, a line each. grace_s: a younger one may still be on its way. ask: called with
+    what a repair would do. done: gets a line for each repair. Raises Stop."""
     done = [] if done is None else done
 
-    async def read(database: Database) -> tuple[Sequence[Giving], list[str | Doubled], list[Unclaimed]]:
+    async def read(database: Database) -> tuple[Sequence[Giving], list[str | Duplicate], list[Unclaimed]]:
         if consumers is not None:
             return *await _unnamed(database, consumers, grace_s), []
         return await _judged(here, database, grace_s)
 
     if consumers is None:
         here = await with_added_cells(here)  # allocations of a cell that is not read would count as orphaned
-    async with _book(here) as (store, database):
+    async with _placement(here) as (store, database):
         orphans, doubled, bare = await read(database)
         if repair:
             if ask is not None:
@@ -162,7 +156,7 @@ async def audited(
             orphans, doubled, bare = await read(database)
         async with database.raw() as connection:
             wrong = await questions.findings(connection)
-            over = await questions.beyond_capacity(connection)
+            over = await questions.find_over_capacity(connection)
     return {
         "orphaned": [*map(_consumer_of, orphans)],
         "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
@@ -176,9 +170,9 @@ async def audited(
 async def export(
     settings: Settings, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
 ) -> None:
-    """Write the whole book, as it is at one moment, as JSON lines."""
+    """Write all of placement, as it is at one moment, as JSON lines."""
     with _explained():
-        async with _book(database_of(settings)) as (store, database), database.raw() as connection:
+        async with _placement(database_of(settings)) as (store, database), database.raw() as connection:
             found = await export_store.read(connection, store.names)
         with file.open("wb") if file is not None else contextlib.nullcontext(sys.stdout.buffer) as target:
             target.writelines(lines(found))
@@ -193,7 +187,7 @@ async def import_(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """Make the book equal to a file or to a Placement.
+    """Make placement equal to a file or to a Placement.
 
     A live Placement is copied; the feed carries the changes to every replica.
 
@@ -201,7 +195,7 @@ async def import_(
     new: then the copy is equal, and the command prints that.
     """
     with _explained():
-        async with _book(database_of(settings)) as (store, database):
+        async with _placement(database_of(settings)) as (store, database):
             await _check_replaceable(database, replace=replace, yes=yes)
             if from_url is not None:
                 await _copy(store, database, from_url, token, as_json)
@@ -225,13 +219,13 @@ async def move_host(
     Exit status 1 while a consumer holds something there.
     """
     here = database_of(settings)
-    async with _book(here) as (_, database), database.raw() as connection:
+    async with _placement(here) as (_, database), database.raw() as connection:
         moved = await move_host_in_book(connection, host, here.check_cell(cell))
     was = moved.before or "no cell"
     if moved.outcome == "unknown":
-        raise Stop(Exit.NO, "host.unknown", f"the book has no provider {host!r}")
+        raise Stop(Exit.NO, "host.unknown", f"placement has no provider {host!r}")
     if moved.outcome == "in_use":
-        raise Stop(Exit.NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+        raise Stop(Exit.NO, "host.in_use", f"{moved.consumers} hold something on {moved.root}, of {was}")
     text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
     print_result({"provider": moved.root, "before": moved.before, "cell": cell}, as_json, f"{moved.root}: {text}")
     return 0
@@ -241,9 +235,9 @@ async def move_host(
 
 
 @contextlib.asynccontextmanager
-async def _book(here: Site) -> AsyncIterator[tuple[ResourceBook, Database]]:
+async def _placement(here: Site) -> AsyncIterator[tuple[PlacementService, Database]]:
     database = here.environment("book").database("placement", pool_size=2)
-    store = ResourceBook(PostgresBookRows(database))
+    store = PlacementService(PostgresPlacementRows(database))
     await open_database_in_time(store.open())
     try:
         yield store, database
@@ -257,10 +251,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except InvalidExport as error:
-        raise Stop(Exit.USAGE, "book.export", str(error)) from error
+        raise Stop(Exit.USAGE, "placement.export", str(error)) from error
     except OSError as error:
         reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
-        raise Stop(Exit.USAGE, "book.file", reason) from error
+        raise Stop(Exit.USAGE, "placement.file", reason) from error
 
 
 def _bounded(source: Any) -> Iterable[bytes]:
@@ -275,24 +269,24 @@ async def _check_replaceable(database: Database, *, replace: bool, yes: bool) ->
     async with database.raw() as connection:
         counts = [await connection.fetchval(f"SELECT count(*) FROM {table}") for table in ("providers", "consumers")]
     if counts[0] and not replace:
-        raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+        raise Stop(Exit.USAGE, "placement.not_empty", "placement is not empty; --replace replaces it by the import")
     if any(counts) and replace:
         what = f"{counted(counts[0], 'provider')}, {counted(counts[1], 'consumer')}"
-        ask_first(f"Replace the whole book: {what}", yes=yes)
+        ask_first(f"Replace all of placement: {what}", yes=yes)
 
 
-async def _assign(store: ResourceBook, database: Database, what: BookExport) -> int:
+async def _assign(store: PlacementService, database: Database, what: PlacementExport) -> int:
     classes = {name for provider in what.providers.values() for name in provider.inventories}
     traits = {name for provider in what.providers.values() for name in provider.traits}
     await store.names.ensure(what.classes | classes, what.traits | traits)
     rows = store.rows
-    assert isinstance(rows, PostgresBookRows)
+    assert isinstance(rows, PostgresPlacementRows)
     async with rows.transaction() as transaction:
         return await export_store.assign(transaction, what, store.names)
 
 
-async def _copy(store: ResourceBook, database: Database, url: str, token: str, as_json: bool) -> None:
-    source = CopySource(url, token)
+async def _copy(store: PlacementService, database: Database, url: str, token: str, as_json: bool) -> None:
+    source = CopyReader(url, token)
     whole = True
     try:
         for number in range(1, MAX_PASSES + 1):
@@ -311,7 +305,7 @@ async def _copy(store: ResourceBook, database: Database, url: str, token: str, a
             whole = not changed  # a whole pass verifies that a quick pass without differences is right
     finally:
         await source.close()
-    raise Stop(Exit.NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+    raise Stop(Exit.NO, "placement.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
 def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None:
@@ -323,7 +317,7 @@ def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None
 
 async def _judged(
     here: Site, database: Database, grace_s: float
-) -> tuple[list[Release], list[str | Doubled], list[Unclaimed]]:
+) -> tuple[list[Release], list[str | Duplicate], list[Unclaimed]]:
     """(orphans, doubled, unclaimed). Requests under way are read before and after the rest, as `berth audit` does: a
     move holds two hosts, or none that its cell's record names, until its cell has it on record.
     """
@@ -338,12 +332,15 @@ async def _judged(
     )
 
 
-async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Release], dict[str, list[str | Doubled]]]:
+async def _lost(
+    here: Site, database: Database, grace_s: float
+) -> tuple[list[Release], dict[str, list[str | Duplicate]]]:
     """(releases of consumers that no worker knows as alive, those that also hold something of another host than their
-    own). A release is of the attempt and the run that were read: what is claimed or taken over after that stays.
+    own). A release is of the attempt and the claim owner that were read: what is claimed or taken over after that
+    stays.
     """
     async with database.raw() as connection:
-        holding = [_release(*row) for row in await connection.fetch(HOLDERS, grace_s)]
+        holding = [_release(*row) for row in await connection.fetch(CONSUMERS, grace_s)]
         generations = await questions.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
@@ -351,20 +348,22 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
                 "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
             )
         )
-        sharing = await questions.sharers(connection)
+        sharing = await questions.sharing_providers(connection)
     if not holding:
         return [], {}
     holders = [each.consumer for each in holding]
-    rows = await _rows(here, "scheduler", REQUESTS, holders, [each.by or "" for each in holding])
+    rows = await _rows(here, "scheduler", REQUESTS, holders, [each.owner or "" for each in holding])
     requests = {uuid: state for uuid, state, *_ in rows}
     recorded, quarantined = set[str](), set[str]()
     alive = {uuid for uuid, _, in_doubt, is_open, _ in rows if in_doubt or is_open}
     with_machine = {row["instance_uuid"] for row in rows if row["has_machine"]}
-    alive.update(await _column(here, "scheduler", OPEN_MOVES, holders))
-    doubled: dict[str, list[str | Doubled]] = {}
+    alive.update(await _column(here, "scheduler", OPEN_ACTIONS, holders))
+    doubled: dict[str, list[str | Duplicate]] = {}
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
-        quarantined.update(await _column(here, f"cell_{cell}", QUARANTINED, UnexplainedKind.QUARANTINED.value, holders))
+        quarantined.update(
+            await _column(here, f"cell_{cell}", QUARANTINED, UnknownMachineKind.QUARANTINED.value, holders)
+        )
         for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
             if state in ELSEWHERE:
                 continue
@@ -381,7 +380,7 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Re
 
 async def _unnamed(
     database: Database, path: Path, grace_s: float = GRACE_S
-) -> tuple[list[Giving], list[str | Doubled]]:
+) -> tuple[list[Giving], list[str | Duplicate]]:
     """The same, by a list of all that may hold something: what was claimed since it was written is not in it. Raises
     Stop.
     """
@@ -389,13 +388,13 @@ async def _unnamed(
     alive = uuids_of(path)
     async with database.raw() as connection:
         held = await _held(connection, older_than_s=age_s + grace_s)
-        doubled: list[str | Doubled] = [*await questions.doubled(connection)]
+        doubled: list[str | Duplicate] = [*await questions.duplicates(connection)]
     return [each for uuid, each in held.items() if uuid not in alive], doubled
 
 
 def _release(consumer: str, attempt: int, run: str) -> Release:
-    """The release of what a consumer holds by this attempt of this run."""
-    return Release(consumer=consumer, attempt=attempt, by=run or None)
+    """The release of what a consumer holds by this attempt of this claim owner."""
+    return Release(consumer=consumer, attempt=attempt, owner=run or None)
 
 
 async def _held(connection: asyncpg.Connection, older_than_s: float = 0.0) -> dict[str, Giving]:
@@ -471,13 +470,13 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
 async def _intended(
     database: Database,
     orphans: Sequence[Giving],
-    doubled: Sequence[str | Doubled],
+    doubled: Sequence[str | Duplicate],
     bare: Sequence[Unclaimed],
     evict: bool,
 ) -> str:
     """What a repair would do, for a person."""
     held = {"orphaned": [*map(_consumer_of, orphans)]}
-    twice = sum(isinstance(each, Doubled) for each in doubled)
+    twice = sum(isinstance(each, Duplicate) for each in doubled)
     parts = [
         f"release the allocations of {by_cell(held, 'consumer')}",
         f"give back {twice} that are held twice",
@@ -488,19 +487,19 @@ async def _intended(
         async with database.raw() as connection:
             over = {uuid for each in await _over(connection) for uuid, _ in each.newest}
         parts.append(f"release what exceeds capacity, of up to {counted(len(over), 'consumer')}")
-    return f"Repair the book: {', '.join(parts)}"
+    return f"Repair placement: {', '.join(parts)}"
 
 
 async def _over(connection: asyncpg.Connection) -> list[Any]:
     """What exceeds capacity and can be evicted."""
-    return [each for each in await questions.beyond_capacity(connection) if not each.stranded]
+    return [each for each in await questions.find_over_capacity(connection) if not each.orphaned]
 
 
 async def _repair(
-    store: ResourceBook,
+    store: PlacementService,
     database: Database,
     orphans: Sequence[Giving],
-    doubled: Sequence[str | Doubled],
+    doubled: Sequence[str | Duplicate],
     evict: bool,
     done: list[str],
 ) -> None:
@@ -509,21 +508,21 @@ async def _repair(
     async with database.raw() as connection:
         done += await repair(connection)
     async with database.raw() as connection:
-        twice = [each for each in doubled if isinstance(each, Doubled)]
-        done += await questions.give_back(store, connection, twice)
+        twice = [each for each in doubled if isinstance(each, Duplicate)]
+        done += await questions.reduce_allocations(store, connection, twice)
         held = await _held(connection) if evict else {}
         over = await _over(connection) if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
     await _carry_out(store, [held[uuid] for uuid in evicted], done)
 
 
-async def _claim_again(here: Site, store: ResourceBook, bare: Sequence[Unclaimed], done: list[str]) -> None:
+async def _claim_again(here: Site, store: PlacementService, bare: Sequence[Unclaimed], done: list[str]) -> None:
     known, left = await catch_up(here, bare, await reported_of(here, bare))
     done += left
     done += await claim_again(store, known)
 
 
-async def _carry_out(store: ResourceBook, releases: Sequence[Giving], done: list[str]) -> None:
+async def _carry_out(store: PlacementService, releases: Sequence[Giving], done: list[str]) -> None:
     """Carry out releases; a line for each."""
     for start in range(0, len(releases), RELEASES_AT_ONCE):
         part = releases[start : start + RELEASES_AT_ONCE]
@@ -541,4 +540,4 @@ def _print_found(found: dict[str, list[str]], as_json: bool) -> None:
         for line in findings:
             out.print(printable(f"{kind.replace('_', ' ')}: {line}"), soft_wrap=True, markup=False)
     if not any(found.values()):
-        out.print("the book is sound")
+        out.print("placement is sound")

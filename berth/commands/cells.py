@@ -74,7 +74,7 @@ async def add_cell(
         named["url_file"] = ""
 
     def made(before: Body) -> Body:
-        return {"state": state.value, "reason": decision.why, "bus": {**before.get("bus", {}), **named}}
+        return {"state": state.value, "reason": decision.reason, "bus": {**before.get("bus", {}), **named}}
 
     await _change(settings, name, made, decision)
 
@@ -89,25 +89,25 @@ async def set_cell(
     decision: ChangeOptions,
 ) -> None:
     """Disable a cell, enable it again, or remove it."""
-    await _change(settings, name, _to(name, state, decision.why), decision, force=force)
+    await _change(settings, name, _to(name, state, decision.reason), decision, force=force)
 
 
 class ReasonedOptions(ChangeOptions, frozen=True, kw_only=True):
     """The options of a decision that is not made without a reason."""
 
-    why: Why
+    reason: Why
 
 
 @cells.command("disable")
 async def disable_cell(settings: Settings, name: Name, force: LastOne = False, *, decision: ReasonedOptions) -> None:
     """Place no builds in a cell. Instances there continue to run, and moves within it continue."""
-    await _change(settings, name, _to(name, CellState.DISABLED, decision.why), decision, force=force)
+    await _change(settings, name, _to(name, CellState.DISABLED, decision.reason), decision, force=force)
 
 
 @cells.command("enable")
 async def enable_cell(settings: Settings, name: Name, *, decision: ChangeOptions) -> None:
     """Place builds in a cell again."""
-    await _change(settings, name, _to(name, CellState.ENABLED, decision.why), decision)
+    await _change(settings, name, _to(name, CellState.ENABLED, decision.reason), decision)
 
 
 @cells.command("remove")
@@ -126,7 +126,7 @@ async def remove_cell(
     """Take a cell out of use: schedulers and placements leave its bus. Its queues and its database stay."""
 
     def made(before: Body) -> Body:
-        return {**before, "state": CellState.REMOVED.value, "reason": decision.why, "abandoned": force}
+        return {**before, "state": CellState.REMOVED.value, "reason": decision.reason, "abandoned": force}
 
     await _change(settings, name, made, decision, force=force)
 
@@ -137,7 +137,7 @@ async def drain_cell(settings: Settings, name: Name, *, options: DrainOptions) -
     return await drain(settings, name, DrainTarget.CELL, options=options)
 
 
-def _to(name: str, state: CellState, why: str) -> Callable[[Body], Body]:
+def _to(name: str, state: CellState, reason: str) -> Callable[[Body], Body]:
     """A decision with another state: where the bus of the cell is stays as it was. Raises Stop for a removed cell.
 
     A command that is repeated after another operator has removed the cell would take it into use again.
@@ -147,7 +147,7 @@ def _to(name: str, state: CellState, why: str) -> Callable[[Body], Body]:
         if before.get("state") == CellState.REMOVED and state is not CellState.REMOVED:
             raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cells add` takes it into use again")
         kept = {"bus": before["bus"]} if "bus" in before else {}
-        return {"state": state.value, **({"reason": why} if why else {}), **kept}
+        return {"state": state.value, **({"reason": reason} if reason else {}), **kept}
 
     return made
 

@@ -90,8 +90,8 @@ err = Console(stderr=True, highlight=False)
 class Stop(Exception):
     """Ends the command with a sentence and a status."""
 
-    def __init__(self, status: int, code: str, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
         self.status = status
         self.code = code
 
@@ -231,8 +231,8 @@ async def _watched(body: Callable[[], Coroutine[Any, Any, int | None]]) -> int |
 
 def print_stop(stop: Stop) -> None:
     """The sentence of a Stop on standard error, with its stable code."""
-    sentence = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
-    err.print(sentence, soft_wrap=True)
+    message = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
+    err.print(message, soft_wrap=True)
 
 
 # Faults in the words of a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
@@ -285,10 +285,10 @@ def explain(fault: BaseException) -> Stop | None:
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = Exit.NO if why is None else why.status
         return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")
-    for kind, status, sentence in _MEANINGS:
+    for kind, status, message in _MEANINGS:
         if isinstance(fault, kind):
             code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))
-            return Stop(status, code, sentence.replace("{}", str(fault)))
+            return Stop(status, code, message.replace("{}", str(fault)))
     return None
 
 

@@ -29,9 +29,9 @@ from berth.commands.common import (
 from berth.commands.options import CommandGroup
 from berth.render import render_rows
 from berth.schemas import (
-    BOOK,
     CELL_PREFIX,
     IRONIC_SYNC,
+    PLACEMENT,
     SCHEDULER,
     SchemaRevision,
     SchemaState,
@@ -44,7 +44,7 @@ from berth.settings import EMBEDDED, MEMORY, Settings
 from berth.site import Site
 from berth.trial import up
 from bus.bus import API
-from bus.owner import DEPLOYMENT, OWNERS
+from bus.owner import OWNERS, SHARED_DATABASE
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
@@ -107,7 +107,7 @@ async def upgrade(
 
 def _expected(site: Site) -> list[str]:
     """The schemas that the workers of the settings use."""
-    return in_order([BOOK, SCHEDULER, IRONIC_SYNC, *(f"{CELL_PREFIX}{cell}" for cell in site.cells)])
+    return in_order([PLACEMENT, SCHEDULER, IRONIC_SYNC, *(f"{CELL_PREFIX}{cell}" for cell in site.cells)])
 
 
 async def _read(site: Site) -> list[SchemaRevision]:
@@ -134,7 +134,7 @@ def _print_schemas(found: list[SchemaRevision], as_json: bool) -> None:
 
 bus = CommandGroup(no_args_is_help=True, help="The address and owner of each bus; take one over.")
 
-MARKS = (DEPLOYMENT, *OWNERS)
+OWNER_NAMES = (SHARED_DATABASE, *OWNERS)
 
 BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's name; default: all.")]
 
@@ -143,7 +143,7 @@ BusName = Annotated[str | None, typer.Option("--bus", help="`api`, or a cell's n
 async def owner(settings: Settings, bus_name: BusName = None, as_json: AsJson = False) -> None:
     """Show which deployment each bus belongs to: by role, the identity of the database whose workers entered it.
 
-    It is in the table `identity` of the role's schema. `deployment` is the database that all roles above cells share.
+    It is in the table `identity` of the role's schema. `shared_database` is the one that all roles above cells share.
     """
     site = Site(settings)
     found = [(name, await _owners(site, name)) for name in _buses(site, bus_name)]
@@ -177,7 +177,7 @@ async def url(
 
 
 @bus.command()
-async def release(
+async def disown(
     settings: Settings,
     bus_name: Annotated[str, typer.Argument(help="`api`, or a cell's name.", metavar="BUS")],
     yes: Yes = False,
@@ -190,13 +190,13 @@ async def release(
     site = Site(settings)
     (name,) = _buses(site, bus_name)
     ask_first(f"Take bus {name} from its owner, of which no worker runs any more", yes=yes)
-    released = await _owners(site, name, release=True)
-    if not released:
+    disowned = await _owners(site, name, disown=True)
+    if not disowned:
         raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no deployment")
     if as_json:
-        print_json({"bus": name, "released": released})
+        print_json({"bus": name, "disowned": disowned})
         return
-    render_rows(out, ["bus", "role", "was of database"], [[name, *row] for row in released.items()])
+    render_rows(out, ["bus", "role", "was of database"], [[name, *row] for row in disowned.items()])
 
 
 def _buses(site: Site, bus: str | None) -> tuple[str, ...]:
@@ -208,14 +208,14 @@ def _buses(site: Site, bus: str | None) -> tuple[str, ...]:
     return (bus,)
 
 
-async def _owners(site: Site, bus: str, *, release: bool = False) -> dict[str, str]:
-    """{role: identity of its database} of one bus; release: and each mark is taken away."""
+async def _owners(site: Site, bus: str, *, disown: bool = False) -> dict[str, str]:
+    """{role: identity of its database} of one bus; disown: and each is taken away."""
     transport = site.transport(bus, process="bus")
     await open_in_time(transport.open())
     try:
-        owners = {role: owner for role in MARKS if (owner := await transport.owner_of(role))}
-        for role in owners if release else ():
-            await transport.unmark(role)
+        owners = {role: owner for role in OWNER_NAMES if (owner := await transport.owner_of(role))}
+        for role in owners if disown else ():
+            await transport.clear_owner(role)
     finally:
         await transport.close()
     return owners
@@ -233,7 +233,7 @@ async def backup(
 ) -> None:
     """Copy everything that lasts into a directory.
 
-    As of one moment, while the workers run: all schemas (the book, builds and objects, each cell's instances,
+    As of one moment, while the workers run: all schemas (placement, builds and objects, each cell's instances,
     positions of ironic-sync), with a manifest and a checksum for each file. Cells with a database of their own: once
     with the settings of each, cells first.
     """

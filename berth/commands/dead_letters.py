@@ -24,8 +24,8 @@ MAX_SHOWN = 10_000
 MAX_NAMED = 10  # letters in one sentence
 
 # Why letters are never sent back, by the code.
-BARRED = {
-    letters.CUT: "with only the first bytes of its message: left there",
+BLOCKED = {
+    letters.TRUNCATED: "with only the first bytes of its message: left there",
 }
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list
 
 
 @dead_letters.command("list")
-async def list_letters(
+async def list_dead_letters(
     settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
     bus: Annotated[
@@ -58,7 +58,7 @@ async def list_letters(
         return
     found = await _on(site, bus or API, lambda transport: letters.list_dead(transport, queue, limit))
     if as_json:
-        print_json([_plain(letter) for letter in found])
+        print_json([_plain(dead_letter) for dead_letter in found])
         return
     rows = [[le.id, le.code, utc(le.died_at), le.type, le.routing_key, le.reason] for le in found]
     render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
@@ -68,16 +68,16 @@ async def list_letters(
 async def show(
     settings: Settings,
     queue: Queue,
-    letter_id: Annotated[str, typer.Argument(help="Its id, as `list QUEUE` prints it.")],
+    dead_letter_id: Annotated[str, typer.Argument(help="Its id, as `list QUEUE` prints it.")],
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
     """Show one dead letter whole. Its body may hold secrets."""
     found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
-    letter = next((letter for letter in found if letter.id == letter_id), None)
-    if letter is None:
-        raise Stop(Exit.NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
-    plain = {**_plain(letter), "headers": {name: str(value) for name, value in letter.headers.items()}}
+    dead_letter = next((dead_letter for dead_letter in found if dead_letter.id == dead_letter_id), None)
+    if dead_letter is None:
+        raise Stop(Exit.NO, "dead_letter.unknown", f"{queue} has no dead letter {dead_letter_id}")
+    plain = {**_plain(dead_letter), "headers": {name: str(value) for name, value in dead_letter.headers.items()}}
     if as_json:
         print_json(plain)
         return
@@ -100,10 +100,10 @@ async def replay(
 ) -> None:
     """Send dead letters back to their queue.
 
-    Not a letter so old that a delete of it may be forgotten.
+    Not a dead letter so old that a delete of it may be forgotten.
     """
     if bool(ids) == every:
-        raise typer.BadParameter("name the letters, or give --all")
+        raise typer.BadParameter("name the dead letters, or give --all")
     if old:
         which = "all dead letters" if every else counted(len(ids or ()), "dead letter")
         ask_first(f"Send {which} of {queue} of bus {bus} back, those that are too old among them", yes=yes)
@@ -113,19 +113,19 @@ async def replay(
         bus,
         lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
     )
-    found = {"replayed": back.sent, "too_old": back.too_old, "barred": back.barred}
+    found = {"replayed": back.sent, "too_old": back.too_old, "blocked": back.blocked}
     stopped = f": {', '.join(back.sent)}" if back.fault is not None else ""
     print_result(found, as_json, f"{len(back.sent)} sent back to {queue}{stopped}")
     if back.fault is not None:
         raise back.fault
-    if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
-        raise Stop(Exit.NO, "letter.unknown", f"not found: {', '.join(unknown)}")
-    for code, why in BARRED.items():
-        if barred := [ident for ident, found in back.barred.items() if found == code]:
-            raise Stop(Exit.NO, code, f"{len(barred)} {why}: {_named(barred)}")
+    if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.blocked}):
+        raise Stop(Exit.NO, "dead_letter.unknown", f"not found: {', '.join(unknown)}")
+    for code, why in BLOCKED.items():
+        if blocked := [ident for ident, found in back.blocked.items() if found == code]:
+            raise Stop(Exit.NO, code, f"{len(blocked)} {why}: {_named(blocked)}")
     if back.too_old:
         reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
-        raise Stop(Exit.NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
+        raise Stop(Exit.NO, "dead_letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
 
 
 def _named(ids: Sequence[str]) -> str:
@@ -146,7 +146,9 @@ async def purge(
     """
     site, ids = Site(settings), None
     if not yes:
-        ids = [letter.id for letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))]
+        ids = [
+            dead_letter.id for dead_letter in await _on(site, bus, lambda of: letters.list_dead(of, queue, MAX_SHOWN))
+        ]
         ask_first(f"Throw away the oldest {counted(len(ids), 'dead letter')} of {queue} of bus {bus}", yes=yes)
     gone = await _on(site, bus, lambda transport: letters.purge(transport, queue, ids))
     print_result({"purged": gone}, as_json, f"{gone} thrown away")
@@ -201,19 +203,19 @@ def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
             err.print(f"{bus}: {found_on.more} more behind the oldest {letters.MAX_COUNTED}", soft_wrap=True)
 
 
-def _plain(letter: DeadLetter) -> dict[str, object]:
+def _plain(dead_letter: DeadLetter) -> dict[str, object]:
     return {
-        "queue": letter.queue,
-        "id": letter.id,
-        "code": letter.code,
-        "reason": letter.reason,
-        "type": letter.type,
-        "exchange": letter.exchange,
-        "routing_key": letter.routing_key,
-        "cause": letter.cause,
-        "sent_at": letter.sent_at,
-        "died_at": letter.died_at,
-        "body": letter.body.decode(errors="replace"),
-        "cut_from_bytes": letter.cut_from,
-        "bars_replay": letter.bars_replay,
+        "queue": dead_letter.queue,
+        "id": dead_letter.id,
+        "code": dead_letter.code,
+        "reason": dead_letter.reason,
+        "type": dead_letter.type,
+        "exchange": dead_letter.exchange,
+        "routing_key": dead_letter.routing_key,
+        "cause": dead_letter.cause,
+        "sent_at": dead_letter.sent_at,
+        "died_at": dead_letter.died_at,
+        "body": dead_letter.body.decode(errors="replace"),
+        "truncated_from_bytes": dead_letter.truncated_from,
+        "blocks_replay": dead_letter.blocks_replay,
     }

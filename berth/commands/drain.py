@@ -46,7 +46,7 @@ from bus.contracts.drains import (
     DrainState,
     DrainTarget,
 )
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 
 drains = CommandGroup()
 
@@ -109,7 +109,7 @@ async def drain(
     goes on; 4 when it has ended, or the time is over, before all have been moved.
     """
     check_reason(options.reason)
-    kind = MoveKind.MIGRATE if options.cold else MoveKind.LIVE_MIGRATE
+    kind = ActionKind.MIGRATE if options.cold else ActionKind.LIVE_MIGRATE
     if options.plan:
         async with client(settings) as berth:
             query = DrainQuery(host=name, target=target, cell=cell, kind=kind)

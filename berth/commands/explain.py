@@ -13,8 +13,8 @@ import typer
 from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_line
 from berth.render import render_funnel, render_scores
 from bus.contracts.build import FunnelStep
-from bus.contracts.nova_calls import CallExplained, ExplainedStep
-from scheduler_worker.domain.explain import phrase
+from bus.contracts.nova_calls import CallDecision, DecisionStep
+from scheduler_worker.domain.explain import reason_text
 from scheduler_worker.nova.explained import ANSWERED, EVENTS, NOT_DECIDED, SHADOWED
 
 MAX_LINE = 2**20
@@ -44,7 +44,7 @@ async def explain(
         _show(one)
 
 
-def _found(request_id: str, logs: Sequence[Path]) -> Iterator[CallExplained]:
+def _found(request_id: str, logs: Sequence[Path]) -> Iterator[CallDecision]:
     """The lines about the request, in their order. Raises Stop: a file cannot be read."""
     wanted = request_id.encode()
     if not logs:
@@ -57,8 +57,8 @@ def _found(request_id: str, logs: Sequence[Path]) -> Iterator[CallExplained]:
             raise Stop(Exit.USAGE, "explain.unreadable", f"{path}: {error.strerror}") from error
 
 
-def _lines(file: BinaryIO, wanted: bytes) -> Iterator[CallExplained]:
-    decoder = msgspec.json.Decoder(CallExplained)
+def _lines(file: BinaryIO, wanted: bytes) -> Iterator[CallDecision]:
+    decoder = msgspec.json.Decoder(CallDecision)
     while line := file.readline(MAX_LINE):
         if wanted not in line:
             continue
@@ -70,7 +70,7 @@ def _lines(file: BinaryIO, wanted: bytes) -> Iterator[CallExplained]:
             yield one
 
 
-def _show(one: CallExplained) -> None:
+def _show(one: CallDecision) -> None:
     more = f" and {one.count - len(one.instances)} more" if one.count > len(one.instances) else ""
     print_line(f"{one.timestamp} {one.process} {one.event}: {', '.join(one.instances)}{more}")
     if one.event in {SHADOWED.placed, SHADOWED.no_host}:
@@ -91,9 +91,9 @@ def _show(one: CallExplained) -> None:
         print_line(f"  claim lost: {lost}")
 
 
-def _show_hosts(step: ExplainedStep) -> None:
+def _show_hosts(step: DecisionStep) -> None:
     for reason, hosts in step.hosts.items():
         count = step.rejected.get(reason, sum(step.rejected.values()))
         more = f" and {count - len(hosts)} more" if count > len(hosts) else ""
-        words = phrase(step.step, reason) if reason else f"were rejected by {step.step}"
+        words = reason_text(step.step, reason) if reason else f"were rejected by {step.step}"
         print_line(f"  {', '.join(hosts)}{more} {words}")

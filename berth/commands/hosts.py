@@ -45,18 +45,18 @@ from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import (
     AdminState,
-    ForgetHost,
-    ForgetService,
+    DeleteHost,
+    DeleteService,
     HostAdminState,
-    HostForgotten,
-    ServiceForgotten,
+    HostDeleted,
+    ServiceDeleted,
     ServiceRecord,
     SetAdminState,
 )
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 
 hosts = CommandGroup()
 services = CommandGroup()
@@ -64,7 +64,7 @@ services = CommandGroup()
 MAX_NAMED = 1000  # hosts or services of one command
 MAX_SILENT = 2
 NO_CELL = "no known cell"
-NOT_ANNOUNCED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
+NOT_REPORTED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
 
 T = TypeVar("T")
 Refused = Sequence[tuple[str, Fault]]
@@ -116,7 +116,7 @@ async def list_hosts(
     reported by no compute service since the scheduler that answers started.
     """
     if unknown:
-        return await show_unexplained(settings, cell, tuple(UnexplainedKind), as_json)
+        return await show_unexplained(settings, cell, tuple(UnknownMachineKind), as_json)
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
@@ -188,9 +188,9 @@ async def enable(
     return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force, ask=ask)
 
 
-@hosts.command("forget")
-async def forget_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
-    """Forget these hosts, which are gone for good: their providers leave the book, their decisions the record.
+@hosts.command("delete")
+async def delete_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: FinalOptions) -> int:
+    """Forget these hosts, which are gone for good: their providers leave placement, their decisions the record.
 
     Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
     record there, consumers hold something of it, it is fenced, or it is being drained.
@@ -198,11 +198,11 @@ async def forget_hosts(settings: Settings, names: Hosts, reason: Reason, *, deci
     check_names("host", names, reason)
     await _ask_about_hosts(settings, "Forget for good", names, decision)
 
-    def forget(berth: BuildClient, name: str) -> Awaitable[HostForgotten]:
-        command = ForgetHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
-        return berth.forget_host(command, timeout_s=decision.timeout)
+    def forget(berth: BuildClient, name: str) -> Awaitable[HostDeleted]:
+        command = DeleteHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
+        return berth.delete_host(command, timeout_s=decision.timeout)
 
-    return finish("host", *await _forget_each(settings, names, decision, forget), show_forgotten, decision.as_json)
+    return finish("host", *await _delete_each(settings, names, decision, forget), show_deleted, decision.as_json)
 
 
 @services.default
@@ -217,13 +217,13 @@ async def list_services(
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-    headers = ["service", "cell", "state", "hosts", "enabled", "announced", "why"]
+    headers = ["service", "cell", "state", "hosts", "enabled", "reported", "why"]
     print_rows(page.services, as_json, headers, _service_row)
     return Exit.NO if any(not one.up for one in page.services) else 0
 
 
-@services.command("forget")
-async def forget_services(
+@services.command("delete")
+async def delete_services(
     settings: Settings,
     names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
     reason: Reason,
@@ -233,8 +233,8 @@ async def forget_services(
     """Forget these compute services, which are gone for good, with the machines that they may have had.
 
     Nothing waits for their answers any more: their cells drop their leases, and moves between cells that are held after
-    a database was set back go on. Refused while a service is up, while the book has hosts of it, or while instances are
-    on record there on hosts that are not fenced.
+    a database was set back go on. Refused while a service is up, while placement has hosts of it, or while instances
+    are on record there on hosts that are not fenced.
     """
     check_names("service", names, reason)
     if not decision.yes:
@@ -243,12 +243,12 @@ async def forget_services(
         places = {name: {one.cell for one in page.services if one.name == name} for name in names}
         _ask("Forget for good, with all machines that they may have had,", places, "service", decision)
 
-    def forget(berth: BuildClient, name: str) -> Awaitable[ServiceForgotten]:
-        command = ForgetService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
-        return berth.forget_service(command, timeout_s=decision.timeout)
+    def forget(berth: BuildClient, name: str) -> Awaitable[ServiceDeleted]:
+        command = DeleteService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
+        return berth.delete_service(command, timeout_s=decision.timeout)
 
-    done = await _forget_each(settings, names, decision, forget)
-    return finish("service", *done, show_forgotten_service, decision.as_json)
+    done = await _delete_each(settings, names, decision, forget)
+    return finish("service", *done, show_deleted_service, decision.as_json)
 
 
 def check_names(kind: str, names: Sequence[str], reason: str) -> None:
@@ -285,7 +285,7 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
     silent = 0
     for name in names:
         if silent >= MAX_SILENT:
-            refused.append((name, Fault("not tried, for what became of the one before", code="command.not_tried")))
+            refused.append((name, Fault("not tried, for what became of the one before", code="command.not_commanded")))
             continue
         try:
             done.append(await work(name))
@@ -302,7 +302,7 @@ async def _each(names: Iterable[str], work: Callable[[str], Awaitable[T]]) -> tu
     return done, refused
 
 
-async def _forget_each(
+async def _delete_each(
     settings: Settings, names: Sequence[str], decision: HostOptions, forget: Callable[[BuildClient, str], Awaitable[T]]
 ) -> tuple[list[T], Refused]:
     async with client(settings) as berth:
@@ -354,7 +354,7 @@ async def _decide(
     return finish("host", *done, show_decision, decision.as_json)
 
 
-def show_forgotten(one: HostForgotten) -> None:
+def show_deleted(one: HostDeleted) -> None:
     """Print a host that is forgotten, and the aggregates that named it."""
     what = "forgotten" if one.removed else "nothing of it was on record"
     if one.removed and one.aggregates:
@@ -405,8 +405,8 @@ def show_hosts(hosts: Sequence[HostRecord]) -> None:
     """Print hosts, a line each."""
     headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
     render_rows(out, headers, [_host_row(host) for host in hosts])
-    if not all(host.announced for host in hosts):
-        out.print(f"{NOT_ANNOUNCED}: by no compute service since this scheduler started", soft_wrap=True)
+    if not all(host.reported for host in hosts):
+        out.print(f"{NOT_REPORTED}: by no compute service since this scheduler started", soft_wrap=True)
 
 
 def show_decision(one: HostAdminState) -> None:
@@ -420,7 +420,7 @@ def _decided_state(one: HostAdminState) -> str:
     if one.state is not AdminState.FENCED:
         return one.state.value
     if one.pending is not None:
-        return f"fenced, then {one.pending.value} ({one.losses} to destroy)"
+        return f"fenced, then {one.pending.value} ({one.stale_machines} to destroy)"
     return "fenced" if one.is_fence_acknowledged else "fenced, not acknowledged by its cell yet"
 
 
@@ -431,29 +431,29 @@ def _host_row(host: HostRecord) -> list[str | Text]:
         decision = _decided_state(admin)
         state = Text(decision, "yellow") if host.up else Text(f"{_down(host)}, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
-    if host.not_in_book:
-        state = Text("not in the book", "red")
-        decided = "; ".join(filter(None, (decided, host.not_in_book)))
+    if host.not_in_placement:
+        state = Text("not in placement", "red")
+        decided = "; ".join(filter(None, (decided, host.not_in_placement)))
     service = host.service or ""
-    if host.contested_by is not None:
-        service = f"{service} (refused: {host.contested_by})"
+    if host.claimed_also_by is not None:
+        service = f"{service} (refused: {host.claimed_also_by})"
     used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
     return [host.name, host.cell or "", service, state, str(host.failed_builds or ""), used, decided]
 
 
 def _down(host: HostRecord) -> str:
     """Right after a scheduler's start no host is announced, and few are down."""
-    return "down" if host.announced else NOT_ANNOUNCED
+    return "down" if host.reported else NOT_REPORTED
 
 
-def show_forgotten_service(one: ServiceForgotten) -> None:
+def show_deleted_service(one: ServiceDeleted) -> None:
     """Print a service that is forgotten."""
     what = "forgotten" if one.removed else "nothing of it was on record"
     print_line(f"{one.service} of {one.cell}: {what}")
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:
-    seen = f"{one.last_seen_s:.0f} s ago" if one.announced else "no"
+    seen = f"{one.last_seen_s:.0f} s ago" if one.reported else "no"
     state = Text("up", "green") if one.up else Text("down", "red")
     why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
     return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, why]
@@ -484,7 +484,7 @@ def _worker_row(one: WorkerRecord) -> list[str | Text]:
     state = Text(beat.phase, "green") if not beat.not_ready else Text("; ".join(beat.not_ready), "yellow")
     if one.silent:
         state = Text(f"silent, was {beat.phase}", "red")
-    in_hand = ", ".join(f"{queue} {count}" for queue, count in sorted(beat.in_hand.items()) if count)
+    in_flight = ", ".join(f"{queue} {count}" for queue, count in sorted(beat.in_flight.items()) if count)
     since = utc(beat.started_at)
     last_seen = f"{one.last_seen_s:.0f} s ago"
-    return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_hand]
+    return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_flight]

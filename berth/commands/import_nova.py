@@ -89,7 +89,7 @@ async def import_nova(
         out.print("\n".join(as_toml(part) for part in parts), end="", markup=False, soft_wrap=True)
     if not as_json:
         _print_report(found)
-    return Exit.NO if found.left_out else 0
+    return Exit.NO if found.excluded else 0
 
 
 def tree_of(found: Imported) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _report(found: Imported | Exported) -> dict[str, Any]:
         counts = {section: len(found.objects.get(kind, {})) for section, kind in SECTIONS.items()}
     return {
         "taken": {name: count for name, count in counts.items() if count},
-        "left_out": found.left_out,
+        "excluded": found.excluded,
         "notes": found.notes,
     }
 
@@ -138,13 +138,13 @@ def _print_report(found: Imported | Exported) -> None:
     report = _report(found)
     for note in found.notes:
         err.print(printable(f"note: {note}"), markup=False, soft_wrap=True)
-    for one in found.left_out:
+    for one in found.excluded:
         err.print(
             printable(f"left out: {one.kind} {one.name}: {one.reason} ({one.code})"), markup=False, soft_wrap=True
         )
     taken = ", ".join(f"{count} {name}" for name, count in report["taken"].items()) or "nothing"
     if isinstance(found, Imported):
-        err.print(f"taken: {taken}; left out: {len(found.left_out)}", markup=False, soft_wrap=True)
+        err.print(f"taken: {taken}; left out: {len(found.excluded)}", markup=False, soft_wrap=True)
 
 
 async def export_nova(
@@ -169,9 +169,9 @@ async def export_nova(
             ]
     found = exported(objects)
     if as_json:
-        print_json({"commands": found.commands, "left_out": found.left_out, "notes": found.notes})
-        return Exit.NO if found.left_out else 0
+        print_json({"commands": found.commands, "excluded": found.excluded, "notes": found.notes})
+        return Exit.NO if found.excluded else 0
     for command in found.commands:
         out.print(command, markup=False, soft_wrap=True)
     _print_report(found)
-    return Exit.NO if found.left_out else 0
+    return Exit.NO if found.excluded else 0

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.client import BuildClient, Track
+from berth.client import BuildClient, RequestWatch
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -47,7 +47,7 @@ from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildStat
 from bus.contracts.cell import CellDelete
 from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest, VolumeRequest
 from bus.contracts.deploy import Volumes as VolumeRequests
-from bus.contracts.moves import MovePage, MoveQuery, MoveRecord
+from bus.contracts.moves import ActionPage, ActionQuery, ActionRecord
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import MAX_MEMBERS, GroupPolicy, ServerGroup
 from bus.faults import RequestUnconfirmed
@@ -134,12 +134,12 @@ async def boot(settings: Settings, *, options: BootOptions) -> int:
     requests = requests_of(options)
     _check(requests[-1])
     async with client(settings) as berth:
-        tracks = await publish_and_follow(berth, requests, timeout_s=options.timeout, as_json=options.as_json)
+        watches = await publish_and_follow(berth, requests, timeout_s=options.timeout, as_json=options.as_json)
         ended = not options.wait or await berth.wait(options.timeout)
-        report_tracks(tracks, as_json=options.as_json)
+        report_requests(watches, as_json=options.as_json)
     if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
-    return Exit.NO if options.wait and any(t.state != "active" for t in tracks) else 0
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} builds had not ended in time")
+    return Exit.NO if options.wait and any(t.state != "active" for t in watches) else 0
 
 
 def requests_of(options: BootOptions) -> list[BuildRequest]:
@@ -299,12 +299,12 @@ async def delete(
         await _delete_in_cell(site, cell, records)
         return 0
     async with client(settings) as berth:
-        tracks = await berth.delete(records, retry_for_s=timeout_s)
+        watches = await berth.delete(records, retry_for_s=timeout_s)
         ended = not wait or await berth.wait(timeout_s)
-        report_tracks(tracks, as_json=as_json)
+        report_requests(watches, as_json=as_json)
     if not ended:
-        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
-    return Exit.NO if wait and any(t.state != "deleted" for t in tracks) else 0
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in watches)} were not gone in time")
+    return Exit.NO if wait and any(t.state != "deleted" for t in watches) else 0
 
 
 def _ask_to_delete(records: Sequence[BuildRecord], cell: str | None, *, yes: bool) -> None:
@@ -347,8 +347,8 @@ async def show(
     async with client(settings) as berth:
         record = await _record(berth, uuid)
         # Any project may name the uuid in a request of its own.
-        query = MoveQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
-        newest = await berth.bus.request(query, MovePage, timeout_s=QUERY_TIMEOUT_S)
+        query = ActionQuery(instance_uuid=uuid, project_id=record.project_id, limit=1)
+        newest = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
     if as_json:
         print_json(record)
     else:
@@ -418,7 +418,7 @@ async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIM
 
 async def publish_and_follow(
     berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
-) -> list[Track]:
+) -> list[RequestWatch]:
     """Publish all, waiting for a full queue to have room.
 
     The builds that were accepted before an end without success are shown.
@@ -426,33 +426,33 @@ async def publish_and_follow(
     try:
         return await berth.boot(requests, retry_for_s=timeout_s)
     except (PublishRefused, BusUnavailable, RequestUnconfirmed):
-        accepted = [track for track in berth.tracks.values() if track.published_at is not None]
+        accepted = [watch for watch in berth.watches.values() if watch.published_at is not None]
         if accepted:
-            report_tracks(accepted, as_json=as_json)
+            report_requests(accepted, as_json=as_json)
         raise
 
 
-def report_tracks(tracks: Sequence[Track], *, as_json: bool) -> None:
+def report_requests(watches: Sequence[RequestWatch], *, as_json: bool) -> None:
     """As JSON, or a line for each."""
     if as_json:
-        print_json([_plain(track) for track in tracks])
+        print_json([_plain(watch) for watch in watches])
         return
-    show_tracks(tracks, out)
+    show_requests(watches, out)
 
 
-def show_tracks(tracks: Sequence[Track], out: Console) -> None:
+def show_requests(watches: Sequence[RequestWatch], out: Console) -> None:
     """A line for each build, then each explanation once, with how many builds it is of."""
-    explained = [track.last for track in tracks if track.last is not None and track.last.funnel]
-    for track in tracks:
-        event = track.last
+    explained = [watch.last for watch in watches if watch.last is not None and watch.last.funnel]
+    for watch in watches:
+        event = watch.last
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
         where += f", zone {event.zone}" if where and event is not None and event.zone else ""
-        why = f": {event.reason}" if event is not None and event.reason and track.state != "active" else ""
+        why = f": {event.reason}" if event is not None and event.reason and watch.state != "active" else ""
         why += f" ({event.code})" if why and event is not None and event.code else ""
         if event in explained and event is not None:
             why = f": {event.code}, explained below"
-        took = f" in {1000 * track.latency_s:.0f} ms" if track.latency_s is not None else ""
-        line = Text.assemble(track.instance_uuid, " ", _colour(track.state), printable(f"{where}{took}{why}"))
+        took = f" in {1000 * watch.latency_s:.0f} ms" if watch.latency_s is not None else ""
+        line = Text.assemble(watch.instance_uuid, " ", _colour(watch.state), printable(f"{where}{took}{why}"))
         out.print(line, soft_wrap=True)
     for reason, funnel in {event.reason: event.funnel for event in explained}.items():
         count = sum(event.reason == reason for event in explained)
@@ -460,18 +460,18 @@ def show_tracks(tracks: Sequence[Track], out: Console) -> None:
         render_funnel(funnel, out)
 
 
-def _plain(track: Track) -> dict[str, object]:
-    event = track.last
+def _plain(watch: RequestWatch) -> dict[str, object]:
+    event = watch.last
     return {
-        "instance_uuid": track.instance_uuid,
-        "state": track.state,
+        "instance_uuid": watch.instance_uuid,
+        "state": watch.state,
         **{name: getattr(event, name, None) for name in ("host", "cell")},
         **{name: getattr(event, name, "") for name in ("zone", "code", "reason")},
-        "latency_ms": None if track.latency_s is None else round(1000 * track.latency_s, 3),
+        "latency_ms": None if watch.latency_s is None else round(1000 * watch.latency_s, 3),
     }
 
 
-def show_record(record: BuildRecord, unplaced: MoveRecord | None = None, *, history: bool) -> None:
+def show_record(record: BuildRecord, unplaced: ActionRecord | None = None, *, history: bool) -> None:
     """Print one build; unplaced: its newest request, where no host could take that. history: with its timeline."""
     out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     now = record.condition if record.condition != record.state else ""
@@ -479,7 +479,7 @@ def show_record(record: BuildRecord, unplaced: MoveRecord | None = None, *, hist
     facts = {"now": now, "waiting": f"since {_moment(waits.at)}: {waits.detail}" if waits is not None else None}
     facts |= {"request": f"{record.under_way} is under way" if record.under_way else None}
     facts |= {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
-    facts |= {"gang": f"{record.gang}, {record.gang_min} or more of it start together" if record.gang else None}
+    facts |= {"gang": f"{record.gang}, {record.gang_min_count} or more of it start together" if record.gang else None}
     facts |= {"code": record.code, "reason": record.reason, "requested": utc(record.created_at)}
     for name, value in facts.items():
         if value:
@@ -495,14 +495,14 @@ def show_record(record: BuildRecord, unplaced: MoveRecord | None = None, *, hist
         print_line(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")
     if history:
         out.print()
-        rows = [[_moment(line.at), line.who, line.what, _detail(line)] for line in record.timeline]
+        rows = [[_moment(line.at), line.actor, line.what, _detail(line)] for line in record.timeline]
         render_rows(out, ["at (UTC)", "who", "what", ""], rows)
-        render_stages([line.stamps for line in record.timeline if line.stamps is not None][-1:], out)
+        render_stages([line.stage_times for line in record.timeline if line.stage_times is not None][-1:], out)
 
 
 def _detail(line: TimelineEntry) -> str:
     """The entry of the timeline, and who holds what was lost."""
-    held_by = ", ".join(one.consumer for one in line.holders)
+    held_by = ", ".join(one.consumer for one in line.conflicting_consumers)
     return f"{line.detail}; held by {held_by}" if held_by else line.detail
 
 

@@ -200,7 +200,7 @@ def _status(record: LoadRecord) -> int:
     """The exit status that a run's end means; Stop with a sentence where there is one."""
     totals = record.totals
     bound = f"{record.settings.lost_after_s:g} s"
-    if totals.twice:
+    if totals.duplicates:
         return Exit.NO
     for outcome, words in (("lost", "were lost: no end was received"), ("late", "were still under way")):
         boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)

@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from rich.text import Text
 
 from berth.client import BuildClient
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.commands.common import (
     QUERY_TIMEOUT_S,
     AsJson,
@@ -41,14 +41,14 @@ from bus.clock import new_uuid
 from bus.contracts.base import reason_of
 from bus.contracts.build import BuildQuery
 from bus.contracts.moves import (
+    ActionEvent,
+    ActionKind,
+    ActionPage,
+    ActionQuery,
+    ActionRecord,
+    ActionRequest,
+    ActionState,
     Condition,
-    MoveEvent,
-    MoveKind,
-    MovePage,
-    MoveQuery,
-    MoveRecord,
-    MoveRequest,
-    MoveState,
     ResizePolicy,
 )
 
@@ -66,7 +66,7 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
 
 
 TO_HOST = (
-    "Only to this host (through the filters). In another cell (the setting moves_across_cells) it is built from a"
+    "Only to this host (through the filters). In another cell (the setting actions_across_cells) it is built from a"
     " snapshot: the disk at the source goes."
 )
 
@@ -98,9 +98,9 @@ async def migrate(
 ) -> int:
     """Move an instance to another host.
 
-    To one of another cell only where the schedulers' setting `moves_across_cells` allows it (off by default).
+    To one of another cell only where the schedulers' setting `actions_across_cells` allows it (off by default).
     """
-    kind = MoveKind.LIVE_MIGRATE if live else MoveKind.MIGRATE
+    kind = ActionKind.LIVE_MIGRATE if live else ActionKind.MIGRATE
     if live and auto_confirm is not None:
         raise typer.BadParameter("a live migration has nothing to confirm", param_hint="--auto-confirm")
     return await _request(settings, uuid, kind, request, **asdict(to), auto_confirm_s=auto_confirm)
@@ -121,7 +121,7 @@ async def resize(
     On another host, or where it is; confirm or revert follows.
     """
     fields = {"flavor": flavor, "policy": policy.value, "auto_confirm_s": auto_confirm}
-    return await _request(settings, uuid, MoveKind.RESIZE, request, **fields, **asdict(to))
+    return await _request(settings, uuid, ActionKind.RESIZE, request, **fields, **asdict(to))
 
 
 async def evacuate(
@@ -139,7 +139,7 @@ async def evacuate(
     An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
     instance runs there: the fence did not hold. A shelved instance is offloaded instead.
     """
-    return await _request(settings, uuid, MoveKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
+    return await _request(settings, uuid, ActionKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
 
 
 async def rebuild(
@@ -166,7 +166,7 @@ async def rebuild(
     pairs = pairs_of(properties, "--image-property") if properties else None
     named = {"image": image, "image_properties": pairs, "image_source": image_source_of(source, sha256)}
     ask_first(f"Replace the disk of {uuid} by image {image}", yes=yes)
-    return await _request(settings, uuid, MoveKind.REBUILD, request, **named)
+    return await _request(settings, uuid, ActionKind.REBUILD, request, **named)
 
 
 async def rescue(
@@ -190,7 +190,7 @@ async def rescue(
     chosen = password or secrets.token_urlsafe(12)
     if password is None:
         err.print(f"password: {chosen}", soft_wrap=True)
-    return await _request(settings, uuid, MoveKind.RESCUE, request, rescue_password=chosen)
+    return await _request(settings, uuid, ActionKind.RESCUE, request, rescue_password=chosen)
 
 
 async def shelve(
@@ -201,7 +201,7 @@ async def shelve(
     request: RequestOptions,
 ) -> int:
     """Stop an instance and keep its image. A shelved one that is offloaded later keeps only that."""
-    return await _request(settings, uuid, MoveKind.SHELVE, request, offload=offload)
+    return await _request(settings, uuid, ActionKind.SHELVE, request, offload=offload)
 
 
 async def unshelve(settings: Settings, uuid: Instance, *, to: DestinationOptions, request: RequestOptions) -> int:
@@ -209,29 +209,29 @@ async def unshelve(settings: Settings, uuid: Instance, *, to: DestinationOptions
 
     An offloaded one starts on a host that is chosen anew; one that is not, where it is, and is refused with --host.
     """
-    return await _request(settings, uuid, MoveKind.UNSHELVE, request, **asdict(to))
+    return await _request(settings, uuid, ActionKind.UNSHELVE, request, **asdict(to))
 
 
-def _simple(kind: MoveKind, sentence: str) -> Any:
+def _simple(kind: ActionKind, help_text: str) -> Any:
     """A command that takes an instance and nothing else."""
 
     async def command(settings: Settings, uuid: Instance, *, request: RequestOptions) -> int:
         return await _request(settings, uuid, kind, request)
 
-    command.__doc__ = sentence
+    command.__doc__ = help_text
     return command
 
 
-confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is.")
-revert = _simple(MoveKind.REVERT, "Take a resized or migrated instance back to its source.")
-abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
-offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
-start = _simple(MoveKind.START, "Start an instance.")
-stop = _simple(MoveKind.STOP, "Stop an instance; it keeps its allocation.")
-unrescue = _simple(MoveKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
+confirm = _simple(ActionKind.CONFIRM, "Keep a resized or migrated instance where it is.")
+revert = _simple(ActionKind.REVERT, "Take a resized or migrated instance back to its source.")
+abort = _simple(ActionKind.ABORT, "End a move that has not reached its destination.")
+offload = _simple(ActionKind.OFFLOAD, "Give up the host of a shelved instance.")
+start = _simple(ActionKind.START, "Start an instance.")
+stop = _simple(ActionKind.STOP, "Stop an instance; it keeps its allocation.")
+unrescue = _simple(ActionKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
 
-async def moves(
+async def actions(
     settings: Settings,
     instance: Annotated[
         str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Only about this instance.")
@@ -245,23 +245,23 @@ async def moves(
 ) -> None:
     """List moves and other requests, newest first."""
     async with client(settings) as berth:
-        query = MoveQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
-        page = await berth.bus.request(query, MovePage, timeout_s=QUERY_TIMEOUT_S)
+        query = ActionQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
+        page = await berth.bus.request(query, ActionPage, timeout_s=QUERY_TIMEOUT_S)
     print_rows(
-        page.moves, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "why"], _row
+        page.actions, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "why"], _row
     )
 
 
-def _row(one: MoveRecord) -> list[str | Text]:
+def _row(one: ActionRecord) -> list[str | Text]:
     why = f"{one.code}: {one.reason}" if one.code else ""
     where: list[str | Text] = [_colour(one.state), one.cell or "", one.host or ""]
     return [one.request_id, one.instance_uuid, one.kind.value, *where, utc(one.updated_at), why]
 
 
 @contextlib.asynccontextmanager
-async def _clients(settings: Settings) -> AsyncIterator[tuple[BuildClient, MoveClient]]:
+async def _clients(settings: Settings) -> AsyncIterator[tuple[BuildClient, ActionClient]]:
     async with client(settings) as berth:
-        following = MoveClient(berth.bus, clock=berth.clock, process=berth.process)
+        following = ActionClient(berth.bus, clock=berth.clock, process=berth.process)
         await following.open()
         try:
             yield berth, following
@@ -269,7 +269,7 @@ async def _clients(settings: Settings) -> AsyncIterator[tuple[BuildClient, MoveC
             await following.close()
 
 
-async def _request(settings: Settings, uuid: str, kind: MoveKind, options: RequestOptions, **fields: object) -> int:
+async def _request(settings: Settings, uuid: str, kind: ActionKind, options: RequestOptions, **fields: object) -> int:
     """Publish a request and print it, or with --wait its end; the exit status. fields: of the message."""
     async with _clients(settings) as (berth, following):
         page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
@@ -284,12 +284,12 @@ async def _request(settings: Settings, uuid: str, kind: MoveKind, options: Reque
             raise Stop(Exit.TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
         end = following.ended[request.request_id]
     _show(request, end, options.as_json)
-    return 0 if end.state is MoveState.DONE else Exit.NO
+    return 0 if end.state is ActionState.DONE else Exit.NO
 
 
 def _message(
-    uuid: str, project: str, kind: MoveKind, fields: Mapping[str, object], request_id: str | None
-) -> MoveRequest:
+    uuid: str, project: str, kind: ActionKind, fields: Mapping[str, object], request_id: str | None
+) -> ActionRequest:
     """The message. Raises Stop for requests that the scheduler would refuse as malformed."""
     named = {name: value for name, value in fields.items() if value is not None}
     of_whom = {
@@ -298,12 +298,12 @@ def _message(
         "project_id": project,
     }
     try:
-        return msgspec.convert({**of_whom, "kind": kind.value, **named}, MoveRequest)
+        return msgspec.convert({**of_whom, "kind": kind.value, **named}, ActionRequest)
     except msgspec.ValidationError as error:
         raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 
 
-def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: bool) -> None:
+def _show(request: ActionRequest, end: ActionEvent | ActionRecord | None, as_json: bool) -> None:
     if as_json:
         of = {"request_id": request.request_id, "instance_uuid": request.instance_uuid, "kind": request.kind.value}
         came = {name: getattr(end, name, None) for name in ("host", "cell")}
@@ -316,7 +316,7 @@ def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: boo
     line = Text.assemble(f"{request.instance_uuid} {request.kind} ", _colour(state), printable(f"{where}{why}"))
     out.print(line, soft_wrap=True)
     out.print(Text(f"  request {request.request_id}", "dim"), soft_wrap=True)
-    if isinstance(end, MoveEvent) and end.condition is Condition.RESIZED:
+    if isinstance(end, ActionEvent) and end.condition is Condition.RESIZED:
         uuid = request.instance_uuid
         out.print(f"  it keeps its old room until you `berth confirm {uuid}` or `berth revert {uuid}`", soft_wrap=True)
     if end is not None and end.funnel:

@@ -13,7 +13,7 @@ import placement_worker.app
 import scheduler_worker.nova.app
 from berth.commands.common import SHADOW, Stop, explain, host_and_port, in_shadow, print_stop, settings_of
 from berth.commands.options import CommandGroup
-from berth.commands.placement import DEFAULT_API, database_of_book
+from berth.commands.placement import DEFAULT_API, placement_database
 from berth.commands.serving import Tokens
 from berth.rest_address import with_rest_at
 from berth.settings import BusSettings, Settings
@@ -24,11 +24,11 @@ from berth.web.server import WebServer
 from bus.clock import SystemClock
 from bus.service.environment import Environment
 from bus.service.main import run_process
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.book import PlacementService
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 nova = CommandGroup(no_args_is_help=True, help="In front of an OpenStack Nova.")
 
@@ -41,7 +41,7 @@ def serve(
         bool, typer.Option("--scratch", help="An empty book in a database that is lost at the end.")
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
+        bool, typer.Option("--memory", help="The same without a database: placement is in this process's memory.")
     ] = False,
     shadow: Annotated[bool, typer.Option("--shadow", help=SHADOW)] = False,
     page: Annotated[str, typer.Option(help="Show at HOST:PORT how calls are decided.")] = "",
@@ -63,9 +63,9 @@ def serve(
         callers = None if tokens is None else read_tokens(tokens)
         shown = ShownAt(*host_and_port(page, "--page"), callers) if page else None
         if memory:
-            book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+            book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
             raise SystemExit(_run(settings, "", book, shown))
-        with database_of_book(settings, scratch=scratch) as url:
+        with placement_database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url, None, shown))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
@@ -82,12 +82,12 @@ class ShownAt(Struct, frozen=True):
     callers: dict[str, WebCaller] | None
 
 
-def _run(settings: Settings, url: str, book: ResourceBook | None, shown: ShownAt | None) -> int:
+def _run(settings: Settings, url: str, book: PlacementService | None, shown: ShownAt | None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("nova")
     telemetry = settings.telemetry
 
-    def built(env: Environment) -> Service:
+    def built(env: Environment) -> WorkerRuntime:
         service = both(env, settings, book)
         if shown is not None:
             pages = WebServer(
@@ -111,14 +111,14 @@ def _run(settings: Settings, url: str, book: ResourceBook | None, shown: ShownAt
     )
 
 
-def both(env: Environment, settings: Settings, book: ResourceBook | None = None) -> Service:
-    """Placement and the front as one service. Placement answers while Nova's API or broker is not there yet. At the end
-    the front is drained first, as its calls claim at placement.
+def both(env: Environment, settings: Settings, book: PlacementService | None = None) -> WorkerRuntime:
+    """Placement and the frontend as one service. Placement answers while Nova's API or broker is not there yet. At the
+    end the frontend is drained first, as its calls claim at placement.
     """
     placement = _Part(placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True))
     front = _Part(scheduler_worker.nova.app.build(env, settings.nova, settings.scheduler))
     placement.service.add_bus_check(front.service.name, front.not_ready)  # /readyz is its
-    service = Service("nova", clock=env.clock)
+    service = WorkerRuntime("nova", clock=env.clock)
     for part in (placement, front):
         service.add_task(part.service.name, part.run)
         service.add_bus_check(part.service.name, part.not_ready)
@@ -135,7 +135,7 @@ def both(env: Environment, settings: Settings, book: ResourceBook | None = None)
 class _Part:
     """A service within another one."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: WorkerRuntime) -> None:
         self.service = service
         self._stop = asyncio.Event()
         self._ended = asyncio.Event()

@@ -81,7 +81,7 @@ Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the 
 class ChangeOptions(Struct, frozen=True, kw_only=True):
     """The options of each change of objects."""
 
-    why: Why = ""
+    reason: Why = ""
     by: By = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
     as_json: AsJson = False
@@ -206,7 +206,7 @@ async def audit_log(
 
 def _log_row(one: ObjectLogEntry) -> list[str]:
     change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
-    return [str(one.revision), utc(one.at), one.who, f"{one.kind.value} {one.name}", change, one.why]
+    return [str(one.revision), utc(one.at), one.actor, f"{one.kind.value} {one.name}", change, one.reason]
 
 
 async def change_objects(
@@ -221,10 +221,10 @@ async def change_objects(
     """Change objects, and print the changes. requested: whole objects, or an edit of one on record. ask: only find what
     would change.
     """
-    check_reason(decision.why)
+    check_reason(decision.reason)
     fields: dict[str, Any] = {
-        "who": decided_by(decision.by),
-        "why": decision.why,
+        "actor": decided_by(decision.by),
+        "reason": decision.reason,
         "prune": prune,
         "force": force or (isinstance(decision, ForcedOptions) and decision.force),
         "dry_run": ask or decision.dry_run,
@@ -251,7 +251,7 @@ def _print_changed(answer: ObjectsChanged, decision: ChangeOptions) -> None:
         print_json(answer)
         return
     for one in answer.changed:
-        print_line(_sentence(one))
+        print_line(_message_of(one))
     print_line(f"{len(answer.changed)} {'would change' if decision.dry_run else 'changed'}; revision {answer.revision}")
 
 
@@ -347,7 +347,7 @@ def number(text: str, key: str, kind: type[int | float] = int) -> int | float:
         raise typer.BadParameter(f"{key}={text}: {text!r} is no number") from None
 
 
-def _sentence(changed: ChangedObject) -> str:
+def _message_of(changed: ChangedObject) -> str:
     what = f"{changed.kind.value} {changed.name}"
     if changed.before is None:
         return f"+ {what}: {_compact(changed.after or {})}"

@@ -1,4 +1,4 @@
-"""`berth placement`: the resource book on its own, and an operator's work on it."""
+"""`berth placement`: placement on its own, and an operator's work on it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from berth.trial.embedded.process import ServerFailed, ServerMissing
 from bus.clock import SystemClock
 from bus.service.main import run_process
 from bus.service.settings import SettingsError
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.rest.openapi import document
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
-placement = CommandGroup(no_args_is_help=True, help="The resource book: serve, audit, export, import.")
+placement = CommandGroup(no_args_is_help=True, help="Placement: serve, audit, export, import.")
 placement.command("audit")(book.audit)
 placement.command("export")(book.export)
 placement.command("import")(book.import_)
@@ -42,22 +42,24 @@ def serve(
         bool, typer.Option("--scratch", help="An empty book in memory, which is lost at the end.")
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
+        bool, typer.Option("--memory", help="The same without a database: placement is in this process's memory.")
     ] = False,
 ) -> None:
     """Serve Placement's REST API alone.
 
     A drop-in for OpenStack Placement: no broker, no other worker needed.
 
-    The book is in the configured database, else in an embedded PostgreSQL below the state directory. Its change feed
-    goes to a bus inside this process; to share the book with a whole berth use `berth run placement --http`.
+    Placement is in the configured database, else in an embedded PostgreSQL below the state directory. Its change feed
+    goes to a bus inside this process; to share placement with a whole berth use `berth run placement --http`.
     """
     try:
         settings = settings_of(context)
         settings = with_rest_at(settings, api)
         if memory:
-            raise SystemExit(_run(settings, "", ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))))
-        with database_of_book(settings, scratch=scratch) as url:
+            raise SystemExit(
+                _run(settings, "", PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session())))
+            )
+        with placement_database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
@@ -72,7 +74,7 @@ def openapi() -> None:
     print_json(document())
 
 
-def _run(settings: Settings, url: str, store: ResourceBook | None = None) -> int:
+def _run(settings: Settings, url: str, store: PlacementService | None = None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("placement")
     telemetry = settings.telemetry
@@ -87,8 +89,8 @@ def _run(settings: Settings, url: str, store: ResourceBook | None = None) -> int
 
 
 @contextlib.contextmanager
-def database_of_book(settings: Settings, *, scratch: bool) -> Iterator[str]:
-    """The address of the book's database while it is used: the settings', or an embedded server's."""
+def placement_database(settings: Settings, *, scratch: bool) -> Iterator[str]:
+    """The address of placement's database while it is used: the settings', or an embedded server's."""
     if scratch:
         with Postgres() as server:
             yield server.url()

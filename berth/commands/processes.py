@@ -21,7 +21,7 @@ from berth.in_process import WorkerEnded
 from berth.rest_address import AtUp, for_up
 from berth.settings import MEMORY, Settings
 from berth.site import Site, read_runtime
-from berth.trial.up import LocalSystem, ironic_of, sentence, serve, site, unusable_hosts
+from berth.trial.up import LocalSystem, ironic_of, message_of, serve, site, unusable_hosts
 from berth.trial.up_processes import (
     ProcessCounts,
     RunningProcesses,
@@ -77,7 +77,7 @@ async def up(
 
 
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
-    starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
+    starting = asyncio.create_task(_abandon(stop, asyncio.current_task()))
     try:
         async with (
             site(rest.settings, directory=rest.settings.state / "postgres", notify=_warn) as here,
@@ -125,7 +125,7 @@ async def _run_here(
 async def _start_here(system: LocalSystem, ironic_url: str | None) -> None:
     await system.start(ironic_url=ironic_url)
     if missing := await unusable_hosts(system.site, system.services):
-        _warn(sentence(missing))
+        _warn(message_of(missing))
 
 
 def _prepare(settings: Settings) -> tuple[Settings, asyncio.Event]:
@@ -149,7 +149,7 @@ async def _up_processes(settings: Settings, requested: Mapping[str, int | None],
     kept = settings.compute.state_dir
     earlier = computes_on_record(Path(kept), settings.cells) if kept else 0
     count = numbers(cpus, len(settings.cells), settings.up, requested, earlier=earlier)
-    starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
+    starting = asyncio.create_task(_abandon(stop, asyncio.current_task()))
     try:
         with for_up(settings) as rest:
             async with running(rest.settings, count, notify=_warn) as started:
@@ -165,7 +165,7 @@ async def _up_processes(settings: Settings, requested: Mapping[str, int | None],
     return 0
 
 
-async def _given_up(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> None:
+async def _abandon(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> None:
     """Starting takes as long as the slowest worker; who interrupts it does not want to wait for that."""
     await stop.wait()
     if starting is not None:
@@ -189,7 +189,7 @@ async def config(
     cells = sorted(settings.cells)
     check_objects(settings.scheduler, cells=cells)
     if objects is not None:
-        change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), who="berth config")
+        change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), actor="berth config")
         check_objects(settings.scheduler, change, cells)
     plain = redact(settings)
     if as_json:
@@ -216,8 +216,8 @@ def _claim_state(state: Path) -> None:
     except BlockingIOError:
         os.close(lock)
         running = read_runtime(state)
-        who = "another process is starting it" if running is None else f"process {running.pid}"
-        raise Stop(Exit.USAGE, "up.running", f"berth is up already: {who}, in {state}") from None
+        actor = "another process is starting it" if running is None else f"process {running.pid}"
+        raise Stop(Exit.USAGE, "up.running", f"berth is up already: {actor}, in {state}") from None
 
 
 def _warn(summary: str) -> None:
@@ -268,7 +268,7 @@ def as_processes(started: RunningProcesses, count: ProcessCounts, cpus: int, res
 
 def _durable(settings: Settings, *, one_process: bool) -> str:
     """The parts that outlive the end of this process, however it ends, and those that do not."""
-    kept = f"the book, builds and machines are kept below {settings.state}"
+    kept = f"placement, builds and machines are kept below {settings.state}"
     if one_process and settings.bus.url == MEMORY:
         return f"{kept}; messages are not: those under way end with this process"
     return f"{kept}, messages in the broker"

@@ -34,7 +34,7 @@ from berth.site import Site, process_name, read_runtime
 from bus.contracts.base import Word
 from bus.service.environment import Environment
 from bus.service.main import run_process
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from compute_sim.config import default_service
 
@@ -51,7 +51,7 @@ class Role(StrEnum):
     GATEWAY = "gateway"
 
 
-Build = Callable[[Environment], Service]
+Build = Callable[[Environment], WorkerRuntime]
 WITHOUT_DATABASE = frozenset({Role.COMPUTE, Role.GATEWAY})
 
 
@@ -92,8 +92,8 @@ def run_role(
         )
         listen = _listen(requested, settings)
         _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
-        if served.sentence:
-            err.print(served.sentence, soft_wrap=True, markup=False)
+        if served.message:
+            err.print(served.message, soft_wrap=True, markup=False)
     except (Stop, SettingsError) as fault:
         stop = explain(fault)
         assert stop is not None

@@ -34,8 +34,8 @@ from berth.settings import Settings
 from bus.faults import Fault
 from bus.service.environment import Environment
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine, UnexplainedRecord
+from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine, UnknownMachineRecord
 
 quarantine = CommandGroup(no_args_is_help=True, help="Machines kept until an operator decides about them.")
 breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
@@ -49,7 +49,7 @@ async def list_quarantine(settings: Settings, cell: CellName = None, as_json: As
 
     Exit status 3 when a cell has no record here; the others are listed.
     """
-    return await show_unexplained(settings, cell, (UnexplainedKind.QUARANTINED,), as_json)
+    return await show_unexplained(settings, cell, (UnknownMachineKind.QUARANTINED,), as_json)
 
 
 @quarantine.command("release")
@@ -57,7 +57,7 @@ async def release(
     settings: Settings,
     uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
     destroy: Annotated[
-        bool | None, typer.Option("--destroy/--keep", help="Have its host destroy it, or leave it for good.")
+        bool | None, typer.Option("--destroy/--protect", help="Have its host destroy it, or leave it for good.")
     ] = None,
     service: Annotated[
         str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
@@ -67,7 +67,7 @@ async def release(
     as_json: AsJson = False,
     yes: Yes = False,
 ) -> None:
-    """Decide about machines in quarantine: --destroy or --keep. Destroying begins with their hosts' next reports.
+    """Decide about machines in quarantine: --destroy or --protect. Destroying begins with their hosts' next reports.
 
     `berth quarantine adopt` gives one back to its instance.
     """
@@ -75,21 +75,21 @@ async def release(
     if not instances and service is None:
         raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
     if destroy is None:
-        raise typer.BadParameter("give --destroy or --keep", param_hint="--destroy/--keep")
-    verdict = DESTROY if destroy else KEEP
+        raise typer.BadParameter("give --destroy or --protect", param_hint="--destroy/--protect")
+    decision = DESTROY if destroy else PROTECT
 
-    here, who = environment(settings), decided_by(by)
+    here, actor = environment(settings), decided_by(by)
     chosen = _chosen(await records.read(here, cell), instances, service)
     if destroy and chosen:
         uuids_of = {name: [one.uuid for one in of] for name, of in chosen.items()}
         ask_first(f"Destroy {by_cell(uuids_of, 'machine')}", yes=yes)
-    of_cells, faults = await records.decide(here, chosen, verdict, who)
+    of_cells, faults = await records.decide(here, chosen, decision, actor)
     decided = [place for of in of_cells.values() for place in of]
     done = sorted({uuid for _, uuid in decided})
     what = ", ".join(done) if instances else f"service {service}"
     if done or faults:
-        found = {"instances": done, "verdict": verdict, "machines": len(decided)}
-        print_result(found, as_json, f"{what}: {verdict}, {counted(len(decided), 'machine')}")
+        found = {"instances": done, "decision": decision, "machines": len(decided)}
+        print_result(found, as_json, f"{what}: {decision}, {counted(len(decided), 'machine')}")
     raise_first(faults)
     if left := ", ".join(sorted(instances.difference(done))) or ("" if done else what):
         raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {left} is in quarantine")
@@ -115,10 +115,12 @@ async def adopt(
     instance, place = parse_uuid(uuid), parse_uuid(host)
     check_reason(reason, least=1)
 
-    decided, refused = await records.adopt(environment(settings), [(place, instance)], who=decided_by(by), why=reason)
+    decided, refused = await records.adopt(
+        environment(settings), [(place, instance)], actor=decided_by(by), reason=reason
+    )
     if refused:
         raise refused[place, instance]
-    found = {"instance": instance, "verdict": ADOPT, "cell": decided[place, instance], "host": place}
+    found = {"instance": instance, "decision": ADOPT, "cell": decided[place, instance], "host": place}
     print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
 
 
@@ -148,7 +150,7 @@ async def reset(
 
     It may be destroyed or counted as lost; later findings are judged anew.
     """
-    here, who = environment(settings), decided_by(by)
+    here, actor = environment(settings), decided_by(by)
     tripped = [
         (name, one)
         for name, breakers in (await records.read(here, cell)).breakers.items()
@@ -161,7 +163,7 @@ async def reset(
     ((name, one),) = tripped
     what = f"{counted(one.lost, 'machine')} lost, {one.quarantined} in quarantine, {one.over} over"
     ask_first(f"Allow what tripped the breaker of {service} in {name} ({what})", yes=yes)
-    was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], who)
+    was_open, _ = await records.reset(here, [(name, service, one.tripped_at)], actor)
     if not all(was_open.values()):
         reason = "was reset or has tripped anew meanwhile: look at it again"
         raise Stop(Exit.NO, "breaker.not_open", f"the breaker of {service} in {name} {reason}")
@@ -171,9 +173,9 @@ async def reset(
 def _chosen(read: InCells, instances: Collection[str], service: str | None) -> dict[str, list[DecidedMachine]]:
     """The machines in quarantine of these instances, or else the undecided ones of a service. Raises Stop."""
     chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
-    for name, one in read.machines(UnexplainedKind.QUARANTINED):
+    for name, one in read.machines(UnknownMachineKind.QUARANTINED):
         machine = one.machine
-        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
+        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.decision)):
             chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
     if service is not None:
         _check_one_cell(service, chosen)
@@ -209,7 +211,7 @@ def name_never_started(read: InCells) -> int:
 
 
 async def show_unexplained(
-    settings: Settings, cell: str | None, kinds: Sequence[UnexplainedKind], as_json: bool
+    settings: Settings, cell: str | None, kinds: Sequence[UnknownMachineKind], as_json: bool
 ) -> int:
     """The machines of these kinds that are on record, as JSON or as a table; returns the exit status."""
     read = await records.read(environment(settings), cell)
@@ -222,11 +224,11 @@ async def show_unexplained(
     return name_never_started(read)
 
 
-def _unexplained_row(cell: str, one: UnexplainedRecord) -> list[str]:
+def _unexplained_row(cell: str, one: UnknownMachineRecord) -> list[str]:
     machine = one.machine
-    decided = f"{one.verdict} ({one.decided_by}, {utc(one.decided_at)})" if one.verdict else ""
+    decided = f"{one.decision} ({one.decided_by}, {utc(one.decided_at)})" if one.decision else ""
     of = [machine.kind.value, cell, one.service, machine.host_uuid, machine.uuid]
-    return [*of, str(machine.attempt or ""), machine.why, utc(one.first_seen), decided]
+    return [*of, str(machine.attempt or ""), machine.reason, utc(one.first_seen), decided]
 
 
 def _breaker_row(cell: str, one: Breaker) -> list[str]:

@@ -18,7 +18,7 @@ from berth.site import Site, process_name
 from berth.web.access import Access, read_tokens
 from berth.web.server import DEFAULT_PORT, WebServer
 from bus.clock import SystemClock
-from bus.service.main import STOP_SIGNALS, freeze_what_is_loaded
+from bus.service.main import STOP_SIGNALS, freeze_loaded_objects
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from placement_worker.rest.config import with_oslo_conf
@@ -63,7 +63,7 @@ async def web(
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await open_in_time(server.open())
-    freeze_what_is_loaded()
+    freeze_loaded_objects()
     try:
         out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
         await server.serve_until(stop)
@@ -74,7 +74,7 @@ async def web(
 
 
 def _keystone(settings: Settings, site: Site) -> Keystone:
-    """The Keystone of the book's REST API. Raises SettingsError when none is named."""
+    """The Keystone of placement's REST API. Raises SettingsError when none is named."""
     config = with_oslo_conf(settings.placement.rest).keystone
     if not config.auth_url:
         raise SettingsError("web.keystone", "--keystone needs placement.rest.keystone.auth_url")

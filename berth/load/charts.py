@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from berth.load.page import cut, number, plot
+from berth.load.page import number, plot, truncate
 
 WIDTH, HEIGHT = 760.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 10.0, 40.0
@@ -225,5 +225,5 @@ def _columns(
     half = (across.end - across.start) / max(len(x) - 1, 1) / 2
     for at, moment in enumerate(x):
         known = [(one.name, one.values[at]) for one in series]
-        note = [f"{cut(name)}: {number(value)}" for name, value in known if value is not None]
+        note = [f"{truncate(name)}: {number(value)}" for name, value in known if value is not None]
         yield across.at(moment) - half, 2 * half, "\n".join([f"at {number(moment)} {unit}", *note])

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from berth.load.figures import PERCENTILES, Array, latencies_ms, stages_ms
-from berth.load.page import cut, number
+from berth.load.page import number, truncate
 from berth.load.record import STAGES, LoadRecord
 from berth.load.report import facts
 from berth.render import printable_lines
@@ -156,11 +156,11 @@ def _per_thousand(a: LoadRecord, b: LoadRecord) -> Iterator[Line]:
     for outcome in dict.fromkeys([*a.totals.outcomes, *b.totals.outcomes]):
         of_a, of_b = a.totals.outcomes.get(outcome, 0), b.totals.outcomes.get(outcome, 0)
         if of_a or of_b:
-            yield Line(what=f"{cut(outcome)}, a 1,000 boots", a=share(a, of_a), b=share(b, of_b))
+            yield Line(what=f"{truncate(outcome)}, a 1,000 boots", a=share(a, of_a), b=share(b, of_b))
 
 
 def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
-    one, two = (cut(name) for name in found.names)
+    one, two = (truncate(name) for name in found.names)
     requested = [what for what, _, _ in found.differences if what in QUESTION]
     if requested:
         yield f"The requests differ: {', '.join(requested)}. The differences below may come from that alone."
@@ -170,7 +170,7 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
         yield "Settings and machine are the same."
     for name in INTERESTING:
         (line,) = (line for line in found.lines if line.what == f"latency {name}, ms")
-        yield f"Latency {name}: {_sentence(line, one, two)}"
+        yield f"Latency {name}: {_message_of(line, one, two)}"
     if a.totals.outcomes.get("lost") or b.totals.outcomes.get("lost"):
         yield "Boots were lost: look into that before comparing speeds."
     yield (
@@ -179,7 +179,7 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     )
 
 
-def _sentence(line: Line, one: str, two: str) -> str:
+def _message_of(line: Line, one: str, two: str) -> str:
     if line.ratio is None:
         return "not known of both."
     if line.interval is None:
@@ -207,7 +207,7 @@ def _cells(found: Comparison) -> list[list[str]]:
 
 
 def _text(found: Comparison) -> str:
-    names = [cut(name) for name in found.names]
+    names = [truncate(name) for name in found.names]
     parts = [*found.verdict, ""]
     if found.differences:
         parts += [*_aligned(["different", *names], found.differences), ""]

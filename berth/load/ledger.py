@@ -89,7 +89,7 @@ class LoadLedger:
             times = self.stages[stage] = array("d", [NEVER]) * len(self.uuids)
         times[row] = seconds
 
-    def give_up(self, as_outcome: Callable[[str], str]) -> None:
+    def abandon(self, as_outcome: Callable[[str], str]) -> None:
         """End what is still open by the outcome of its instance."""
         for row in [row for row, outcome in enumerate(self.outcome) if outcome == OPEN]:
             self.set_outcome(row, as_outcome(self.uuids[row]))

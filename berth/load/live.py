@@ -96,8 +96,8 @@ def render_record(record: LoadRecord, console: Console) -> None:
         console.print(f"active after attempt: {tries}", soft_wrap=True)
     if record.settings.mode == "ramp":
         console.print(_knee(totals.knee), soft_wrap=True)
-    if totals.twice:
-        console.print(f"[red]{totals.twice} ended twice[/red]")
+    if totals.duplicates:
+        console.print(f"[red]{totals.duplicates} ended twice[/red]")
 
 
 _WORDS = {

@@ -22,7 +22,7 @@ def number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def cut(name: str) -> str:
+def truncate(name: str) -> str:
     """A name from outside, not longer than a plot can bear."""
     return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
 
@@ -31,7 +31,7 @@ def _templates() -> Environment:
     environment = Environment(loader=PackageLoader("berth.load"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "number": number,
-        "cut": cut,
+        "cut": truncate,
         "px": "{:.1f}".format,
         "at": lambda value, axis: axis.at(value),
         "depth": lambda share: f"{math.sqrt(min(max(share, 0.0), 1.0)):.2f}",

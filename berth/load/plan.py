@@ -29,8 +29,8 @@ Mode = Literal["open", "ramp", "trace", "closed", "burst"]
 class PlanError(ValueError):
     """A plan that cannot be: `code` is stable (load.ramp, load.mix, ...)."""
 
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
         self.code = code
 
 

@@ -37,8 +37,8 @@ Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "uns
 
 # The stages of a boot in their order: `Operations.stages[name][i]` is the time that boot `i` spent in that stage; a
 # boot's stages add up to its latency, from the intended time. queued: until a scheduler took it. decided: until it had
-# chosen a host. claimed: until the book gave it, lost claims included. dispatched: until the host's compute service had
-# the command. built: until a host reported how the last attempt ended, failed attempts and claims of alternates
+# chosen a host. claimed: until placement gave it, lost claims included. dispatched: until the host's compute service
+# had the command. built: until a host reported how the last attempt ended, failed attempts and claims of alternates
 # included. announced: until the client received it. A stage that this version of the workers does not report is absent
 # from the dict, never zero.
 STAGES: tuple[str, ...] = stages.STAGES
@@ -59,8 +59,8 @@ Index = Annotated[int, Bound(ge=0)]
 class RecordError(ValueError):
     """A file is not a load record. `code` is stable: record.unreadable, record.format, record.invalid."""
 
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
         self.code = code
 
 
@@ -197,7 +197,7 @@ class Utilisation(Struct, frozen=True, kw_only=True):
 class Totals(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The honest end, as printed. Every boot is in exactly one of OUTCOMES; `by_code` explains failed and refused.
 
-    accepted: the broker confirmed it. twice: ended more than once (a defect). interrupted: by a signal.
+    accepted: the broker confirmed it. duplicates: ended more than once (a defect). interrupted: by a signal.
     latency_ms: p50, p90, p95, p99, max, mean over active boots, from the intended time; delete_ms: of deletes.
     """
 
@@ -208,7 +208,7 @@ class Totals(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deletes: int = 0
     delete_outcomes: dict[str, int] = {}
     delete_by_code: dict[str, int] = {}
-    twice: int = 0
+    duplicates: int = 0
     interrupted: bool = False
     seconds: float = 0.0
     boots_per_s: float = 0.0

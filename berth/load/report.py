@@ -17,7 +17,7 @@ import numpy.typing as npt
 from berth.load import charts, figures
 from berth.load.charts import Range, Series
 from berth.load.figures import LEAST_MS, PERCENTILES, Timeline, column, latencies_ms, stages_ms, summary
-from berth.load.page import cut, note, number, page, section, stack, table, tiles
+from berth.load.page import note, number, page, section, stack, table, tiles, truncate
 from berth.load.record import OUTCOMES, STAGES, Column, LoadRecord, Utilisation
 
 MAX_BARS = 60
@@ -30,7 +30,7 @@ NOTHING = "-"
 TIME = "time since the first intended arrival, s"
 
 WHAT_STAGES_ARE = (
-    "queued: until a scheduler took the request. decided: until it had chosen a host. claimed: until the resource book "
+    "queued: until a scheduler took the request. decided: until it had chosen a host. claimed: until placement "
     "gave it, lost claims included. dispatched: until the host's compute service had the command. built: until a host "
     "reported that it runs, failed attempts included. announced: until the client got the event."
 )
@@ -78,8 +78,8 @@ def _headline(record: LoadRecord) -> str:
         (NOTHING if totals.conflicts is None else f"{totals.conflicts:,}", "claims lost to others", ""),
         (f"{totals.backpressure:,}", "refusals by backpressure", ""),
     ]
-    if totals.twice:
-        shown.append((f"{totals.twice:,}", "ended twice: a defect", "bad"))
+    if totals.duplicates:
+        shown.append((f"{totals.duplicates:,}", "ended twice: a defect", "bad"))
     if totals.deletes:
         shown.append((f"{totals.delete_outcomes.get('deleted', 0):,}", f"deleted of {totals.deletes:,}", ""))
     return tiles(shown)
@@ -164,7 +164,7 @@ def _summaries(title: str, rows: list[tuple[str, figures.Array]]) -> str:
     lines = [(name, summary(values), values.size) for name, values in rows]
     return table(
         [title, "count", *columns],
-        [[cut(name), f"{size:,}", *(number(found[key]) for key in columns)] for name, found, size in lines],
+        [[truncate(name), f"{size:,}", *(number(found[key]) for key in columns)] for name, found, size in lines],
         caption="Percentiles by nearest rank.",
     )
 
@@ -241,7 +241,9 @@ def _heat(heat: Utilisation) -> str:
         cell = heat.cells[first]
         names.append(cell if cell != before else "")
         before = cell
-        who = cut(heat.hosts[first]) + (f" to {cut(heat.hosts[last])} ({len(members)} hosts)" if first != last else "")
+        who = truncate(heat.hosts[first]) + (
+            f" to {truncate(heat.hosts[last])} ({len(members)} hosts)" if first != last else ""
+        )
         moment_by_moment = zip(at, share[:, members], strict=True)
         cells.append([(float(part.mean()), _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
     kept = f"{len(heat.hosts):,} of {heat.of_hosts:,} hosts" if heat.of_hosts > len(heat.hosts) else "every host"
@@ -262,7 +264,7 @@ def _rows_of(heat: Utilisation) -> list[npt.NDArray[np.int64]]:
 
 def _heat_note(cell: str, who: str, at: float, part: figures.Array) -> str:
     spread = f", {part.min():.0%} to {part.max():.0%}" if part.size > 1 else ""
-    return f"{cut(cell)}: {who}\nat {number(at)} s: {part.mean():.0%} used{spread}"
+    return f"{truncate(cell)}: {who}\nat {number(at)} s: {part.mean():.0%} used{spread}"
 
 
 def _fullness(heat: Utilisation) -> str:
@@ -275,7 +277,7 @@ def _fullness(heat: Utilisation) -> str:
     return table(
         ["cell", "hosts", "least", "p50", "mean", "fullest"],
         [
-            [cut(name), f"{len(s):,}", *(f"{f(s):.1%}" for f in (min, np.median, np.mean, max))]
+            [truncate(name), f"{len(s):,}", *(f"{f(s):.1%}" for f in (min, np.median, np.mean, max))]
             for name, s in (rows if len(cells) > 1 else rows[1:])
         ],
         caption="How full hosts are at the end: used over capacity of the fullest resource.",
@@ -288,7 +290,7 @@ def _outcomes(record: LoadRecord) -> str:
     rows += [("delete", name, count, totals.deletes) for name, count in totals.delete_outcomes.items() if count]
     return table(
         ["requested", "ended", "count", "share"],
-        [[kind, cut(name), f"{count:,}", f"{count / max(whole, 1):.2%}"] for kind, name, count, whole in rows],
+        [[kind, truncate(name), f"{count:,}", f"{count / max(whole, 1):.2%}"] for kind, name, count, whole in rows],
         words=2,
     )
 
@@ -299,7 +301,7 @@ def _codes(record: LoadRecord) -> str:
     counts.update({("delete", code): count for code, count in totals.delete_by_code.items()})
     if not counts:
         return note("Nothing failed and nothing was refused.")
-    rows = [[kind, cut(code) or NOTHING, f"{count:,}"] for (kind, code), count in counts.most_common(MAX_KINDS)]
+    rows = [[kind, truncate(code) or NOTHING, f"{count:,}"] for (kind, code), count in counts.most_common(MAX_KINDS)]
     if len(counts) > MAX_KINDS:
         rows.append(["", f"and {len(counts) - MAX_KINDS} other codes", ""])
     return table(["requested", "code", "count"], rows, words=2)
@@ -319,8 +321,10 @@ def _by_flavor(record: LoadRecord) -> str:
     others = [name for name in OUTCOMES if name != "active" and any(found[name] for found in ends.values())]
     rows = [
         [
-            cut(boots.flavors[flavor]),
-            ", ".join(f"{count:,} {cut(code)}" for code, count in codes.get(flavor, Counter()).most_common(MAX_CODES)),
+            truncate(boots.flavors[flavor]),
+            ", ".join(
+                f"{count:,} {truncate(code)}" for code, count in codes.get(flavor, Counter()).most_common(MAX_CODES)
+            ),
             f"{found.total():,}",
             *(f"{found[name]:,}" for name in ("active", *others)),
             f"{1 - found['active'] / found.total():.1%}",
@@ -335,11 +339,11 @@ def facts(value: msgspec.Struct) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, one in msgspec.to_builtins(value).items():
         if isinstance(one, dict):
-            found[name] = ", ".join(f"{cut(str(k))}: {v:g}" for k, v in list(one.items())[:MAX_KINDS])
+            found[name] = ", ".join(f"{truncate(str(k))}: {v:g}" for k, v in list(one.items())[:MAX_KINDS])
         elif isinstance(one, list | tuple):
-            found[name] = ", ".join(cut(str(part)) for part in one[:MAX_KINDS])
+            found[name] = ", ".join(truncate(str(part)) for part in one[:MAX_KINDS])
         else:
-            found[name] = number(one) if isinstance(one, float) else cut(str(one))
+            found[name] = number(one) if isinstance(one, float) else truncate(str(one))
     return found
 
 
@@ -350,7 +354,7 @@ def _settings(record: LoadRecord) -> str:
 def _machine(record: LoadRecord) -> str:
     rows = [[name, value] for name, value in facts(record.machine).items()]
     if record.totals.knee:
-        rows += [[f"knee: {cut(name)}", number(value)] for name, value in record.totals.knee.items()]
+        rows += [[f"knee: {truncate(name)}", number(value)] for name, value in record.totals.knee.items()]
     recorded = [stage for stage in STAGES if stage in record.boots.stages]
     rows += [["stages reported", ", ".join(recorded) or "none"], ["record", record.format]]
     return table(["machine of the load generator", ""], rows, words=2)

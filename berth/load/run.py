@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import SILENCE_S, BuildClient, Track
+from berth.client import SILENCE_S, BuildClient, RequestWatch
 from berth.load.figures import stages_ms, summary
 from berth.load.ledger import LoadLedger
 from berth.load.plan import Arrival, LoadPlan, draw
@@ -45,7 +45,7 @@ class Offer(Struct):
     flavor: str
     intended: float
     row: int
-    give_up_at: float
+    retry_until: float
 
 
 class LoadRun:
@@ -63,12 +63,12 @@ class LoadRun:
         clock: Clock,
         rng: random.Random,
         chance: random.Random | None = None,
-        keep_tracks: bool = True,
+        keep_watches: bool = True,
     ) -> None:
         self.plan = plan
         self.boots = LoadLedger()
         self.deletes = LoadLedger()
-        self.twice = 0
+        self.duplicates = 0
         self.refusals = 0
         self.retries = 0
         self.conflicts: int | None = None
@@ -81,10 +81,10 @@ class LoadRun:
         self._clock = clock
         self._rng = rng
         self._chance = chance or rng
-        self._keep_tracks = keep_tracks
+        self._keep_watches = keep_watches
         self._lifetimes: dict[int, float] = {}
         self._to_delete: list[tuple[float, int]] = []  # (due, row of the boot), a heap
-        self._given_up = 0  # boots that are not sent and will not be
+        self._abandoned = 0  # boots that are not sent and will not be
         self._changed = asyncio.Event()
         self._slices = asyncio.Semaphore(MAX_SLICES)
         self._send_lock = asyncio.Lock()
@@ -131,7 +131,7 @@ class LoadRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for ledger in (self.boots, self.deletes):
-            ledger.give_up(self._unended)
+            ledger.abandon(self._unended)
 
     async def _fire(self) -> None:
         drawn = draw(self.plan, self._rng, self._chance)
@@ -143,8 +143,8 @@ class LoadRun:
     def _unended(self, uuid: str) -> str:
         if self.interrupted:
             return "open"
-        track = self._client.tracks.get(uuid)
-        return "late" if track is not None and track.under_way else "lost"
+        watch = self._client.watches.get(uuid)
+        return "late" if watch is not None and watch.under_way else "lost"
 
     async def _open_loop(self, drawn: Iterator[tuple[Arrival, BuildRequest]]) -> None:
         """Offer each at its time; a late publisher does not shift the intentions after it."""
@@ -180,7 +180,7 @@ class LoadRun:
 
     @property
     def _unsent(self) -> int:
-        return self.boots.counts["unsent"] - self._given_up
+        return self.boots.counts["unsent"] - self._abandoned
 
     @property
     def _stopped(self) -> bool:
@@ -190,8 +190,8 @@ class LoadRun:
         row = self.boots.add(request.instance_uuid, request.flavor, intended)
         if arrival.lifetime_s is not None:
             self._lifetimes[row] = arrival.lifetime_s
-        give_up_at = self._clock.monotonic() + self.plan.offers_again_s
-        return Offer(request=request, flavor=request.flavor, intended=intended, row=row, give_up_at=give_up_at)
+        retry_until = self._clock.monotonic() + self.plan.offers_again_s
+        return Offer(request=request, flavor=request.flavor, intended=intended, row=row, retry_until=retry_until)
 
     async def _send(self, offers: list[Offer], ledger: LoadLedger | None = None) -> None:
         """Offer in the background, so that a slow confirm delays no other; at most MAX_SLICES at once."""
@@ -229,7 +229,7 @@ class LoadRun:
         """Returns those to be offered again."""
         # The end may come of one whose confirm was lost: it arrived, and no other event follows.
         offers = [offer for offer in offers if ledger.is_unsent(offer.row)]
-        errors = await self._client.offer(
+        errors = await self._client.submit(
             [offer.request for offer in offers],
             intended_at=[offer.intended for offer in offers],
             flavors=[offer.flavor for offer in offers],
@@ -249,7 +249,7 @@ class LoadRun:
                 self._last_sent = now
             elif isinstance(error, PublishRefused):
                 self.refusals += 1
-                if now < offer.give_up_at and not self.interrupted:
+                if now < offer.retry_until and not self.interrupted:
                     again.append(offer)
                 else:
                     ledger.set_outcome(offer.row, "backpressure")
@@ -260,7 +260,7 @@ class LoadRun:
                     again.append(offer)
                 else:  # it may have arrived: its end may still come
                     self._client.unfollow(offer.request.instance_uuid)
-                    self._given_up += ledger is self.boots
+                    self._abandoned += ledger is self.boots
             else:
                 raise error
         for offer in again:
@@ -321,8 +321,8 @@ class LoadRun:
         flavor = self.boots.flavors.names[self.boots.flavor[boot]]
         row = self.deletes.add(uuid, flavor, due)
         request = DeleteRequest(instance_uuid=uuid, project_id=self.plan.project_id)
-        give_up_at = self._clock.monotonic() + self.plan.timeout_s
-        return Offer(request=request, flavor=flavor, intended=due, row=row, give_up_at=give_up_at)
+        retry_until = self._clock.monotonic() + self.plan.timeout_s
+        return Offer(request=request, flavor=flavor, intended=due, row=row, retry_until=retry_until)
 
     def _on_event(self, event: BuildEvent) -> None:
         if event.sequence:  # the first event of what is on record: `accepted` itself may have been overtaken
@@ -330,31 +330,31 @@ class LoadRun:
             if row is not None and math.isnan(self.boots.accepted[row]):
                 self.boots.accepted[row] = self._clock.monotonic()
 
-    def _on_end(self, track: Track) -> None:
-        ledger = self.deletes if track.deleting else self.boots
-        row = ledger.rows.get(track.instance_uuid)
-        if row is None or track.ended_at is None:
+    def _on_end(self, watch: RequestWatch) -> None:
+        ledger = self.deletes if watch.deleting else self.boots
+        row = ledger.rows.get(watch.instance_uuid)
+        if row is None or watch.ended_at is None:
             return
-        if track.terminals > 1:
-            self.twice += 1
+        if watch.terminals > 1:
+            self.duplicates += 1
             return
-        self._note_end(ledger, row, track)
-        if track.state == "active":
-            self.latencies.append(track.ended_at - ledger.intended[row])
+        self._note_end(ledger, row, watch)
+        if watch.state == "active":
+            self.latencies.append(watch.ended_at - ledger.intended[row])
             lifetime_s = self._lifetimes.pop(row, None)
             if lifetime_s is not None and not self._stopped:
-                due = max(track.ended_at, ledger.intended[row] + lifetime_s)
+                due = max(watch.ended_at, ledger.intended[row] + lifetime_s)
                 heapq.heappush(self._to_delete, (due, row))
-        if not self._keep_tracks:  # what is of interest is in its row
-            track.last = None
-            track.stages = {}
+        if not self._keep_watches:  # what is of interest is in its row
+            watch.last = None
+            watch.stages = {}
         self._changed.set()
 
-    def _note_end(self, ledger: LoadLedger, row: int, track: Track) -> None:
+    def _note_end(self, ledger: LoadLedger, row: int, watch: RequestWatch) -> None:
         """Write down how one ended."""
-        ledger.ended[row] = self.last_end = track.ended_at or 0.0
-        ledger.set_outcome(row, track.state)
-        event = track.last
+        ledger.ended[row] = self.last_end = watch.ended_at or 0.0
+        ledger.set_outcome(row, watch.state)
+        event = watch.last
         if event is None:  # learned by a query: its last event never came
             return
         ledger.attempts[row] = event.attempt
@@ -362,15 +362,15 @@ class LoadRun:
         ledger.cell[row] = ledger.cells.index(event.cell or "")
         ledger.host[row] = ledger.hosts.index(event.host or "")
         self.retries += max(event.attempt - 1, 0)
-        if track.deleting:
+        if watch.deleting:
             return
-        if event.stamps is None:
+        if event.stage_times is None:
             return
-        ledger.conflicts[row] = event.stamps.lost_claims
-        self.conflicts = (self.conflicts or 0) + event.stamps.lost_claims
+        ledger.conflicts[row] = event.stage_times.lost_claims
+        self.conflicts = (self.conflicts or 0) + event.stage_times.lost_claims
         # By the client's own wall clock: so the stages add up to the latency, whatever the clocks of others show.
         wall = self.started_at - self.started
-        spent = durations(event.stamps, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall)
+        spent = durations(event.stage_times, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall)
         for stage, seconds in spent.items():
             ledger.record_stage(row, stage, seconds)
 
@@ -391,8 +391,8 @@ async def run_load(
     finally:
         ticker.cancel()
     progress(_done(run), plan.boots)
-    tracks = [client.tracks[uuid] for uuid in run.boots.uuids if uuid in client.tracks]
-    found = sum_up(tracks, started=run.started, now=clock.monotonic())
+    watches = [client.watches[uuid] for uuid in run.boots.uuids if uuid in client.watches]
+    found = sum_up(watches, started=run.started, now=clock.monotonic())
     spent = stages_ms(run.boots.operations())
     return replace(found, spent_ms={stage: summary(values) for stage, values in spent.items()})
 

@@ -41,7 +41,7 @@ async def recorded(
 
     started: is handed the run before it begins (to interrupt it). console: where it is shown how it goes.
     """
-    run = LoadRun(client, plan, clock=clock, rng=rng, chance=chance, keep_tracks=False)
+    run = LoadRun(client, plan, clock=clock, rng=rng, chance=chance, keep_watches=False)
     started(run)
     view = None if console is None else LiveView(run, console)
     sampler = Sampler(run, client, clock=clock, transports=transports, on_sample=None if view is None else view.show)

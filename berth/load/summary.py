@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from berth.client import Track
+from berth.client import RequestWatch
 from berth.load.figures import summary
 from bus.contracts.build import BuildEvent, FunnelStep
 
@@ -51,28 +51,28 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     spent_ms: dict[str, dict[str, float]] = {}
 
 
-def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:
+def sum_up(watches: Sequence[RequestWatch], *, started: float, now: float) -> LoadReport:
     """Sum up what a client saw of its builds."""
-    ended = [t.ended_at for t in tracks if t.ended_at is not None]
+    ended = [t.ended_at for t in watches if t.ended_at is not None]
     seconds = max((max(ended) if ended else now) - started, 1e-9)
-    states = Counter(track.state for track in tracks)
-    active = [t for t in tracks if t.state == "active"]
-    failures = [_failure(t) for t in tracks if t.state in {"failed", "refused"}]
+    states = Counter(watch.state for watch in watches)
+    active = [t for t in watches if t.state == "active"]
+    failures = [_failure(t) for t in watches if t.state in {"failed", "refused"}]
     return LoadReport(
-        requests=len(tracks),
+        requests=len(watches),
         active=states["active"],
         failed=states["failed"],
         refused=states["refused"],
-        unfinished=sum(t.ended_at is None for t in tracks),
+        unfinished=sum(t.ended_at is None for t in watches),
         seconds=seconds,
         boots_per_s=states["active"] / seconds,
         latency_ms=percentiles([1000 * t.latency_s for t in active if t.latency_s is not None]),
         stages_ms=_stages(active),
-        alternates_used=sum(max(_attempt(t) - 1, 0) for t in tracks),
+        alternates_used=sum(max(_attempt(t) - 1, 0) for t in watches),
         attempts={str(n): c for n, c in sorted(Counter(_attempt(t) for t in active).items())},
         failures_by_code=dict(Counter(f.code for f in failures).most_common()),
         failures=tuple(failures[:MAX_FAILURES_SHOWN]),
-        more_than_one_terminal=sum(t.terminals > 1 for t in tracks),
+        more_than_one_terminal=sum(t.terminals > 1 for t in watches),
     )
 
 
@@ -82,26 +82,26 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items() if name != "p99.9"}
 
 
-def _stages(tracks: Sequence[Track]) -> dict[str, dict[str, float]]:
+def _stages(watches: Sequence[RequestWatch]) -> dict[str, dict[str, float]]:
     """Milliseconds from the intended time until the client received each state."""
     names = ("accepted", "scheduled", "building", "active")
     return {
-        name: percentiles([1000 * (t.stages[name] - t.intended_at) for t in tracks if name in t.stages])
+        name: percentiles([1000 * (t.stages[name] - t.intended_at) for t in watches if name in t.stages])
         for name in names
     }
 
 
-def _attempt(track: Track) -> int:
-    event: BuildEvent | None = track.last
+def _attempt(watch: RequestWatch) -> int:
+    event: BuildEvent | None = watch.last
     return event.attempt if event is not None else 0
 
 
-def _failure(track: Track) -> Failure:
-    event = track.last
+def _failure(watch: RequestWatch) -> Failure:
+    event = watch.last
     return Failure(
-        instance_uuid=track.instance_uuid,
-        flavor=track.flavor,
-        state=track.state,
+        instance_uuid=watch.instance_uuid,
+        flavor=watch.flavor,
+        state=watch.state,
         code=event.code if event else "",
         reason=event.reason if event else "its end was learned by a query; see `berth show`",
         attempts=event.attempt if event else 0,

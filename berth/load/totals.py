@@ -37,7 +37,7 @@ def totals(run: LoadRun, boots: Operations, deletes: Operations) -> Totals:
         deletes=len(deletes),
         delete_outcomes=_outcomes(deletes),
         delete_by_code=_by_code(deletes),
-        twice=run.twice,
+        duplicates=run.duplicates,
         interrupted=run.interrupted,
         seconds=round(seconds, 3),
         boots_per_s=round(len(active) / seconds, 2),

@@ -25,21 +25,21 @@ class Exported(Struct, frozen=True, kw_only=True):
     """commands: in an order in which they may be run. notes: what of an object is otherwise in Nova."""
 
     commands: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    excluded: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 class _Export:
     def __init__(self) -> None:
         self.commands: list[str] = []
-        self.left_out: list[LeftOut] = []
+        self.excluded: list[LeftOut] = []
         self.notes: list[str] = []
 
     def run(self, *words: str) -> None:
         self.commands.append(shlex.join(["openstack", *words]))
 
-    def leave_out(self, kind: ObjectKind, name: str, reason: str) -> None:
-        self.left_out.append(LeftOut(kind=kind.value, name=name, code="export.not_in_nova", reason=reason))
+    def exclude(self, kind: ObjectKind, name: str, reason: str) -> None:
+        self.excluded.append(LeftOut(kind=kind.value, name=name, code="export.not_in_nova", reason=reason))
 
 
 def exported(objects: Iterable[Row]) -> Exported:
@@ -56,10 +56,10 @@ def exported(objects: Iterable[Row]) -> Exported:
             case ObjectKind.QUOTA:
                 _quota(making, name, body.get("limits", {}))
             case ObjectKind.SCHEDULING:
-                making.leave_out(kind, name, "filters and weighers are settings of nova-scheduler")
+                making.exclude(kind, name, "filters and weighers are settings of nova-scheduler")
             case _:
-                making.leave_out(kind, name, "Nova's API does not make it")
-    return Exported(commands=tuple(making.commands), left_out=tuple(making.left_out), notes=tuple(making.notes))
+                making.exclude(kind, name, "Nova's API does not make it")
+    return Exported(commands=tuple(making.commands), excluded=tuple(making.excluded), notes=tuple(making.notes))
 
 
 def _flavor(making: _Export, name: str, body: Mapping[str, Any]) -> None:
@@ -69,10 +69,10 @@ def _flavor(making: _Export, name: str, body: Mapping[str, Any]) -> None:
         specs = {key: value for key, value in specs.items() if said.get(key) != value}
     odd = sorted(key for key, value in specs.items() if OURS.match(key) or value == PREFERRED)
     if odd:
-        making.leave_out(ObjectKind.FLAVOR, name, f"Nova does not read {', '.join(odd)}")
+        making.exclude(ObjectKind.FLAVOR, name, f"Nova does not read {', '.join(odd)}")
         return
     if POLICY in specs and (cpus := sorted(specs.keys() & {"resources:PCPU", "resources:VCPU"})):
-        making.leave_out(ObjectKind.FLAVOR, name, f"Nova takes no {', '.join(cpus)} beside {POLICY}")
+        making.exclude(ObjectKind.FLAVOR, name, f"Nova takes no {', '.join(cpus)} beside {POLICY}")
         return
     sizes = {"vcpus": "--vcpus", "memory_mb": "--ram", "disk_gb": "--disk"}
     # Nova's flavors have at least one CPU and one MiB, which an extra spec may take away again.
@@ -117,6 +117,6 @@ def _quota(making: _Export, name: str, limits: Mapping[str, int]) -> None:
     of_cores = {DEDICATED} if limits.get(DEDICATED) == limits.get("VCPU") else set()
     odd = sorted(limits.keys() - set(LIMITS.values()) - of_cores)
     if odd:
-        making.leave_out(ObjectKind.QUOTA, name, f"limits of {', '.join(odd)} are unified limits of Keystone")
+        making.exclude(ObjectKind.QUOTA, name, f"limits of {', '.join(odd)} are unified limits of Keystone")
     words = [word for theirs, ours in sorted(LIMITS.items()) for word in (f"--{theirs}", str(limits.get(ours, -1)))]
     making.run("quota", "set", *(["--class"] if name == DEFAULT_QUOTA else []), *words, name)

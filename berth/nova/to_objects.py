@@ -40,7 +40,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     """objects: by kind and name, as `berth apply` takes them. notes: what of a row that was taken is otherwise here."""
 
     objects: dict[ObjectKind, dict[str, dict[str, Any]]]
-    left_out: tuple[LeftOut, ...] = ()
+    excluded: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -49,11 +49,11 @@ class _Import:
 
     def __init__(self) -> None:
         self.objects: dict[ObjectKind, dict[str, dict[str, Any]]] = {}
-        self.left_out: list[LeftOut] = []
+        self.excluded: list[LeftOut] = []
         self.notes: list[str] = []
 
-    def leave_out(self, kind: str, name: str, code: str, reason: str) -> None:
-        self.left_out.append(LeftOut(kind=kind, name=name, code=code, reason=reason))
+    def exclude(self, kind: str, name: str, code: str, reason: str) -> None:
+        self.excluded.append(LeftOut(kind=kind, name=name, code=code, reason=reason))
 
     def put(self, kind: ObjectKind, name: str, body: dict[str, Any], noun: str) -> None:
         """Take an object, if a scheduler would."""
@@ -63,11 +63,11 @@ class _Import:
             if isinstance(parsed, Flavor):
                 parse(name, parsed)
         except (ValueError, FlavorInvalid) as error:
-            self.leave_out(noun, name, "import.refused", str(error))
+            self.exclude(noun, name, "import.refused", str(error))
             return
         why = unknown_class([changed]) or broken_rule([changed], {(kind, name): body})
         if why is not None:
-            self.leave_out(noun, name, "import.refused", why)
+            self.exclude(noun, name, "import.refused", why)
             return
         self.objects.setdefault(kind, {})[name] = body
 
@@ -76,7 +76,7 @@ def imported(cloud: Cloud, *, with_hosts: bool = False) -> Imported:
     """The objects of a cloud. with_hosts: aggregates name their hosts; else their members are those in Placement."""
     making = _Import()
     for kind, name, why in cloud.unreadable:
-        making.leave_out(kind, name, "import.unreadable", why)
+        making.exclude(kind, name, "import.unreadable", why)
     for flavor in sorted(cloud.flavors, key=lambda one: one.name):
         _flavor(making, flavor, cloud.access.get(flavor.id, ()))
     for aggregate in sorted(cloud.aggregates, key=lambda one: one.name):
@@ -84,23 +84,23 @@ def imported(cloud: Cloud, *, with_hosts: bool = False) -> Imported:
     _groups(making, cloud.groups)
     for project, limits in _unified(making, cloud) if cloud.is_unified else _own_quotas(making, cloud):
         making.put(ObjectKind.QUOTA, project, {"limits": limits}, "quota")
-    return Imported(objects=making.objects, left_out=tuple(making.left_out), notes=tuple(making.notes))
+    return Imported(objects=making.objects, excluded=tuple(making.excluded), notes=tuple(making.notes))
 
 
 def _flavor(making: _Import, flavor: FlavorRow, projects: tuple[str, ...]) -> None:
     if flavor.extra_specs is None:
-        making.leave_out("flavor", flavor.name, "import.unreadable", "its extra specs are not shown to this user")
+        making.exclude("flavor", flavor.name, "import.unreadable", "its extra specs are not shown to this user")
         return
     if not flavor.is_public and not projects:
         reason = "it is private, and no project has access to it: here a flavor without projects is everyone's"
-        making.leave_out("flavor", flavor.name, "import.of_nobody", reason)
+        making.exclude("flavor", flavor.name, "import.of_nobody", reason)
         return
     theirs = as_nova_has_it(flavor.name, flavor.vcpus, flavor.ram, flavor.extra_specs)
     try:
         specs = specs_of_query(theirs) | flavor.extra_specs
     except NotDecided as undecided:
         reason = f"berth does not decide it by itself, and would place it otherwise than Nova: {undecided.detail}"
-        making.leave_out("flavor", flavor.name, "import.spec", reason)
+        making.exclude("flavor", flavor.name, "import.spec", reason)
         return
     if has_topology(theirs):
         reason = (
@@ -139,7 +139,7 @@ def _aggregate(making: _Import, aggregate: AggregateRow, *, with_hosts: bool) ->
         body["hosts"] = sorted(hosts)
         if len(hosts) > MAX_AGGREGATE_HOSTS:
             reason = f"it has {len(hosts)} hosts, and an aggregate names at most {MAX_AGGREGATE_HOSTS}"
-            making.leave_out("aggregate", aggregate.name, "import.refused", reason)
+            making.exclude("aggregate", aggregate.name, "import.refused", reason)
             return
     making.put(ObjectKind.AGGREGATE, aggregate.name, body, "aggregate")
 
@@ -153,7 +153,7 @@ def _groups(making: _Import, groups: list[GroupRow]) -> None:
             name = f"{name}-{group.id}"
             making.notes.append(f"server group {group.id} is here {name}: its project has several of its name")
         if group.policy is None:
-            making.leave_out("server group", name, "import.refused", "it has no policy")
+            making.exclude("server group", name, "import.refused", "it has no policy")
             continue
         body: dict[str, Any] = {"uuid": group.id, "policy": group.policy}
         most = group.rules.get("max_server_per_host")
@@ -194,7 +194,7 @@ def _unified(making: _Import, cloud: Cloud) -> Iterator[tuple[str, dict[str, int
         if limit.project_id is None:
             if is_nova_limit(limit.resource_name):
                 reason = "it is of a domain, and berth has limits of projects"
-                making.leave_out("limit", f"{limit.domain_id} {limit.resource_name}", "import.limit", reason)
+                making.exclude("limit", f"{limit.domain_id} {limit.resource_name}", "import.limit", reason)
             continue
         mine = own.setdefault(limit.project_id, {})
         noun = f"limit of {limit.project_id}"
@@ -219,6 +219,6 @@ def _of_unified(making: _Import, resource: str, noun: str, known: Mapping[str, i
         return None
     name = INSTANCES if resource == SERVERS else resource.removeprefix(CLASS)
     if name in known:
-        making.leave_out(noun, resource, "import.limit", "there are several, of different regions")
+        making.exclude(noun, resource, "import.limit", "there are several, of different regions")
         return None
     return name

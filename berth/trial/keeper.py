@@ -34,12 +34,12 @@ MAX_FAILED_PROBES = 3
 MAX_REASON = 300
 
 
-def to_log(sentence: str) -> None:
+def to_log(message: str) -> None:
     """Log a sentence of a keeper, for a process without a terminal."""
-    log.warning("server.ended", reason=sentence)
+    log.warning("server.ended", reason=message)
 
 
-class ServerKeeper:
+class ServerSupervisor:
     """Restarts one server whenever it ends.
 
     name: of the server, for the messages. notify: called with one sentence for each end, failed start and return.
@@ -119,15 +119,15 @@ class ServerKeeper:
 
 
 @contextlib.asynccontextmanager
-async def kept_alive(
+async def kept_running(
     name: str, server: PrivateServer, *, notify: Notify, probe: Probe | None = None
 ) -> AsyncIterator[None]:
     """Start a server and keep it alive for as long as the block runs. Raises ServerFailed when it does not start.
 
-    probe: tries whether the server works (`ServerKeeper.probe_until_stopped`).
+    probe: tries whether the server works (`ServerSupervisor.probe_until_stopped`).
     """
     await _start(server)
-    keeper = ServerKeeper(name, server, notify=notify)
+    keeper = ServerSupervisor(name, server, notify=notify)
     tasks = [asyncio.create_task(keeper.watch(), name=f"keeper of {name}")]
     if probe is not None:
         tasks.append(asyncio.create_task(keeper.probe_until_stopped(probe), name=f"probe of {name}"))

@@ -100,7 +100,7 @@ async def hosts_known(client: BuildClient, plan: SystemPlan) -> None:
             await asyncio.sleep(ASK_AGAIN_S if in_a_row == 0 else 0)
             with contextlib.suppress(Transient, BusError):
                 page = await client.services(limit=MAX_SERVICES, timeout_s=HOSTS_KNOWN_S, up=True)
-                known = sum(service.in_book for service in page.services)
+                known = sum(service.in_placement for service in page.services)
                 in_a_row = in_a_row + 1 if known == count else 0
 
 

@@ -23,14 +23,14 @@ from berth.site import Brokers, Runtime, Site, process_name, write_runtime
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
 from berth.trial.ironic_stand_in.state_file import load, save, save_changes
-from berth.trial.keeper import Notify, kept_alive, to_log
+from berth.trial.keeper import Notify, kept_running, to_log
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.faults import DatabaseForbidden, Fault
 from bus.local import LocalServer
 from bus.port import BusError
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Fleet
 from placement_worker.rest.config import RestConfig
@@ -100,7 +100,7 @@ async def database(
         yield settings.database.url
         return
     server = Postgres(directory, durable=durable)
-    async with kept_alive("PostgreSQL", server, notify=notify):
+    async with kept_running("PostgreSQL", server, notify=notify):
         try:
             yield server.url(DATABASE_NAME)
         except Exception as error:
@@ -150,9 +150,9 @@ class LocalSystem:
         self.site = site
         self.in_process = InProcessWorkers()
         self.fleets: dict[str, Fleet] = {}
-        self._computes: dict[str, Callable[[], Service]] = {}
+        self._computes: dict[str, Callable[[], WorkerRuntime]] = {}
         self.services: dict[str, list[str]] = {cell: [] for cell in site.cells}  # compute services
-        self._builds: dict[str, Callable[[], Service]] = {}  # of all workers, by name
+        self._builds: dict[str, Callable[[], WorkerRuntime]] = {}  # of all workers, by name
 
     async def start(self, *, ironic_url: str | None = None) -> None:
         """Start everything, what others lean on first. ironic_url: also ironic-sync and a bare-metal compute a cell."""
@@ -175,7 +175,7 @@ class LocalSystem:
         if self.site.settings.gateway.projects:
             await start({"gateway": self._gateway})
 
-    async def _start(self, builds: Mapping[str, Callable[[], Service]]) -> None:
+    async def _start(self, builds: Mapping[str, Callable[[], WorkerRuntime]]) -> None:
         self._builds.update(builds)
         await self.in_process.start(*((name, build()) for name, build in builds.items()))
 
@@ -202,27 +202,27 @@ class LocalSystem:
         """A new process of the same compute service, over the same machines."""
         await self.in_process.start((service, self._computes[service]()))
 
-    def _placement(self, name: str) -> Service:
+    def _placement(self, name: str) -> WorkerRuntime:
         config = self.site.settings.placement
         if name != FIRST_PLACEMENT:  # one of them has the address of the REST API
             config = msgspec.structs.replace(config, rest=RestConfig())
         return placement_worker.app.build(self.site.environment(name), config, self.site.cells)
 
-    def _scheduler(self, name: str) -> Service:
+    def _scheduler(self, name: str) -> WorkerRuntime:
         return scheduler_worker.app.build(self.site.environment(name), self.site.settings.scheduler, self.site.cells)
 
-    def _ironic_sync(self, url: str) -> Service:
+    def _ironic_sync(self, url: str) -> WorkerRuntime:
         config = msgspec.structs.replace(self.site.settings.ironic_sync, url=url)
         return ironic_sync.app.build(self.site.environment("ironic-sync", "ironic-sync"), config)
 
-    def _gateway(self) -> Service:
+    def _gateway(self) -> WorkerRuntime:
         return gateway.app.build(self.site.environment("gateway"), self.site.settings.gateway)
 
-    def _conductor(self, cell: str) -> Service:
+    def _conductor(self, cell: str) -> WorkerRuntime:
         environment = self.site.environment(f"conductor-{cell}")
         return cell_conductor.app.build(environment, self.site.settings.conductor, cell)
 
-    def _compute(self, config: ComputeConfig, cell: str, service: str) -> Callable[[], Service]:
+    def _compute(self, config: ComputeConfig, cell: str, service: str) -> Callable[[], WorkerRuntime]:
         fleet = self.fleets[service] = Fleet.planned(config, cell, service)
         return lambda: compute_sim.app.build(
             self.site.environment(service, "compute"), config, cell, service, fleet=fleet
@@ -266,7 +266,7 @@ MAX_NAMED = 5  # services in a sentence
 
 
 async def unusable_hosts(here: Site, started: Mapping[str, Collection[str]], *, wait_s: float = WAIT_S) -> list[str]:
-    """Wait until a scheduler knows each of these compute services, and has each of its hosts in the book.
+    """Wait until a scheduler knows each of these compute services, and has each of its hosts in placement.
 
     started: {cell: names of compute services}. Returns what is missing after `wait_s` seconds, a sentence each.
     """
@@ -275,9 +275,9 @@ async def unusable_hosts(here: Site, started: Mapping[str, Collection[str]], *, 
     await bus.open()
     try:
         while True:
-            left_s = until - here.clock.monotonic()
-            missing = await _missing(bus, started, min(MAX_ASK_S, max(left_s, MIN_ASK_S)))
-            if not missing or left_s <= 0:
+            remaining_s = until - here.clock.monotonic()
+            missing = await _missing(bus, started, min(MAX_ASK_S, max(remaining_s, MIN_ASK_S)))
+            if not missing or remaining_s <= 0:
                 return missing
             await here.clock.sleep(ASK_S)
     finally:
@@ -306,12 +306,12 @@ def _state(service: ServiceRecord | None) -> str:
         return "has not announced its hosts"
     if not service.up:
         return f"is down ({service.code})"
-    if service.in_book < service.hosts:
-        return f"has {service.hosts} hosts, of which {service.in_book} are in the resource book"
+    if service.in_placement < service.hosts:
+        return f"has {service.hosts} hosts, of which {service.in_placement} are in placement"
     return ""
 
 
-def sentence(missing: Collection[str]) -> str:
+def message_of(missing: Collection[str]) -> str:
     """The message to an operator."""
     named = "; ".join(list(missing)[:MAX_NAMED])
     more = f"; and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""

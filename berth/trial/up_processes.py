@@ -19,9 +19,9 @@ from berth.site import Runtime, Site, write_runtime
 from berth.trial.broker_probe import probe
 from berth.trial.embedded.process import ServerFailed
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.keeper import Notify, kept_alive
+from berth.trial.keeper import Notify, kept_running
 from berth.trial.servers import API_VHOST, variables
-from berth.trial.up import database, ironic_of, sentence, unusable_hosts
+from berth.trial.up import database, ironic_of, message_of, unusable_hosts
 from berth.trial.worker_processes import WatchdogPings, WorkerProcesses
 from bus.bus import API
 from bus.clock import Clock
@@ -209,7 +209,7 @@ async def running(settings: Settings, count: ProcessCounts, *, notify: Notify) -
                 started = await start(processes, real, count, ironic_url)
                 await processes.ready()
                 if missing := await unusable_hosts(here, started):
-                    notify(sentence(missing))
+                    notify(message_of(missing))
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 remove_runtime = write_runtime(settings.state, runtime)
                 try:
@@ -227,7 +227,7 @@ async def start(
     """Start all, what others lean on first. Returns {cell: names of its compute services}.
 
     Placement is waited for: a compute service whose first report finds no queue tries again less and less often, and a
-    host that is not in the book takes no builds meanwhile.
+    host that is not in placement takes no builds meanwhile.
     """
     started: dict[str, list[str]] = {cell: [] for cell in settings.cells}
     no_rest = {"BERTH_PLACEMENT__REST": msgspec.json.encode(RestConfig()).decode()}
@@ -270,7 +270,7 @@ async def _broker(settings: Settings, notify: Notify) -> AsyncIterator[dict[str,
         yield {}
         return
     broker = RabbitMQ(settings.state / "rabbitmq")
-    async with kept_alive("RabbitMQ", broker, notify=notify, probe=lambda: probe(broker.url())):
+    async with kept_running("RabbitMQ", broker, notify=notify, probe=lambda: probe(broker.url())):
         clients = map(project_bus, settings.gateway.projects)
         vhosts = {API: API_VHOST, **{bus: bus for bus in (*settings.cells, *clients)}}
         urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())

@@ -22,14 +22,14 @@ from berth.reference.asyncapi import document as asyncapi_document
 from berth.settings import Settings
 from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
-from berth.web.dead_letters import LetterBox, WebDeadLetters
+from berth.web.dead_letters import DeadLetterActions, WebDeadLetters
 from berth.web.fleet import FleetReader, QueueReader
 from berth.web.live import Live
 from berth.web.login import LoginPages
 from berth.web.nova import NovaCalls, NovaPages
 from berth.web.objects import ObjectApi, WebObjects
 from berth.web.openapi import document
-from berth.web.operations import Drains, MetalReader, WebDrains, WebMetal, WebMoves, WebOperations
+from berth.web.operations import Drains, NodesReader, WebActions, WebDrains, WebNodes, WebOperations
 from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
@@ -49,7 +49,7 @@ NAV: Nav = (
     ("Now", "/"),
     ("Fleet", "/fleet"),
     ("Builds", "/builds"),
-    ("Moves", "/moves"),
+    ("Actions", "/actions"),
     ("Metal", "/metal"),
     ("Nova", "/nova"),
     ("Objects", "/objects"),
@@ -160,28 +160,28 @@ def application(
 ) -> Starlette:
     """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
     api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
-    fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
-    moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
+    fleet, box = FleetReader(bus, env.clock, env.cells), DeadLetterActions(env, settings)
+    actions, metal = WebActions(bus, api, env.rng), NodesReader(settings, objects, env.clock)
     safety = SafetyReader(env)
-    pages = Pages(api, moves, live, fleet, safety=safety, queues=queues, clock=env.clock, has_session=not access.open)
+    pages = Pages(api, actions, live, fleet, safety=safety, queues=queues, clock=env.clock, has_session=not access.open)
     for_operators = OperatorPages(
         fleet=fleet,
-        moves=moves,
+        actions=actions,
         drains=drains,
         metal=metal,
         objects=objects,
-        letters=box,
+        dead_letters=box,
         safety=safety,
         has_session=not access.open,
     )
     parts = (
         api,
-        moves,
+        actions,
         WebOperations(bus, fleet),
         WebDrains(drains),
         WebObjects(objects),
         WebDeadLetters(box),
-        WebMetal(metal),
+        WebNodes(metal),
         WebQuarantine(safety),
     )
     routes: list[BaseRoute] = [

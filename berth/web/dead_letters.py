@@ -31,7 +31,7 @@ MAX_SHOWN = 10_000
 OPEN_TIMEOUT_S = 10.0
 
 
-class LetterCount(Struct, frozen=True):
+class DeadLetterCount(Struct, frozen=True):
     """How many dead letters a queue of a bus has."""
 
     bus: str
@@ -39,10 +39,10 @@ class LetterCount(Struct, frozen=True):
     dead: int
 
 
-class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets. cut_from_bytes:
-    the size of the message's body, where the letter has only the first bytes. bars_replay: the code for which it is
-    never sent back.
+class DeadLetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets.
+    truncated_from_bytes: the size of the message's body, where the dead letter has only the first bytes. blocks_replay:
+    the code for which it is never sent back.
     """
 
     bus: str
@@ -56,35 +56,37 @@ class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
     died_at: float | None = None
     sent_at: float | None = None
     body: str = ""
-    cut_from_bytes: int = 0
-    bars_replay: str = ""
+    truncated_from_bytes: int = 0
+    blocks_replay: str = ""
 
 
 class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which letters go back to their queue. ids: null: all. old: also those whose delete may be forgotten by now."""
+    """Which dead letters go back to their queue. ids: null: all. old: also those whose delete may be forgotten by
+    now.
+    """
 
     ids: Annotated[tuple[Label, ...], Bound(min_length=1, max_length=1000)] | None = None
     old: bool = False
 
 
-class LettersReplayed(Struct, frozen=True):
+class DeadLettersReplayed(Struct, frozen=True):
     """The ids that were sent back, those that are too old and stayed, and those that are never sent back, each with the
     code for it. fault: why those behind the last one that was sent were not looked at; "": they were.
     """
 
     replayed: tuple[str, ...]
     too_old: tuple[str, ...]
-    barred: dict[str, str]
+    blocked: dict[str, str]
     fault: str = ""
 
 
-class LettersPurged(Struct, frozen=True):
+class DeadLettersPurged(Struct, frozen=True):
     """How many letters were thrown away."""
 
     purged: int
 
 
-class LetterBox:
+class DeadLetterActions:
     """Dead letters of all buses. One look at a time: letters that one look holds are hidden from another."""
 
     def __init__(self, env: Environment, settings: Settings) -> None:
@@ -92,9 +94,9 @@ class LetterBox:
         self._settings = settings
         self._looking = asyncio.Lock()
 
-    async def counts(self) -> list[LetterCount]:
+    async def counts(self) -> list[DeadLetterCount]:
         """How many there are, by bus and queue."""
-        found: list[LetterCount] = []
+        found: list[DeadLetterCount] = []
         for bus, make in (await self._buses()).items():
             try:
                 async with self._opened(bus, make) as transport:
@@ -105,33 +107,33 @@ class LetterBox:
             except CellAddressInvalid as fault:
                 log.info("web.letters_unread", bus=bus, reason=fault.reason)
                 continue
-            found += [LetterCount(bus, queue, dead) for queue, dead in counted.by_queue.items()]
+            found += [DeadLetterCount(bus, queue, dead) for queue, dead in counted.by_queue.items()]
         return found
 
-    async def of_queue(self, bus: str, queue: str, limit: int) -> list[LetterView]:
+    async def of_queue(self, bus: str, queue: str, limit: int) -> list[DeadLetterView]:
         """The oldest letters of a queue."""
         async with self._open(bus) as transport:
-            return [_view(bus, letter) for letter in await letters.list_dead(transport, queue, limit)]
+            return [_view(bus, dead_letter) for dead_letter in await letters.list_dead(transport, queue, limit)]
 
-    async def one(self, bus: str, queue: str, ident: str) -> LetterView:
+    async def one(self, bus: str, queue: str, ident: str) -> DeadLetterView:
         """One letter with its body. Raises Problem 404."""
         async with self._open(bus) as transport:
             found = [one for one in await letters.list_dead(transport, queue, MAX_SHOWN) if one.id == ident]
         if not found:
-            raise Problem(404, "letter.unknown", f"{queue[:255]} has no dead letter {ident[:255]}")
+            raise Problem(404, "dead_letter.unknown", f"{queue[:255]} has no dead letter {ident[:255]}")
         return _view(bus, found[0], body=found[0].body.decode(errors="replace"))
 
-    async def replay(self, bus: str, queue: str, requested: ReplayBody) -> LettersReplayed:
-        """Send letters back to their queue."""
+    async def replay(self, bus: str, queue: str, requested: ReplayBody) -> DeadLettersReplayed:
+        """Send dead letters back to their queue."""
         async with self._open(bus) as transport:
             now = self._env.clock.time()
             back = await send_back(transport, queue, requested.ids, self._settings, now=now, old=requested.old)
-        return LettersReplayed(tuple(back.sent), tuple(back.too_old), back.barred, str(back.fault or ""))
+        return DeadLettersReplayed(tuple(back.sent), tuple(back.too_old), back.blocked, str(back.fault or ""))
 
-    async def purge(self, bus: str, queue: str) -> LettersPurged:
-        """Throw the letters of a queue away."""
+    async def purge(self, bus: str, queue: str) -> DeadLettersPurged:
+        """Throw the dead letters of a queue away."""
         async with self._open(bus) as transport:
-            return LettersPurged(await letters.purge(transport, queue))
+            return DeadLettersPurged(await letters.purge(transport, queue))
 
     @asynccontextmanager
     async def _open(self, bus: str) -> AsyncIterator[Transport]:
@@ -177,35 +179,35 @@ class LetterBox:
 class WebDeadLetters(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
-    def __init__(self, box: LetterBox) -> None:
-        self._box = box
+    def __init__(self, actions: DeadLetterActions) -> None:
+        self._actions = actions
 
     @route("GET", "/dead-letters", role=WebRole.READER)
-    async def count_letters(self, request: Request) -> object:
+    async def count_dead_letters(self, request: Request) -> object:
         """How many dead letters there are, by bus and queue. Not for role project."""
-        return await self._box.counts()
+        return await self._actions.counts()
 
     @route("GET", "/dead-letters/{bus}/{queue}", "limit", role=WebRole.READER)
-    async def list_letters(self, request: Request) -> object:
+    async def list_dead_letters(self, request: Request) -> object:
         """The oldest dead letters of a queue, without their bodies: ?limit=. Not for role project."""
         limit = number_of(request, "limit", 100, most=MAX_SHOWN)
-        return await self._box.of_queue(*_place(request), limit)
+        return await self._actions.of_queue(*_place(request), limit)
 
-    @route("GET", "/dead-letters/{bus}/{queue}/letters/{letter}", role=WebRole.OPERATOR)
-    async def show_letter(self, request: Request) -> object:
+    @route("GET", "/dead-letters/{bus}/{queue}/letters/{dead_letter}", role=WebRole.OPERATOR)
+    async def show_dead_letter(self, request: Request) -> object:
         """One dead letter with its body. For operators."""
-        return await self._box.one(*_place(request), request.path_params["letter"])
+        return await self._actions.one(*_place(request), request.path_params["dead_letter"])
 
     @route("POST", "/dead-letters/{bus}/{queue}/replay", role=WebRole.OPERATOR)
-    async def replay_letters(self, request: Request) -> object:
+    async def replay_dead_letters(self, request: Request) -> object:
         """Send dead letters back to their queue. For operators."""
         body = converted(await object_of(request), ReplayBody)
-        return await self._box.replay(*_place(request), body)
+        return await self._actions.replay(*_place(request), body)
 
     @route("DELETE", "/dead-letters/{bus}/{queue}", role=WebRole.OPERATOR)
-    async def purge_letters(self, request: Request) -> object:
+    async def purge_dead_letters(self, request: Request) -> object:
         """Throw the dead letters of a queue away, for good. For operators."""
-        return await self._box.purge(*_place(request))
+        return await self._actions.purge(*_place(request))
 
 
 def _place(request: Request) -> tuple[str, str]:
@@ -213,19 +215,19 @@ def _place(request: Request) -> tuple[str, str]:
     return bus, parsed(lambda: msgspec.convert(queue, Label))
 
 
-def _view(bus: str, letter: DeadLetter, *, body: str = "") -> LetterView:
-    return LetterView(
+def _view(bus: str, dead_letter: DeadLetter, *, body: str = "") -> DeadLetterView:
+    return DeadLetterView(
         bus=bus,
-        queue=letter.queue,
-        id=letter.id,
-        code=letter.code,
-        reason=letter.reason,
-        type=letter.type,
-        routing_key=letter.routing_key,
-        cause=letter.cause,
-        died_at=letter.died_at,
-        sent_at=letter.sent_at,
+        queue=dead_letter.queue,
+        id=dead_letter.id,
+        code=dead_letter.code,
+        reason=dead_letter.reason,
+        type=dead_letter.type,
+        routing_key=dead_letter.routing_key,
+        cause=dead_letter.cause,
+        died_at=dead_letter.died_at,
+        sent_at=dead_letter.sent_at,
         body=body,
-        cut_from_bytes=letter.cut_from,
-        bars_replay=letter.bars_replay,
+        truncated_from_bytes=dead_letter.truncated_from,
+        blocks_replay=dead_letter.blocks_replay,
     )

@@ -15,7 +15,7 @@ from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
 from bus.bus import API, Bus
 from bus.clock import Clock
-from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
+from bus.contracts.book import HostTree, HostTreeQuery, TreeConsumer
 from bus.contracts.build import HostRecord, HostsQuery
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest
 from bus.contracts.objects import CellBus, CellRecord, CellsPage, CellsQuery, CellState, LinkState
@@ -38,7 +38,7 @@ WORKERS_AGE_S = 5.0
 PAGE_TIMEOUT_S = 5.0
 FAILED_AGE_S = 5.0
 MAX_SERVICES = 100_000
-# A host's page looks through so many of the newest changes of the book for those of its tree, and shows so many.
+# A host's page looks through so many of the newest changes of placement for those of its tree, and shows so many.
 CHANGES_LOOKED_AT = 2_000
 CHANGES_SHOWN = 50
 MAX_SEQUENCE = 2**62
@@ -78,7 +78,7 @@ class HostDetail(Struct, frozen=True, kw_only=True):
 
     host: HostRecord
     providers: tuple[ProviderView, ...]
-    holders: tuple[TreeHolder, ...]
+    consumers: tuple[TreeConsumer, ...]
     more: bool
 
 
@@ -106,7 +106,7 @@ class CellView(Struct, frozen=True, kw_only=True):
 
 
 class HostChange(Struct, frozen=True):
-    """One change of a provider of a host's tree, by the number of the book's feed. causes: of REST requests."""
+    """One change of a provider of a host's tree, by the number of placement's feed. causes: of REST requests."""
 
     sequence: int
     provider: str
@@ -115,7 +115,7 @@ class HostChange(Struct, frozen=True):
 
 
 class FleetReader:
-    """Queries schedulers and the book about the fleet."""
+    """Queries schedulers and placement about the fleet."""
 
     def __init__(self, bus: Bus, clock: Clock, cells: Sequence[str]) -> None:
         self._bus = bus
@@ -149,7 +149,9 @@ class FleetReader:
             if now - max(self._counted_at, self._hosts_at) > HOSTS_AGE_S:
                 query = ServicesQuery(limit=MAX_SERVICES)
                 page = await self._bus.request(query, ServicesPage, timeout_s=PAGE_TIMEOUT_S)
-                counts = {(one.cell, one.name): (one.up, one.hosts, one.enabled, one.in_book) for one in page.services}
+                counts = {
+                    (one.cell, one.name): (one.up, one.hosts, one.enabled, one.in_placement) for one in page.services
+                }
                 if counts != self._counts or now - self._hosts_at > COUNTED_AGE_S:
                     await self._read_hosts()
                 self._counts, self._counted_at = counts, self._clock.monotonic()
@@ -185,10 +187,10 @@ class FleetReader:
         """One host with its tree and holders. Raises Problem 404 or 409."""
         host = await self.host(ident, fresh=fresh)
         tree = await self._bus.request(HostTreeQuery(provider=host.uuid), HostTree, timeout_s=ASK_TIMEOUT_S)
-        return HostDetail(host=host, providers=tree_of(tree.providers), holders=tree.holders, more=tree.more)
+        return HostDetail(host=host, providers=tree_of(tree.providers), consumers=tree.consumers, more=tree.more)
 
     async def changes(self, providers: Sequence[ProviderView]) -> list[HostChange]:
-        """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of the whole book,
+        """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of all of placement,
         or as many of them as the feed still has.
         """
         names = {one.uuid: one.name for one in providers}

@@ -220,10 +220,10 @@ class Live:
         uuid = event.instance_uuid
         began = self._accepted_at.pop(uuid, None)
         if uuid not in self._ended:
-            if began is None and event.stamps is not None and event.stamps.requested:
-                began = event.stamps.requested
+            if began is None and event.stage_times is not None and event.stage_times.requested:
+                began = event.stage_times.requested
                 second.accepted += 1
-            second.lost_claims += event.stamps.lost_claims if event.stamps is not None else 0
+            second.lost_claims += event.stage_times.lost_claims if event.stage_times is not None else 0
             second.retries += max(0, event.attempt - 1)
         self._note_lost(event)
         self._ended[uuid] = event.state, event.sequence

@@ -1,6 +1,7 @@
-"""Calls of a real Nova: how the fronts decided them, and how a stock nova-scheduler's answers differ from berth's.
+"""Calls of a real Nova: how the frontends decided them, and how a stock nova-scheduler's answers differ from berth's.
 
-The newest are kept, from what fronts announce since this server's start. The fronts' logs have the same, and all of it.
+The newest are kept, from what frontends announce since this server's start. The frontends' logs have the same, and all
+of it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from berth.web.rendering import rendered
 from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.nova_calls import CallExplained, NovaCall
+from bus.contracts.nova_calls import CallDecision, NovaCall
 from bus.contracts.workers import WorkerHeartbeat
-from scheduler_worker.nova.explained import KeptCalls
+from scheduler_worker.nova.explained import RecentCalls
 
 MAX_KEPT = 500  # calls, and as many comparisons
 MAX_KEPT_BYTES = 4 * 2**20  # of each of the two
-MAX_FRONTS = 100  # with counts
-FRONT = "nova-scheduler"  # their role
+MAX_FRONTENDS = 100  # with counts
+FRONTEND = "nova-scheduler"  # their role
 SHOWN = 50
 EVERY_S = 1.0
 MAX_SHOWN_ID = 64
@@ -40,22 +41,22 @@ MAX_SHOWN_ID = 64
 class NovaView(Struct, frozen=True):
     """The newest calls first: comparisons in which the stock scheduler's answer differs, and how calls were decided.
 
-    counts: of the shadow, {difference: calls} since the fronts' start. In the list of all calls `explained` has what
+    counts: of the shadow, {difference: calls} since the frontends' start. In the list of all calls `decisions` has what
     the list shows.
     """
 
     compared: tuple[NovaCall, ...]
-    explained: tuple[NovaCall, ...]
+    decisions: tuple[NovaCall, ...]
     counts: dict[str, int] = {}
 
 
 def _in_short(call: NovaCall) -> NovaCall:
     """As the list shows it, which is sent each second: without the steps, alternates and scores, which may be many."""
-    one = call.explained
+    one = call.decision
     if one is None:
         return call
     hosts = tuple(of[:1] for of in one.hosts)
-    shown = CallExplained(
+    shown = CallDecision(
         event=one.event,
         request_id=one.request_id,
         project_id=one.project_id,
@@ -63,23 +64,23 @@ def _in_short(call: NovaCall) -> NovaCall:
         reason=one.reason,
         hosts=hosts,
     )
-    return replace(call, explained=shown)
+    return replace(call, decision=shown)
 
 
-def _kept() -> tuple[KeptCalls, KeptCalls]:
+def _recent() -> tuple[RecentCalls, RecentCalls]:
     """What is kept, and what the list shows."""
-    return KeptCalls(MAX_KEPT, MAX_KEPT_BYTES), KeptCalls(SHOWN, MAX_KEPT_BYTES)
+    return RecentCalls(MAX_KEPT, MAX_KEPT_BYTES), RecentCalls(SHOWN, MAX_KEPT_BYTES)
 
 
 class NovaCalls:
-    """Receives what the fronts announce, and keeps the newest."""
+    """Receives what the frontends announce, and keeps the newest."""
 
     def __init__(self, bus: Bus, process: str) -> None:
         self._bus = bus
         self._process = process
-        self.explained, self.explained_list = _kept()
-        self.compared, self.compared_list = _kept()
-        self._counts: dict[str, dict[str, int]] = {}  # of each front, the one with the newest change last
+        self.decisions, self.decisions_list = _recent()
+        self.compared, self.compared_list = _recent()
+        self._counts: dict[str, dict[str, int]] = {}  # of each frontend, the one with the newest change last
         self.received = 0
 
     async def open(self) -> None:
@@ -103,38 +104,38 @@ class NovaCalls:
 
     def note(self, call: NovaCall) -> None:
         """Take one event in."""
-        if call.compared is None and call.explained is None:  # a newer front may tell something else
+        if call.compared is None and call.decision is None:  # a newer frontend may tell something else
             return
         self.received += 1
         if call.compared is not None:
-            self.compared.note(call)
-            self.compared_list.note(call)
+            self.compared.add(call)
+            self.compared_list.add(call)
         else:
-            self.explained.note(call)
-            self.explained_list.note(_in_short(call))
+            self.decisions.add(call)
+            self.decisions_list.add(_in_short(call))
 
     def note_counts(self, heartbeat: WorkerHeartbeat) -> None:
-        """Take in what a front's shadow has counted since its start."""
-        if heartbeat.role != FRONT or self._counts.get(heartbeat.worker) == heartbeat.counts:
+        """Take in what a frontend's shadow has counted since its start."""
+        if heartbeat.role != FRONTEND or self._counts.get(heartbeat.worker) == heartbeat.counts:
             return
         self.received += 1
         self._counts.pop(heartbeat.worker, None)
         self._counts[heartbeat.worker] = heartbeat.counts
-        if len(self._counts) > MAX_FRONTS:
+        if len(self._counts) > MAX_FRONTENDS:
             del self._counts[next(iter(self._counts))]
 
     def view(self) -> NovaView:
         """The newest, for the page."""
         counts = sum((Counter(one) for one in self._counts.values()), Counter[str]())
-        return NovaView(self.compared_list.newest(), self.explained_list.newest(), dict(counts))
+        return NovaView(self.compared_list.newest(), self.decisions_list.newest(), dict(counts))
 
     def of_request(self, request_id: str) -> NovaView:
         """All that is kept about one request of Nova's user."""
-        compared, explained = (
+        compared, decisions = (
             tuple(one for one in kept.newest() if one.request_id == request_id)
-            for kept in (self.compared, self.explained)
+            for kept in (self.compared, self.decisions)
         )
-        return NovaView(compared, explained)
+        return NovaView(compared, decisions)
 
 
 class NovaPages:
@@ -181,7 +182,7 @@ class NovaPages:
         need(caller_of(request), WebRole.READER)
         request_id = request.path_params["request_id"]
         calls = self._calls.of_request(request_id)
-        if not (calls.compared or calls.explained):
+        if not (calls.compared or calls.decisions):
             sentence = f"nothing is kept here about request {request_id[:MAX_SHOWN_ID]}: see the logs (berth explain)"
             raise Problem(404, "explain.unknown", sentence)
         return self._page(request, "nova_call.html", request_id=request_id, calls=calls)

@@ -96,14 +96,14 @@ class ChangeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Many changes at once, all or none: as `objects.change.v1`; the caller's name goes on record as its `who`."""
 
     changes: tuple[ObjectChange, ...] = ()
-    why: Reason = ""
+    reason: Reason = ""
     prune: tuple[ObjectKind, ...] = ()
     force: bool = False
     dry_run: bool = False
 
 
 class ObjectApi:
-    """Objects as schedulers and the book have them, for the API and the pages."""
+    """Objects as schedulers and placement have them, for the API and the pages."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -214,7 +214,7 @@ class WebObjects(Handlers):
         body = converted(await object_of(request), ChangeBody)
         if len(body.changes) > MAX_CHANGES:
             raise Problem(400, "request.invalid", f"at most {MAX_CHANGES} changes")
-        fields = {**msgspec.to_builtins(body), "who": caller.name}
+        fields = {**msgspec.to_builtins(body), "actor": caller.name}
         return await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange)))
 
     @route("GET", "/objects/log", "kind", "name", "before", "before_object", "limit", role=WebRole.READER)
@@ -309,8 +309,8 @@ class _OfKind:
             fields["if_version"] = parsed(lambda: msgspec.convert(query["if_version"], Version, strict=False))
         requested = {
             "changes": [fields],
-            "who": caller.name,
-            "why": query.get("reason", ""),
+            "actor": caller.name,
+            "reason": query.get("reason", ""),
             "force": truth_of(request, "force") or False,
             "dry_run": truth_of(request, "dry_run") or False,
         }

@@ -16,7 +16,7 @@ from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress, DrainTarget
-from bus.contracts.moves import MoveRecord, MoveRequest
+from bus.contracts.moves import ActionRecord, ActionRequest
 from bus.contracts.objects import (
     Aggregate,
     CellDecision,
@@ -29,7 +29,7 @@ from bus.contracts.objects import (
     SchedulingRules,
     StoredObject,
 )
-from bus.contracts.operations import HostAdminState, HostForgotten, ServiceForgotten, ServiceRecord
+from bus.contracts.operations import HostAdminState, HostDeleted, ServiceDeleted, ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
 _REF = "#/components/schemas/{name}"
@@ -55,7 +55,7 @@ _IN_PATH: dict[str, Any] = {
     "project": Word,
     "bus": Word,
     "queue": Label,
-    "letter": Label,
+    "dead_letter": Label,
     "cell": Word,
 }
 _WRITES = (400, 403, 413, 415, 422, 429)
@@ -63,16 +63,16 @@ _READS = (400, 403)
 
 
 def _operations() -> dict[str, _Operation]:
-    return _of_instances() | _of_hosts() | _of_objects() | _of_letters() | _of_quarantine()
+    return _of_instances() | _of_hosts() | _of_objects() | _of_dead_letters() | _of_quarantine()
 
 
 def _of_instances() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
-    from berth.web.operations import MoveTaken  # noqa: PLC0415
+    from berth.web.operations import ActionResponse  # noqa: PLC0415
 
     builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
     builds |= {"gang": Uuid, "after": float, "before": float, "before_instance": Uuid, "limit": int}
-    moves = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
+    actions = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
     return {
         "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),
         "list_builds": _Operation(Builds, query=builds, errors=_READS),
@@ -80,9 +80,9 @@ def _of_instances() -> dict[str, _Operation]:
         "delete_build": _Operation(Accepted, 202, errors=(404, 409, *_WRITES)),
         "follow_build": _Operation(str, query={"until": Literal["end", "deleted"]}, errors=(400, 404), stream=True),
         "follow_all": _Operation(str, errors=(400,), stream=True),
-        "create_move": _Operation(MoveTaken, 202, MoveRequest, errors=(404, 409, *_WRITES)),
-        "list_moves": _Operation(tuple[MoveRecord, ...], query=moves, errors=_READS),
-        "show_move": _Operation(MoveRecord, errors=(400, 404)),
+        "create_action": _Operation(ActionResponse, 202, ActionRequest, errors=(404, 409, *_WRITES)),
+        "list_actions": _Operation(tuple[ActionRecord, ...], query=actions, errors=_READS),
+        "show_action": _Operation(ActionRecord, errors=(400, 404)),
     }
 
 
@@ -92,8 +92,8 @@ def _of_hosts() -> dict[str, _Operation]:
         AdminStateRequest,
         DrainBody,
         DrainCommandBody,
-        ForgetRequest,
-        MetalView,
+        NodesView,
+        RemovalBody,
         TargetBody,
     )
 
@@ -104,9 +104,9 @@ def _of_hosts() -> dict[str, _Operation]:
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(409, *_WRITES)),
-        "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
+        "delete_host": _Operation(HostDeleted, body=RemovalBody, errors=(409, *_WRITES)),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
-        "forget_service": _Operation(ServiceForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
+        "delete_service": _Operation(ServiceDeleted, body=RemovalBody, errors=(409, *_WRITES)),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
         "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),
@@ -118,7 +118,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "stop_drain": _Operation(DrainProgress, errors=(404, 409, *_WRITES)),
         "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
         "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
-        "show_metal": _Operation(MetalView, errors=_READS),
+        "show_metal": _Operation(NodesView, errors=_READS),
     }
 
 
@@ -158,15 +158,21 @@ def _of_objects() -> dict[str, _Operation]:
     return found
 
 
-def _of_letters() -> dict[str, _Operation]:
-    from berth.web.dead_letters import LetterCount, LettersPurged, LettersReplayed, LetterView, ReplayBody  # noqa: PLC0415
+def _of_dead_letters() -> dict[str, _Operation]:
+    from berth.web.dead_letters import (  # noqa: PLC0415
+        DeadLetterCount,
+        DeadLettersPurged,
+        DeadLettersReplayed,
+        DeadLetterView,
+        ReplayBody,
+    )
 
     return {
-        "count_letters": _Operation(tuple[LetterCount, ...], errors=_READS),
-        "list_letters": _Operation(tuple[LetterView, ...], query={"limit": int}, errors=(404, *_READS)),
-        "show_letter": _Operation(LetterView, errors=(404, *_READS)),
-        "replay_letters": _Operation(LettersReplayed, body=ReplayBody, errors=(404, *_WRITES)),
-        "purge_letters": _Operation(LettersPurged, errors=(404, *_READS)),
+        "count_dead_letters": _Operation(tuple[DeadLetterCount, ...], errors=_READS),
+        "list_dead_letters": _Operation(tuple[DeadLetterView, ...], query={"limit": int}, errors=(404, *_READS)),
+        "show_dead_letter": _Operation(DeadLetterView, errors=(404, *_READS)),
+        "replay_dead_letters": _Operation(DeadLettersReplayed, body=ReplayBody, errors=(404, *_WRITES)),
+        "purge_dead_letters": _Operation(DeadLettersPurged, errors=(404, *_READS)),
     }
 
 
@@ -197,7 +203,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components([*kinds, ProblemBody], ref_template=_REF)
     of_kind = dict(zip(map(repr, [*kinds, ProblemBody]), schemas, strict=True))
     _as_body(components["BuildRequest"], "instance_uuid", "project_id")
-    _as_body(components["MoveRequest"], "request_id", "instance_uuid", "project_id")
+    _as_body(components["ActionRequest"], "request_id", "instance_uuid", "project_id")
     _as_body(components["Aggregate"], "name")
     paths: dict[str, Any] = {}
     for route in routes:

@@ -56,15 +56,15 @@ from bus.contracts.drains import (
     DrainTarget,
     PerMinute,
 )
-from bus.contracts.moves import MoveAccepted, MoveKind, MovePage, MoveQuery, MoveRequest
+from bus.contracts.moves import ActionAccepted, ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.objects import ObjectKind
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
-    ForgetHost,
-    ForgetService,
-    HostForgotten,
-    ServiceForgotten,
+    DeleteHost,
+    DeleteService,
+    HostDeleted,
+    ServiceDeleted,
     ServicesQuery,
     SetAdminState,
 )
@@ -90,7 +90,7 @@ class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     force: bool = False
 
 
-class ForgetRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RemovalBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to forget a host or a service. cell: where a name is looked for; the caller's name goes on
     record.
     """
@@ -125,10 +125,12 @@ class WebOperations(Handlers):
         answer = await self._bus.request(command, AdminStateSet, timeout_s=ASK_TIMEOUT_S)
         return answer.host
 
-    @route("POST", "/hosts/{host}/forget", role=WebRole.OPERATOR)
-    async def forget_host(self, request: Request) -> object:
-        """Forget a host that is gone for good: its providers leave the book, its decision the record. For operators."""
-        return await self._forget(request, ForgetHost, HostForgotten)
+    @route("POST", "/hosts/{host}/delete", role=WebRole.OPERATOR)
+    async def delete_host(self, request: Request) -> object:
+        """Forget a host that is gone for good: its providers leave placement, its decision the record. For
+        operators.
+        """
+        return await self._remove(request, DeleteHost, HostDeleted)
 
     @route("GET", "/services", "cell", "up", "limit", role=WebRole.READER)
     async def list_services(self, request: Request) -> object:
@@ -141,10 +143,10 @@ class WebOperations(Handlers):
         query = parsed(lambda: msgspec.convert(requested, ServicesQuery))
         return await self._fleet.services(query)
 
-    @route("POST", "/services/{service}/forget", role=WebRole.OPERATOR)
-    async def forget_service(self, request: Request) -> object:
+    @route("POST", "/services/{service}/delete", role=WebRole.OPERATOR)
+    async def delete_service(self, request: Request) -> object:
         """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
-        return await self._forget(request, ForgetService, ServiceForgotten)
+        return await self._remove(request, DeleteService, ServiceDeleted)
 
     @route("GET", "/workers", "role", "limit", role=WebRole.READER)
     async def list_workers(self, request: Request) -> object:
@@ -159,19 +161,19 @@ class WebOperations(Handlers):
         """Cells with their services and hosts. Not for role project."""
         return await self._fleet.cells()
 
-    async def _forget(
+    async def _remove(
         self,
         request: Request,
-        command: type[ForgetHost | ForgetService],
-        answer: type[HostForgotten] | type[ServiceForgotten],
+        command: type[DeleteHost | DeleteService],
+        answer: type[HostDeleted] | type[ServiceDeleted],
     ) -> object:
-        body = converted(await object_of(request), ForgetRequest)
+        body = converted(await object_of(request), RemovalBody)
         fields = {**request.path_params, "by": caller_of(request).name, **msgspec.to_builtins(body)}
         parsed_command = parsed(lambda: msgspec.convert(fields, command))
         return await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S)
 
 
-class MoveTaken(Struct, frozen=True):
+class ActionResponse(Struct, frozen=True):
     """The answer to a request that is on record. links: where to look at it and at its instance."""
 
     request_id: Uuid
@@ -179,7 +181,7 @@ class MoveTaken(Struct, frozen=True):
     links: dict[str, str]
 
 
-class WebMoves(Handlers):
+class WebActions(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, bus: Bus, api: WebApi, rng: random.Random) -> None:
@@ -187,8 +189,8 @@ class WebMoves(Handlers):
         self._api = api
         self._rng = rng
 
-    @route("POST", "/builds/{uuid}/moves")
-    async def create_move(self, request: Request) -> object:
+    @route("POST", "/builds/{uuid}/actions")
+    async def create_action(self, request: Request) -> object:
         """Ask for one thing with one instance. Idempotent by request_id; without one, a new one is made up."""
         caller = caller_of(request)
         uuid = uuid_of(request)
@@ -199,14 +201,14 @@ class WebMoves(Handlers):
             if fields.setdefault(name, value) != value:
                 raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
         fields.setdefault("request_id", new_uuid(self._rng))
-        move = message_of(fields, MoveRequest, caller)
-        await self._api.send(move, MoveAccepted, move.request_id)
-        here = f"{API_ROOT}/moves/{move.request_id}"
-        body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
+        action = message_of(fields, ActionRequest, caller)
+        await self._api.send(action, ActionAccepted, action.request_id)
+        here = f"{API_ROOT}/actions/{action.request_id}"
+        body = ActionResponse(action.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
         return json_response(body, 202, {"location": here})
 
-    @route("GET", "/moves", "instance", "project", "under_way", "limit")
-    async def list_moves(self, request: Request) -> object:
+    @route("GET", "/actions", "instance", "project", "under_way", "limit")
+    async def list_actions(self, request: Request) -> object:
         """Requests about instances, newest first: ?instance=&project=&under_way=true|false&limit=."""
         query, caller = request.query_params, caller_of(request)
         project = query.get("project", caller.sees)
@@ -218,29 +220,29 @@ class WebMoves(Handlers):
             "under_way": truth_of(request, "under_way"),
             "limit": number_of(request, "limit", 100, most=MAX_PAGE),
         }
-        page = await self.moves(parsed(lambda: msgspec.convert(requested, MoveQuery)))
-        return page.moves
+        page = await self.actions(parsed(lambda: msgspec.convert(requested, ActionQuery)))
+        return page.actions
 
-    @route("GET", "/moves/{uuid}")
-    async def show_move(self, request: Request) -> object:
+    @route("GET", "/actions/{uuid}")
+    async def show_action(self, request: Request) -> object:
         """One request about an instance, and how it has ended."""
         uuid, caller = uuid_of(request), caller_of(request)
-        page = await self.moves(MoveQuery(request_id=uuid))
-        found = next((one for one in page.moves if caller.sees in (None, one.project_id)), None)
+        page = await self.actions(ActionQuery(request_id=uuid))
+        found = next((one for one in page.actions if caller.sees in (None, one.project_id)), None)
         if found is None:
-            raise Problem(404, "move.unknown", f"no request {uuid} is on record")
+            raise Problem(404, "action.unknown", f"no request {uuid} is on record")
         return found
 
-    async def moves(self, query: MoveQuery) -> MovePage:
+    async def actions(self, query: ActionQuery) -> ActionPage:
         """Ask a scheduler for requests about instances."""
-        return await self._bus.request(query, MovePage, timeout_s=ASK_TIMEOUT_S)
+        return await self._bus.request(query, ActionPage, timeout_s=ASK_TIMEOUT_S)
 
 
 # Ironic is read at most so often, however many pages show it.
 METAL_AGE_S = 5.0
 
 
-class MetalView(Struct, frozen=True, kw_only=True):
+class NodesView(Struct, frozen=True, kw_only=True):
     """Nodes by uuid, how many are in each provision state, and flavors that no node can serve."""
 
     url: str
@@ -249,7 +251,7 @@ class MetalView(Struct, frozen=True, kw_only=True):
     unserved_flavors: tuple[str, ...]
 
 
-class MetalReader:
+class NodesReader:
     """Reads Ironic as the compute service's settings have it, or as a running `berth up` has one."""
 
     def __init__(self, settings: Settings, objects: ObjectApi, clock: Clock) -> None:
@@ -257,10 +259,10 @@ class MetalReader:
         self._objects = objects
         self._clock = clock
         self._reading = asyncio.Lock()
-        self._found: MetalView | Problem = Problem(503, "ironic.unavailable", "Ironic has not been read yet")
+        self._found: NodesView | Problem = Problem(503, "ironic.unavailable", "Ironic has not been read yet")
         self._read_at = float("-inf")
 
-    async def view(self) -> MetalView:
+    async def view(self) -> NodesView:
         """Ironic's nodes, at most METAL_AGE_S old. Raises Problem 503 or 504; that is kept as long, so that requests
         that came meanwhile do not wait for Ironic one after the other.
         """
@@ -273,7 +275,7 @@ class MetalReader:
             raise Problem(kept.status, kept.code, kept.detail, headers=kept.headers)
         return self._found
 
-    async def _read_or_fault(self) -> MetalView | Problem:
+    async def _read_or_fault(self) -> NodesView | Problem:
         try:
             return await self._read()
         except (Problem, Fault, BusError) as fault:
@@ -281,7 +283,7 @@ class MetalReader:
             assert problem is not None, fault
             return problem
 
-    async def _read(self) -> MetalView:
+    async def _read(self) -> NodesView:
         config = self._settings.compute.ironic
         runtime = read_runtime(self._settings.state)
         if runtime is not None and runtime.ironic_url:
@@ -298,21 +300,21 @@ class MetalReader:
             await api.close()
         nodes = tuple(sorted((node_record(one, classes) for one in raw), key=lambda node: node.uuid))
         states = dict(sorted(Counter(node.state for node in nodes).items()))
-        return MetalView(
+        return NodesView(
             url=hide_password(config.url), states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes)
         )
 
 
-class WebMetal(Handlers):
+class WebNodes(Handlers):
     """The handler."""
 
-    def __init__(self, metal: MetalReader) -> None:
-        self._metal = metal
+    def __init__(self, metal: NodesReader) -> None:
+        self._nodes = metal
 
     @route("GET", "/metal", role=WebRole.READER)
-    async def show_metal(self, request: Request) -> object:
+    async def show_nodes(self, request: Request) -> object:
         """Ironic's nodes by provision state, with what is wrong with each. Not for role project."""
-        return await self._metal.view()
+        return await self._nodes.view()
 
 
 # A plan simulates a placement for each instance of its target: seconds for thousands. A person waits no longer.
@@ -366,7 +368,7 @@ class Drains:
             name=name,
             target=target,
             cell=body.cell,
-            kind=MoveKind(body.kind),
+            kind=ActionKind(body.kind),
             at_once=body.at_once,
             per_minute=body.per_minute,
             deadline_s=body.deadline_s,

@@ -16,22 +16,22 @@ from starlette.routing import Route
 
 from berth.web.access import WebRole
 from berth.web.api import caller_of, need, parsed
-from berth.web.dead_letters import LetterBox
+from berth.web.dead_letters import DeadLetterActions
 from berth.web.fleet import FleetReader
 from berth.web.objects import SECTIONS, ObjectApi, zones_of
-from berth.web.operations import DrainBody, Drains, MetalReader, WebMoves
+from berth.web.operations import DrainBody, Drains, NodesReader, WebActions
 from berth.web.problems import Problem
 from berth.web.quarantine import MAX_DECIDED, SafetyReader
 from berth.web.rendering import Asked, rendered
 from bus.contracts.base import Label
 from bus.contracts.drains import DrainQuery, DrainTarget
-from bus.contracts.moves import MoveKind, MoveQuery
+from bus.contracts.moves import ActionKind, ActionQuery
 from bus.contracts.objects import SCHEDULING, ObjectKind, ObjectLogQuery
 from bus.contracts.operations import ServicesQuery
 
 # Rows of one table; what is beyond is counted.
 PAGE = 200
-LETTERS = 100
+MAX_DEAD_LETTERS = 100
 # The initial values of a form for a new object.
 NEW: dict[ObjectKind, dict[str, Any]] = {
     ObjectKind.FLAVOR: {"vcpus": 1, "memory_mb": 1024, "disk_gb": 10, "extra_specs": {}, "projects": []},
@@ -50,20 +50,20 @@ class OperatorPages:
         self,
         *,
         fleet: FleetReader,
-        moves: WebMoves,
+        actions: WebActions,
         drains: Drains,
-        metal: MetalReader,
+        metal: NodesReader,
         objects: ObjectApi,
-        letters: LetterBox,
+        dead_letters: DeadLetterActions,
         safety: SafetyReader,
         has_session: bool,
     ) -> None:
         self._fleet = fleet
-        self._moves = moves
+        self._actions = actions
         self._drains = drains
         self._metal = metal
         self._objects = objects
-        self._letters = letters
+        self._dead_letters = dead_letters
         self._safety = safety
         self._has_session = has_session
 
@@ -72,14 +72,14 @@ class OperatorPages:
         return [
             Route("/fleet/{host}", self.host),
             Route("/fleet/{host}/drain", self.drain_plan),
-            Route("/moves", self.moves),
+            Route("/actions", self.actions),
             Route("/drains/{uuid}", self.drain),
             Route("/metal", self.metal),
             Route("/objects", self.objects),
             Route("/objects/{section}", self.edit_object),
             Route("/quarantine", self.quarantine),
             Route("/system", self.system),
-            Route("/system/dead-letters/{bus}/{queue}", self.letters),
+            Route("/system/dead-letters/{bus}/{queue}", self.dead_letters),
         ]
 
     async def host(self, request: Request) -> Response:
@@ -95,7 +95,7 @@ class OperatorPages:
         host = await self._fleet.host(request.path_params["host"], fresh=True)
         kind = request.query_params.get("kind", "live-migrate")
         parsed(lambda: msgspec.convert({"kind": kind}, DrainBody))
-        plan = await self._drains.plan(DrainQuery(host=host.uuid, target=DrainTarget.HOST, kind=MoveKind(kind)))
+        plan = await self._drains.plan(DrainQuery(host=host.uuid, target=DrainTarget.HOST, kind=ActionKind(kind)))
         stuck = sum(not one.hosts for one in plan.moves)
         return self._page(request, "drain_plan.html", host=host, plan=plan, kind=kind, stuck=stuck)
 
@@ -104,7 +104,7 @@ class OperatorPages:
         need(caller_of(request), WebRole.READER)
         return self._page(request, "drain.html", drain=await self._drains.get(request.path_params["uuid"]))
 
-    async def moves(self, request: Request) -> Response:
+    async def actions(self, request: Request) -> Response:
         """Requests about instances, newest first, and drains."""
         caller, query = caller_of(request), request.query_params
         fields = {
@@ -112,9 +112,9 @@ class OperatorPages:
             "under_way": True if query.get("under_way") == "true" else None,
             "limit": PAGE,
         }
-        page = await self._moves.moves(parsed(lambda: msgspec.convert(fields, MoveQuery)))
+        page = await self._actions.actions(parsed(lambda: msgspec.convert(fields, ActionQuery)))
         drains = await self._drains.list_all(PAGE) if caller.role is not WebRole.PROJECT else []
-        return self._page(request, "moves.html", moves=page.moves, drains=drains, query=query)
+        return self._page(request, "moves.html", actions=page.actions, drains=drains, query=query)
 
     async def metal(self, request: Request) -> Response:
         """Ironic's nodes by provision state, those that are held back first."""
@@ -171,11 +171,12 @@ class OperatorPages:
         """Cells, compute services, workers and dead letters."""
         need(caller_of(request), WebRole.READER)
         asked = Asked()
-        services, workers, cells, letters = await asyncio.gather(  # together: what does not answer holds it up once
+        # Together: what does not answer holds it up once.
+        services, workers, cells, dead_letters = await asyncio.gather(
             asked.of(self._fleet.services(ServicesQuery(limit=PAGE)), without=()),
             asked.of(self._fleet.known_workers(), without=()),
             asked.of(self._fleet.cells(), without=()),
-            self._letters.counts(),
+            self._dead_letters.counts(),
         )
         return self._page(
             request,
@@ -184,7 +185,7 @@ class OperatorPages:
             cells=cells,
             services=sorted(services, key=lambda one: one.up),
             workers=sorted(workers, key=lambda one: (not one.silent, not one.heartbeat.not_ready))[:PAGE],
-            letters=letters,
+            dead_letters=dead_letters,
         )
 
     async def quarantine(self, request: Request) -> Response:
@@ -207,12 +208,12 @@ class OperatorPages:
             decided=decided,
         )
 
-    async def letters(self, request: Request) -> Response:
+    async def dead_letters(self, request: Request) -> Response:
         """The dead letters of one queue."""
         need(caller_of(request), WebRole.READER)
         bus, queue = request.path_params["bus"], request.path_params["queue"]
-        found = await self._letters.of_queue(bus, parsed(lambda: msgspec.convert(queue, Label)), LETTERS)
-        return self._page(request, "letters.html", bus=bus, queue=queue, letters=found)
+        found = await self._dead_letters.of_queue(bus, parsed(lambda: msgspec.convert(queue, Label)), MAX_DEAD_LETTERS)
+        return self._page(request, "letters.html", bus=bus, queue=queue, dead_letters=found)
 
     def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
         return rendered(request, template, status, has_session=self._has_session, **fields)

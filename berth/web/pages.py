@@ -32,14 +32,14 @@ from berth.web.api import (
 )
 from berth.web.fleet import FleetReader, QueueDepth, QueueReader
 from berth.web.live import INSTANCE_LOST, Live, Second
-from berth.web.operations import WebMoves
+from berth.web.operations import WebActions
 from berth.web.problems import Problem
 from berth.web.quarantine import SafetyReader
 from berth.web.rendering import Asked, rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord
 from bus.contracts.catalogue import OPERATORS
-from bus.contracts.moves import MoveKind, MoveQuery, MoveRequest
+from bus.contracts.moves import ActionKind, ActionQuery, ActionRequest
 from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
@@ -51,12 +51,12 @@ PAGE = 50
 QUEUES_SHOWN = 10
 LOST_SHOWN = 10  # lost claims of a build
 NAMED = 3
-NO_RECORD = "they have this deployment's mark, and no record explains them"
+NO_RECORD = "they have this database's tag, and no record explains them"
 MAX_HOST = 255
 DELETABLE = frozenset(BuildState).difference({BuildState.REFUSED}, DELETE_REQUESTED)
 
 
-class Trouble(Struct, frozen=True):
+class SystemProblem(Struct, frozen=True):
     """Something that is wrong, for the top of the first page. more: where to look."""
 
     what: str
@@ -85,7 +85,7 @@ class Now(Struct, frozen=True):
     dead_letters: int
     queues: tuple[QueueDepth, ...]
     workers: dict[str, tuple[int, int]]
-    troubles: tuple[Trouble, ...]
+    problems: tuple[SystemProblem, ...]
     answered: bool = True
     seconds: tuple[Second, ...] = ()
 
@@ -96,7 +96,7 @@ class LostClaim(Struct, frozen=True):
     at: float
     host: str
     outcome: str
-    holders: tuple[str, ...]
+    conflicting_consumers: tuple[str, ...]
 
 
 class HostMap(Struct, frozen=True):
@@ -117,7 +117,7 @@ class Pages:
     def __init__(
         self,
         api: WebApi,
-        moves: WebMoves,
+        actions: WebActions,
         live: Live,
         fleet: FleetReader,
         *,
@@ -128,7 +128,7 @@ class Pages:
     ) -> None:
         self._queues = queues
         self._api = api
-        self._moves = moves
+        self._actions = actions
         self._fleet = fleet
         self._safety = safety
         self._live = live
@@ -175,24 +175,24 @@ class Pages:
 
     async def _state(self) -> Now:
         # Together: what does not answer holds up the page once.
-        hosts, workers, troubles = await asyncio.gather(
-            self._hosts_or_fault(), self._workers(), self._troubles_of_safety()
+        hosts, workers, problems = await asyncio.gather(
+            self._hosts_or_fault(), self._workers(), self._problems_of_safety()
         )
-        troubles += self._troubles_of_losses()
+        problems += self._problems_of_losses()
         answered = not isinstance(hosts, (Fault, BusError))
         if isinstance(hosts, (Fault, BusError)):
-            troubles.append(Trouble("No scheduler answers", f"{hosts.code}: {hosts}"))
+            problems.append(SystemProblem("No scheduler answers", f"{hosts.code}: {hosts}"))
             hosts = ()
-        cells, of_hosts = troubles_of_hosts(hosts)
-        troubles += [*of_hosts, *_troubles_of(workers)]
+        cells, of_hosts = problems_of_hosts(hosts)
+        problems += [*of_hosts, *_problems_of_workers(workers)]
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
         )
         if depths.dead_letters:
-            troubles.append(Trouble(f"{depths.dead_letters:,} dead letters", "messages that were given up", "/system"))
-        troubles += [Trouble(f"Bus {bus}", "its broker does not answer how much waits there") for bus in depths.silent]
-        if not hosts and not troubles:
-            troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
+            problems.append(SystemProblem(f"{depths.dead_letters:,} dead letters", "given-up messages", "/system"))
+        problems += [SystemProblem(f"Bus {bus}", "its broker does not tell its depths") for bus in depths.silent]
+        if not hosts and not problems:
+            problems.append(SystemProblem("No hosts", "no compute service has announced a host yet"))
         recent = (history := self._live.history())[-10:]
         return Now(
             in_flight=self._live.in_flight,
@@ -209,7 +209,7 @@ class Pages:
             dead_letters=depths.dead_letters,
             queues=depths.queues[:QUEUES_SHOWN],
             workers=_by_role(workers),
-            troubles=tuple(troubles),
+            problems=tuple(problems),
             answered=answered,
             seconds=tuple(history),
         )
@@ -226,14 +226,14 @@ class Pages:
         except (Fault, BusError):  # reported already: no scheduler answers
             return ()
 
-    async def _troubles_of_safety(self) -> list[Trouble]:
+    async def _problems_of_safety(self) -> list[SystemProblem]:
         """What waits for an operator's decision, before all that mends itself."""
         try:
             waiting = await self._safety.counts()
         except Problem as problem:
-            return [Trouble("Breakers and quarantine are not known", f"{problem.code}: {problem.detail}")]
+            return [SystemProblem("Breakers and quarantine are not known", f"{problem.code}: {problem.detail}")]
         found = [
-            Trouble(
+            SystemProblem(
                 f"Destruction is stopped in cell {cell}",
                 f"the breakers of {len(services):,} compute services are open: {', '.join(services[:NAMED])}",
                 f"/quarantine?cell={cell}",
@@ -241,19 +241,19 @@ class Pages:
             for cell, services in waiting.breakers.items()
         ]
         found += [
-            Trouble(f"{count:,} machines of cell {cell} are in quarantine", NO_RECORD, f"/quarantine?cell={cell}")
+            SystemProblem(f"{count:,} machines of cell {cell} are in quarantine", NO_RECORD, f"/quarantine?cell={cell}")
             for cell, count in waiting.quarantined.items()
         ]
         if waiting.never_started:
             detail = f"no conductor of {', '.join(waiting.never_started)} has been started on this database"
-            found.append(Trouble("Breakers and quarantine are not known", detail))
+            found.append(SystemProblem("Breakers and quarantine are not known", detail))
         return found
 
-    def _troubles_of_losses(self) -> list[Trouble]:
+    def _problems_of_losses(self) -> list[SystemProblem]:
         if not (lost := self._live.lost()):
             return []
         where = f"/builds?state={BuildState.FAILED}&code={INSTANCE_LOST}"
-        return [Trouble(f"{len(lost):,} instances were lost", "their hosts do not run them any more", where)]
+        return [SystemProblem(f"{len(lost):,} instances were lost", "their hosts do not run them any more", where)]
 
     # --- fleet
 
@@ -332,7 +332,7 @@ class Pages:
         """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
-        page = await self._moves.moves(MoveQuery(instance_uuid=found.instance_uuid, project_id=found.project_id))
+        page = await self._actions.actions(ActionQuery(instance_uuid=found.instance_uuid, project_id=found.project_id))
         return self._page(
             request,
             "build.html",
@@ -340,7 +340,7 @@ class Pages:
             stages=stages_of(found),
             unplaced=page.unplaced,
             lost=lost_claims(found),
-            moves=page.moves,
+            actions=page.actions,
             kinds=_kinds_for(found, caller),
             ended=found.state in TERMINAL_STATES,
             deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
@@ -352,7 +352,7 @@ class Pages:
 
 def state_of(host: HostRecord) -> str:
     """For the map and the table: not announced, down, disabled or up."""
-    return "not announced" if not host.announced else "down" if not host.up else "up" if host.enabled else "disabled"
+    return "not announced" if not host.reported else "down" if not host.up else "up" if host.enabled else "disabled"
 
 
 def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostRecord]:
@@ -369,7 +369,7 @@ def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostR
     ]
 
 
-def troubles_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int, int]], list[Trouble]]:
+def problems_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int, int]], list[SystemProblem]]:
     """{cell: (hosts that are up, all)}, and what is wrong. "?": hosts whose cell is not known.
 
     Right after a scheduler's start no host is announced, and no service need be silent.
@@ -380,30 +380,30 @@ def troubles_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int,
         cell = host.cell or "?"
         up, every = cells.get(cell, (0, 0))
         cells[cell] = (up + host.up, every + 1)
-        down[cell] += host.announced and not host.up
-    troubles = []
+        down[cell] += host.reported and not host.up
+    problems = []
     for cell, count in sorted(down.items()):
         if count:
             detail = f"{count:,} of {cells[cell][1]:,} hosts are down: their compute services are silent"
-            troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
-    if unbooked := [host for host in hosts if host.not_in_book]:
-        detail = f"{unbooked[0].name}: {unbooked[0].not_in_book}"
-        troubles.append(Trouble(f"{len(unbooked):,} reported hosts are not in the book", detail, "/fleet"))
-    unannounced = sum(not host.announced for host in hosts)
-    if unannounced:
-        detail = f"{unannounced:,} of {len(hosts):,}: by no compute service since the scheduler's start"
-        troubles.append(Trouble("Hosts not announced", detail, "/fleet"))
-    return cells, troubles
+            problems.append(SystemProblem(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+    if unbooked := [host for host in hosts if host.not_in_placement]:
+        detail = f"{unbooked[0].name}: {unbooked[0].not_in_placement}"
+        problems.append(SystemProblem(f"{len(unbooked):,} reported hosts are not in placement", detail, "/fleet"))
+    not_reported = sum(not host.reported for host in hosts)
+    if not_reported:
+        detail = f"{not_reported:,} of {len(hosts):,}: by no compute service since the scheduler's start"
+        problems.append(SystemProblem("Hosts not announced", detail, "/fleet"))
+    return cells, problems
 
 
-def _troubles_of(workers: Sequence[WorkerRecord]) -> list[Trouble]:
+def _problems_of_workers(workers: Sequence[WorkerRecord]) -> list[SystemProblem]:
     silent = [one for one in workers if one.silent]
     waiting = [one for one in workers if one.heartbeat.not_ready and not one.silent]
     shown = []
     for what, found in (("silent", silent), ("not ready", waiting)):
         if found:
             names = ", ".join(one.heartbeat.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
-            shown.append(Trouble(f"{len(found)} workers are {what}", names, "/system"))
+            shown.append(SystemProblem(f"{len(found)} workers are {what}", names, "/system"))
     return shown
 
 
@@ -415,16 +415,16 @@ def _by_role(workers: Sequence[WorkerRecord]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
+def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[ActionKind]:
     """The requests that this caller may send about an existing instance; whether it can be done its cell decides."""
     if caller.role is WebRole.READER or build.state is not BuildState.ACTIVE:
         return []
     # Another flavor, an image, a password: by the API.
-    needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD, MoveKind.RESCUE}
-    operators = OPERATORS[MoveRequest]["kind"] or frozenset()
+    needs_more = {ActionKind.RESIZE, ActionKind.REBUILD, ActionKind.OFFLOAD, ActionKind.RESCUE}
+    operators = OPERATORS[ActionRequest]["kind"] or frozenset()
     return [
         kind
-        for kind in MoveKind
+        for kind in ActionKind
         if kind not in needs_more and (caller.role is WebRole.OPERATOR or kind not in operators)
     ]
 
@@ -437,10 +437,10 @@ def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
 
 def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
     """(stage, its begin, its end) in seconds since the request, for the waterfall; empty while the build goes on."""
-    stamps = next((line.stamps for line in reversed(build.timeline) if line.stamps is not None), None)
+    stage_times = next((line.stage_times for line in reversed(build.timeline) if line.stage_times is not None), None)
     rows: list[tuple[str, float, float]] = []
     at = 0.0
-    for stage, seconds in durations(stamps).items() if stamps is not None else ():
+    for stage, seconds in durations(stage_times).items() if stage_times is not None else ():
         rows.append((stage, at, at + seconds))
         at += seconds
     return rows
@@ -450,7 +450,7 @@ def lost_claims(build: BuildRecord) -> list[LostClaim]:
     """The claims that the build lost, first of all the first ones, and who held what was lost."""
     lines = [line for line in build.timeline if line.what == "not_claimed"][:LOST_SHOWN]
     return [
-        LostClaim(line.at, host, outcome, tuple(one.consumer for one in line.holders))
+        LostClaim(line.at, host, outcome, tuple(one.consumer for one in line.conflicting_consumers))
         for line in lines
         for host, _, outcome in [line.detail.rpartition(": ")]
     ]

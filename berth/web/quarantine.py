@@ -27,8 +27,8 @@ from bus.faults import DatabaseUnavailable, Fault, Forbidden, Transient
 from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import ADOPT, KEEP, DecidedMachine, MachineKey, UnexplainedRecord
+from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.store.safety import ADOPT, PROTECT, DecidedMachine, MachineKey, UnknownMachineRecord
 
 MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.
@@ -41,9 +41,9 @@ COUNTED_AGE_S = 10.0
 
 
 class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A machine with this deployment's mark that its cell's record does not explain. why: in what they differ.
+    """A machine with this database's tag that its cell's record does not explain. reason: in what they differ.
 
-    first_seen, last_seen, decided_at: seconds since the epoch. verdict: an operator's, "" until there is one.
+    first_seen, last_seen, decided_at: seconds since the epoch. decision: an operator's, "" until there is one.
     """
 
     cell: str
@@ -54,7 +54,7 @@ class QuarantinedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     why: str
     first_seen: float
     last_seen: float
-    verdict: str = ""
+    decision: str = ""
     decided_by: str = ""
     decided_at: float = 0.0
 
@@ -117,11 +117,11 @@ class SeenBreaker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class QuarantineDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of machines in quarantine: `destroy` by their hosts, `keep` as they are, `adopt` by their instances
-    (then with a reason, which the log of changes has).
+    """What becomes of machines in quarantine: `destroy` by their hosts, `protect` as they are, `adopt` by their
+    instances (then with a reason, which the log of changes has).
     """
 
-    verdict: Literal["destroy", "keep", "adopt"]
+    decision: Literal["destroy", "protect", "adopt"]
     machines: Annotated[tuple[SeenMachine, ...], Bound(min_length=1, max_length=MAX_DECIDED)]
     reason: Reason = ""
 
@@ -207,8 +207,8 @@ class SafetyReader:
         read = await self.read(cell)
         found = [
             _machine(name, one)
-            for name, one in read.machines(UnexplainedKind.QUARANTINED)
-            if service in (None, one.service) and decided in (None, bool(one.verdict))
+            for name, one in read.machines(UnknownMachineKind.QUARANTINED)
+            if service in (None, one.service) and decided in (None, bool(one.decision))
         ]
         found.sort(key=_place)
         rest = found if after is None else [one for one in found if _place(one) > after]
@@ -230,27 +230,29 @@ class SafetyReader:
             raise Problem(404, "breaker.unknown", f"no breaker of {service[:64]} has ever tripped in {cell}")
         return msgspec.structs.replace(_breaker(cell, found), machines=found.machines)
 
-    async def decide(self, decision: QuarantineDecision, who: str) -> QuarantineDecided:
-        """Put the verdict on record, for each machine that is as it was seen."""
-        if decision.verdict == ADOPT:
+    async def decide(self, decision: QuarantineDecision, actor: str) -> QuarantineDecided:
+        """Put the decision on record, for each machine that is as it was seen."""
+        if decision.decision == ADOPT:
             if not decision.reason:
                 raise Problem(400, "request.invalid", "an adoption needs a reason")
             async with _as_problems():
                 seen = {one.place: (one.cell, one.attempt) for one in decision.machines}
-                adopted, refused = await records.adopt(self._env, list(seen), who=who, why=decision.reason, seen=seen)
+                adopted, refused = await records.adopt(
+                    self._env, list(seen), actor=actor, reason=decision.reason, seen=seen
+                )
             return _decided(decision.machines, {(cell, *place) for place, cell in adopted.items()}, refused)
         of_cells: dict[str, list[DecidedMachine]] = defaultdict(list)
         for one in decision.machines:
             of_cells[one.cell].append(DecidedMachine(one.instance_uuid, one.host_uuid, one.attempt))
         async with _as_problems():
-            found, faults = await records.decide(self._env, of_cells, decision.verdict, who)
+            found, faults = await records.decide(self._env, of_cells, decision.decision, actor)
         refused = {one.place: faults[one.cell] for one in decision.machines if one.cell in faults}
         return _decided(decision.machines, {(cell, *place) for cell, of in found.items() for place in of}, refused)
 
-    async def reset(self, breakers: Sequence[SeenBreaker], who: str) -> BreakersAfterReset:
+    async def reset(self, breakers: Sequence[SeenBreaker], actor: str) -> BreakersAfterReset:
         """Reset those that are as they were seen."""
         async with _as_problems():
-            done, faults = await records.reset(self._env, [one.tripped for one in breakers], who)
+            done, faults = await records.reset(self._env, [one.tripped for one in breakers], actor)
         return BreakersAfterReset(
             tuple(one for one in breakers if done.get(one.tripped)),
             tuple(one for one in breakers if done.get(one.tripped) is False),
@@ -278,7 +280,7 @@ class WebQuarantine(Handlers):
 
     @route("POST", "/quarantine/decide", role=WebRole.OPERATOR)
     async def decide_quarantine(self, request: Request) -> object:
-        """Decide about many machines in quarantine at once: destroy, keep, or adopt. For operators."""
+        """Decide about many machines in quarantine at once: destroy, protect, or adopt. For operators."""
         decision = converted(await object_of(request), QuarantineDecision)
         return await self._safety.decide(decision, caller_of(request).name)
 
@@ -303,8 +305,8 @@ class WebQuarantine(Handlers):
 
 def _counted(read: InCells) -> SafetyCounts:
     waiting: dict[str, int] = defaultdict(int)
-    for cell, one in read.machines(UnexplainedKind.QUARANTINED):
-        waiting[cell] += one.verdict != KEEP
+    for cell, one in read.machines(UnknownMachineKind.QUARANTINED):
+        waiting[cell] += one.decision != PROTECT
     tripped = {cell: tuple(one.service for one in of if one.is_open) for cell, of in read.breakers.items()}
     return SafetyCounts(
         {cell: count for cell, count in waiting.items() if count},
@@ -313,17 +315,17 @@ def _counted(read: InCells) -> SafetyCounts:
     )
 
 
-def _machine(cell: str, one: UnexplainedRecord) -> QuarantinedMachine:
+def _machine(cell: str, one: UnknownMachineRecord) -> QuarantinedMachine:
     return QuarantinedMachine(
         cell=cell,
         host_uuid=one.machine.host_uuid,
         instance_uuid=one.machine.uuid,
         attempt=one.machine.attempt,
         service=one.service,
-        why=one.machine.why,
+        why=one.machine.reason,
         first_seen=one.first_seen,
         last_seen=one.last_seen,
-        verdict=one.verdict,
+        decision=one.decision,
         decided_by=one.decided_by,
         decided_at=one.decided_at,
     )
@@ -359,7 +361,7 @@ def _decided(
     ]
     return QuarantineDecided(
         tuple(one.instance_uuid for one in machines if (one.cell, *one.place) in decided),
-        tuple(Undecided(one.host_uuid, one.instance_uuid, why.code, str(why)) for one, why in left),
+        tuple(Undecided(one.host_uuid, one.instance_uuid, reason.code, str(reason)) for one, reason in left),
     )
 
 

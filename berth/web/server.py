@@ -163,7 +163,7 @@ class WebServer:
         transport = self._bus.transport
         ends: list[asyncio.Task[object]] = [asyncio.create_task(stop.wait())]
         if isinstance(transport, LocalTransport):  # another one connects again by itself
-            ends.append(asyncio.create_task(transport.gone()))
+            ends.append(asyncio.create_task(transport.closed_by_peer()))
         try:
             await asyncio.wait({*ends, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         finally:

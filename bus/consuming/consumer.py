@@ -2,7 +2,7 @@
 
 The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
 next delay, and given up after the last one. Refuse: its requester gets a Refusal; a message without a requester is a
-dead letter. GiveUp: the same, but a request that another queue ends by its dead letter is one in either case.
+dead letter. DeadLetterNow: the same, but a request that another queue ends by its dead letter is one in either case.
 
 After a transient fault the consumer waits and calls the handler again with the same batch, and after an outcome Wait
 with the messages that have it: an outage uses up no retries. A handler that crashes is called again with each message
@@ -29,28 +29,28 @@ from bus.clock import new_uuid
 from bus.consuming.in_flight import (
     LAST_DELIVERIES,
     MAX_OPENED_BYTES,
-    MAX_PASSED_OVER,
+    MAX_SKIPPED,
     MAX_UNREADABLE,
-    SUSPECT_FROM,
-    SUSPECT_WAIT_S,
+    POISON_RETRY_S,
+    POISON_SUSPECTED_FROM,
     ArrivedDelivery,
     BatchInterval,
-    HeldBytes,
+    BufferedBytes,
     InFlightDelivery,
     InFlightMessage,
-    left_s,
-    may_be_begun,
-    of_use_until,
+    may_be_started,
+    remaining_s,
+    useful_until,
 )
-from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, Wait, endless_s
+from bus.consuming.outcome import DeadLetterNow, Done, Handler, Outcome, Received, Refuse, RetryWhenAvailable, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import taken_by
+from bus.contracts.catalogue import queues_taking
 from bus.contracts.queues import BY_QUEUE, ON_RECORD, QueueKind
 from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.gather import Gather
+from bus.gather import Batcher
 from bus.port import BusError, BusForbidden, Delivery
-from bus.published_key import letters_code
+from bus.published_key import dead_letter_code_of
 from bus.wire import DROPPED, Codec, Malformed, Read
 
 log = structlog.get_logger("bus.consuming.consumer")
@@ -101,21 +101,21 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._outcome_handler = OutcomeHandler(bus, self._row, self._until_available, on_malformed)
         self._fill = fill
-        self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._held = HeldBytes(pauses=not self._row.single_active)
+        self._codec = Codec([row.message for row in queues_taking(queue)], queue=queue)
+        self._buffered = BufferedBytes(pauses=not self._row.single_active)
         self._arrived: deque[ArrivedDelivery | InFlightMessage] = deque()  # of an opened delivery its messages
-        self._suspects: list[InFlightMessage] = []
-        self._passed_over = 0
+        self._suspected_poison: list[InFlightMessage] = []
+        self._skipped = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
-        self._given_back: dict[str, float] = {}  # {message id: when it was given back after a stall}
-        self._suspect_until = -math.inf  # the monotonic time from which a suspect may be taken
-        self._in_hand: set[InFlightDelivery] = set()
+        self._requeued: dict[str, float] = {}  # {message id: when it was given back after a stall}
+        self._poison_retry_at = -math.inf  # the monotonic time from which a suspect may be taken
+        self._in_flight_deliveries: set[InFlightDelivery] = set()
         self._unflushed: set[asyncio.Future[None]] = set()  # flushes that handled messages wait for
         self._draining = False
         self._broken: BrokenInvariant | None = None
-        self._gather: Gather[InFlightMessage] = Gather(
+        self._batcher: Batcher[InFlightMessage] = Batcher(
             self._take,
-            self._settle_all,
+            self._handle_all,
             waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
@@ -141,22 +141,24 @@ class Consumer:
         return self._failed is not None
 
     @property
-    def in_hand(self) -> int:
+    def in_flight(self) -> int:
         """The number of deliveries that were taken and are not settled."""
-        return len(self._in_hand)
+        return len(self._in_flight_deliveries)
 
     async def start(self) -> None:
         """Declare the queue and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        if not self._draining and self._held.subscription is None:
+        if not self._draining and self._buffered.subscription is None:
             transport = self._bus.transport
-            self._held.subscription = await transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
+            self._buffered.subscription = await transport.consume(
+                self.queue, self._on_delivery, prefetch=self._prefetch
+            )
         self._failed = asyncio.get_running_loop().create_future()
         if self._draining:  # it was drained meanwhile, and what has begun since then ends
-            await self._give_back_arrived()
+            await self._requeue_arrived()
             self._failed.set_result(None)
-        self._gather.wake()
+        self._batcher.wake()
 
     async def run(self) -> None:
         """Run until drained. Raises the fault that ended the consumer. A cancellation stops it at once."""
@@ -166,35 +168,35 @@ class Consumer:
         except GeneratorExit:  # collected after its loop has closed: no batch is handled any more
             raise
         except BaseException:  # unacknowledged messages return to the queue when the connection closes
-            await self._gather.close()
+            await self._batcher.close()
             raise
-        await self._gather.close()
+        await self._batcher.close()
 
     async def drain(self, grace_s: float) -> None:
         """Take no further messages, finish the batches in progress within the grace time (seconds), and requeue the
         rest.
         """
         self._draining = True
-        await self._give_back_arrived()
-        self._gather.wake()
+        await self._requeue_arrived()
+        self._batcher.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(grace_s, 0.0)):
-                await self._gather.idle()
-        await self._gather.close()
+                await self._batcher.idle()
+        await self._batcher.close()
         if self._unflushed:
             await asyncio.wait(self._unflushed, timeout=min(max(grace_s, 0.0), FLUSHED_TIMEOUT_S))
-        for in_flight in self._in_hand:
+        for in_flight in self._in_flight_deliveries:
             if in_flight.open:
                 in_flight.delivery.nack(requeue=True)
-        self._in_hand.clear()
+        self._in_flight_deliveries.clear()
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
 
     async def _end_subscription(self) -> None:
-        if self._held.subscription is not None:
-            await self._held.subscription.cancel()
+        if self._buffered.subscription is not None:
+            await self._buffered.subscription.cancel()
 
-    async def _give_back_arrived(self) -> None:
+    async def _requeue_arrived(self) -> None:
         """End the subscription, and only then requeue what has arrived: a message that is given back before is
         delivered here again, and again, until the broker gives it up (`delivery_limit`).
         """
@@ -208,13 +210,13 @@ class Consumer:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         now = self._bus.clock.monotonic()
-        given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
-        since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
-        self._held.hold(delivery)
+        requeued_at = self._requeued.get(delivery.message_id or "", -math.inf)
+        since = max(self._bus.stall_watch.waiting_since(now), requeued_at)
+        self._buffered.add(delivery)
         self._arrived.append(ArrivedDelivery(delivery, now, since))
-        if self._is_suspect(self._tries(delivery)):
-            self._suspect_until = now + SUSPECT_WAIT_S
-        self._gather.wake()
+        if self._is_suspected_poison(self._tries(delivery)):
+            self._poison_retry_at = now + POISON_RETRY_S
+        self._batcher.wake()
 
     def _fail(self, error: Exception) -> None:
         """End the consumer: `run` raises the error."""
@@ -233,11 +235,11 @@ class Consumer:
         """How long (seconds) to wait for the next batch. Messages that have arrived by then are part of it."""
         now = self._bus.clock.monotonic()
         interval_s = self._batch_interval.wait_s(now) if self._batch_interval is not None else 0.0
-        return max(interval_s, self._suspect_until - now)
+        return max(interval_s, self._poison_retry_at - now)
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._arrived) + len(self._suspects)
+        return len(self._arrived) + len(self._suspected_poison)
 
     def _take(self) -> list[InFlightMessage]:
         """Take as many as count as `max_batch` requests. Suspects are taken separately, and later than others.
@@ -247,12 +249,12 @@ class Consumer:
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        taken = [] if self._suspects and self._passed_over >= MAX_PASSED_OVER else self._take_first()
-        if self._suspects:
-            self._passed_over += 1
+        taken = [] if self._suspected_poison and self._skipped >= MAX_SKIPPED else self._take_first()
+        if self._suspected_poison:
+            self._skipped += 1
             if not taken:
-                self._passed_over = 0
-                return self._take_suspects()
+                self._skipped = 0
+                return self._take_suspected_poison()
         if taken and self._batch_interval is not None:
             self._batch_interval.start_batch(self._bus.clock.monotonic())
         return taken
@@ -279,13 +281,13 @@ class Consumer:
             taken.append(first)
         return taken
 
-    def _take_suspects(self) -> list[InFlightMessage]:
+    def _take_suspected_poison(self) -> list[InFlightMessage]:
         """Take one suspect at random, with as many others of its delivery as are to be tried together."""
-        first = self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))
+        first = self._suspected_poison.pop(self._bus.rng.randrange(len(self._suspected_poison)))
         most = min(first.in_flight.part, self._max_batch)
-        taken = [first, *[one for one in self._suspects if one.in_flight is first.in_flight][: most - 1]]
+        taken = [first, *[one for one in self._suspected_poison if one.in_flight is first.in_flight][: most - 1]]
         ids = {id(one) for one in taken}
-        self._suspects = [one for one in self._suspects if id(one) not in ids]
+        self._suspected_poison = [one for one in self._suspected_poison if id(one) not in ids]
         return taken
 
     def _drop_lost(self) -> None:
@@ -303,17 +305,17 @@ class Consumer:
         while self._arrived and self._arrived[0].is_lost:
             arrival = self._arrived.popleft()
             if isinstance(arrival, ArrivedDelivery):
-                self._held.release(arrival.delivery)
+                self._buffered.remove(arrival.delivery)
                 self._note_untried(arrival.delivery)
             else:
                 lost[arrival.in_flight] = None
                 self._close(arrival)
-        if self._suspects and self._suspects[0].is_lost:
-            for item in self._suspects:
+        if self._suspected_poison and self._suspected_poison[0].is_lost:
+            for item in self._suspected_poison:
                 if item.is_lost:
                     lost[item.in_flight] = None
                     self._close(item)
-            self._suspects = [item for item in self._suspects if not item.is_lost]
+            self._suspected_poison = [item for item in self._suspected_poison if not item.is_lost]
         for in_flight in lost:
             if not in_flight.open:  # otherwise a handler has another message of this delivery
                 self._note_untried(in_flight.delivery)
@@ -331,29 +333,29 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _is_suspect(self, tries: int) -> bool:
+    def _is_suspected_poison(self, tries: int) -> bool:
         """Whether a message of so many tries is handled apart. A queue with one consumer at a time keeps its order."""
-        return tries >= SUSPECT_FROM and not self._row.single_active
+        return tries >= POISON_SUSPECTED_FROM and not self._row.single_active
 
     def _open(self, arrival: ArrivedDelivery) -> list[InFlightMessage]:
         """Read a delivery. Returns its messages, unless they are suspects."""
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         # One that was read at once has not waited.
-        if arrival.since < arrival.at and self._give_back(arrival, reads):
-            self._held.release(delivery)
+        if arrival.since < arrival.at and self._requeue(arrival, reads):
+            self._buffered.remove(delivery)
             return []
         self._consumed.inc(len(reads))
         if not reads:
             self._count(DROPPED, 1)
-            self._held.release(delivery)
+            self._buffered.remove(delivery)
             delivery.ack()
             return []
-        in_flight = InFlightDelivery(delivery, self._held, len(reads), self._tries(delivery))
-        self._in_hand.add(in_flight)
+        in_flight = InFlightDelivery(delivery, self._buffered, len(reads), self._tries(delivery))
+        self._in_flight_deliveries.add(in_flight)
         opened: list[InFlightMessage] = []
-        exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
-        given_up = letters_code(delivery) if self._row.takes_letters else ""
+        at_delivery_limit = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
+        dead_letter_code = dead_letter_code_of(delivery) if self._row.takes_dead_letters else ""
         for read in reads:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
@@ -365,22 +367,22 @@ class Consumer:
                 self._bus.name,
                 self.queue,
                 delivery.redelivered,
-                exhausted,
-                given_up,
-                endless_s if until is None else partial(left_s, until, self._bus.clock),
+                at_delivery_limit,
+                dead_letter_code,
+                endless_s if until is None else partial(remaining_s, until, self._bus.clock),
             )
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
-            goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
+            goes_on = read.meta.reply_to is None or may_be_started(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
-        if self._is_suspect(in_flight.tries):
-            self._suspects += opened
+        if self._is_suspected_poison(in_flight.tries):
+            self._suspected_poison += opened
             return []
         return opened
 
     def _until(self, delivery: Delivery, meta: Meta, since: float) -> float | None:
-        return None if self._row.takes_letters else of_use_until(delivery, meta, since, self._bus.clock)
+        return None if self._row.takes_dead_letters else useful_until(delivery, meta, since, self._bus.clock)
 
-    def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
+    def _requeue(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.
 
         The broker has counted the whole time (but of retried copies): it drops the delivery or delivers it again, which
@@ -390,24 +392,25 @@ class Consumer:
         ends = [
             self._until(delivery, read.meta, arrival.since)
             for read in reads
-            if isinstance(read, Read) and not (read.meta.attempt or may_be_begun(self._row.name, delivery, read.meta))
+            if isinstance(read, Read)
+            and not (read.meta.delivery_attempt or may_be_started(self._row.name, delivery, read.meta))
         ]
         if not (name := delivery.message_id) or all(until is None or until >= now for until in ends):
             return False
-        self._given_back[name] = now
-        if len(self._given_back) > MAX_UNTRIED:
-            del self._given_back[next(iter(self._given_back))]
-        log.warning("consumer.given_back", queue=self.queue, items=len(reads), may_have_waited_s=now - arrival.since)
+        self._requeued[name] = now
+        if len(self._requeued) > MAX_UNTRIED:
+            del self._requeued[next(iter(self._requeued))]
+        log.warning("consumer.requeued", queue=self.queue, items=len(reads), may_have_waited_s=now - arrival.since)
         delivery.nack(requeue=True)
         self._note_untried(delivery)
         return True
 
-    async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
+    async def _handle_all(self, items: Sequence[InFlightMessage]) -> None:
         malformed = [item for item in items if isinstance(item.received, Malformed)]
         if malformed:
             await self._refuse_all(malformed)
         sound = self._awaited([item for item in items if not isinstance(item.received, Malformed)])
-        await self._until_available.call(partial(self._settle, sound))
+        await self._until_available.call(partial(self._handle, sound))
 
     def _awaited(self, items: list[InFlightMessage]) -> list[InFlightMessage]:
         """Those of these whose requesters wait for an answer; the others are dropped."""
@@ -418,7 +421,7 @@ class Consumer:
         self._count("expired", len(late))
         return [item for item in items if item not in late]
 
-    async def _settle(self, waiting: list[InFlightMessage]) -> None:
+    async def _handle(self, waiting: list[InFlightMessage]) -> None:
         """Call the handler and carry out its outcomes. Raises Transient for messages that wait; only these are left.
 
         What was asked before goes on without its requester where its record ends it: one that has expired since, and
@@ -429,21 +432,21 @@ class Consumer:
         if not waiting:
             return
         began, asked = self._bus.clock.monotonic(), list(waiting)
-        outcomes = await self._ask(asked)
-        waits = [one for one in outcomes if isinstance(one, Wait)]
+        outcomes = await self._call_handler(asked)
+        waits = [one for one in outcomes if isinstance(one, RetryWhenAvailable)]
         if self._batch_interval is not None and not waits:
             done = self._bus.clock.monotonic()
             self._batch_interval.end_batch(done - began, len(asked), done, more=self._is_full())
-        waiting[:] = [item for item, one in zip(asked, outcomes, strict=True) if isinstance(one, Wait)]
+        waiting[:] = [item for item, one in zip(asked, outcomes, strict=True) if isinstance(one, RetryWhenAvailable)]
         if waits:
             for item in waiting:
-                item.ask_again()
-            asked = [item for item, one in zip(asked, outcomes, strict=True) if not isinstance(one, Wait)]
-            outcomes = [one for one in outcomes if not isinstance(one, Wait)]
+                item.mark_redelivered()
+            asked = [item for item, one in zip(asked, outcomes, strict=True) if not isinstance(one, RetryWhenAvailable)]
+            outcomes = [one for one in outcomes if not isinstance(one, RetryWhenAvailable)]
         await self._apply_outcomes(asked, outcomes)
         self._close_all(asked, outcomes)
-        for kind, times in Counted(map(type, outcomes)).items():
-            self._count(kind.__name__.lower(), times)
+        for label, times in Counted(one.label for one in outcomes).items():
+            self._count(label, times)
         if waits:
             raise Transient(waits[0].reason, code=waits[0].code)
 
@@ -478,14 +481,14 @@ class Consumer:
         if error is not None:
             log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=str(error))
         for item in items:
-            if item.in_flight in self._in_hand:  # otherwise a drain has requeued it
-                item.in_flight.again |= error is not None
+            if item.in_flight in self._in_flight_deliveries:  # otherwise a drain has requeued it
+                item.in_flight.requeues |= error is not None
                 self._close(item)
 
     def _close(self, item: InFlightMessage) -> None:
-        item.in_flight.settle()
+        item.in_flight.acknowledge()
         if not item.in_flight.open:
-            self._in_hand.discard(item.in_flight)
+            self._in_flight_deliveries.discard(item.in_flight)
             if self._untried and not item.in_flight.delivery.is_lost:
                 self._untried.pop(item.in_flight.delivery.message_id or "", None)
 
@@ -495,7 +498,7 @@ class Consumer:
             counter = self._outcomes[outcome] = metrics.OUTCOMES.labels(self._bus.name, self._row.name, outcome)
         counter.inc(times)
 
-    async def _ask(self, items: Sequence[InFlightMessage]) -> Sequence[Outcome]:
+    async def _call_handler(self, items: Sequence[InFlightMessage]) -> Sequence[Outcome]:
         """Call the handler and return its outcomes: Wait for all after a transient fault. After a crash each item is
         tried alone, to find those that cause it.
         """
@@ -506,21 +509,21 @@ class Consumer:
             # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
         except (BusError, Transient) as unavailable:
-            return [Wait(unavailable.code, str(unavailable))] * len(items)
+            return [RetryWhenAvailable(unavailable.code, str(unavailable))] * len(items)
         except BrokenInvariant as broken:
             await self._end_with(broken)
             log.error("consumer.broken", queue=self.queue, code=broken.code, reason=broken.reason, items=len(items))
             if len(items) == 1:
                 metrics.BROKEN.labels(self._bus.name, self._row.name).inc()
-                return [GiveUp(broken.code, broken.reason[:MAX_REASON])]
+                return [DeadLetterNow(broken.code, broken.reason[:MAX_REASON])]
         except Exception as error:  # a handler's error for one item must not stop the others
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
-                return [GiveUp(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
+                return [DeadLetterNow(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
         for item in items:
-            item.ask_again()
-        return [(await self._ask([item]))[0] for item in items]
+            item.mark_redelivered()
+        return [(await self._call_handler([item]))[0] for item in items]
 
     async def _end_with(self, broken: BrokenInvariant) -> None:
         """Take no further messages, and end with this fault when no delivery is left in progress.

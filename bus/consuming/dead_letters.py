@@ -1,8 +1,8 @@
-"""Lists dead letters and sends them back. None is lost: a letter is removed from its queue as the last step.
+"""Lists dead letters and sends them back. None is lost: a dead letter is removed from its queue as the last step.
 
-A bus has one queue of dead letters. The routing key of a letter is the name of the queue that gave it up: the broker
-writes it there by that queue's own settings, and permissions bind a consumer that parks a letter to its own queues. No
-header is used for it, because a publisher may have written any header.
+A bus has one queue of dead letters. The routing key of a dead letter is the name of the queue that gave it up: the
+broker writes it there by that queue's own settings, and permissions bind a consumer that parks a dead letter to its own
+queues. No header is used for it, because a publisher may have written any header.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from msgspec import Struct
 from bus import metrics
 from bus.contracts.queues import DEAD, DEAD_LETTERS, REPLAY, RETURN
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, letters_code, published_key
+from bus.published_key import BROKERS, DEATHS, ORIGINAL_KEY, dead_letter_code_of, published_key
 from bus.wire import (
-    ATTEMPT,
     BATCH,
     CAUSE,
+    DELIVERY_ATTEMPT,
     INCARNATION,
     JSON,
     MAX_TIME_S,
-    PATIENCE,
     SENT_AT,
+    TIMEOUT,
     TRACEPARENT,
     WAITED,
     shown,
@@ -39,29 +39,31 @@ log = structlog.get_logger(__name__)
 REASON = "berth-reason"
 EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
-CUT_FROM = "berth-cut-from-bytes"  # the size of the message's body, of which the letter has only the first bytes
+TRUNCATED_FROM = (
+    "berth-truncated-from-bytes"  # the size of the message's body, of which the dead letter has only the first bytes
+)
 
-# The code for which a letter is not sent back to its queue.
-CUT = "letter.cut"
+# The code for which a dead letter is not sent back to its queue.
+TRUNCATED = "dead_letter.truncated"
 
-# The bound of letters that are counted by their queues. The letters of one queue are found however many are before
-# them: what is given back is the first in line again, so they would be behind the same ones in each call.
+# The bound of dead letters that are counted by their queues. The dead letters of one queue are found however many are
+# before them: what is given back is the first in line again, so they would be behind the same ones in each call.
 MAX_COUNTED = 10_000
 
-# The origin of a letter that another program wrote into the queue of dead letters.
+# The origin of a dead letter that another program wrote into the queue of dead letters.
 UNKNOWN = "unknown"
 
-# The headers that go back with a letter, beside the time at which it was sent. A deadline has long passed, and retries
-# begin anew.
+# The headers that go back with a dead letter, beside the time at which it was sent. A deadline has long passed, and
+# retries begin anew.
 _KEPT = (CAUSE, TRACEPARENT, INCARNATION)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
     """One message that a queue gave up, and the reason. The body may hold secrets. position: counted from the oldest
     letter of the bus. queue: the queue that gave the message up; UNKNOWN: nothing trustworthy names it. sent_at: the
-    latest time at which it may have been sent; None when unknown. batch: the body holds several messages. cut_from: the
-    bytes of the message's body where the letter has only the first of them; 0: it has all. bars_replay: the code for
-    which it is not sent back; "": it may be.
+    latest time at which it may have been sent; None when unknown. batch: the body holds several messages.
+    truncated_from: the bytes of the message's body where the dead letter has only the first of them; 0: it has all.
+    blocks_replay: the code for which it is not sent back; "": it may be.
     """
 
     position: int
@@ -78,12 +80,14 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     batch: bool
     body: bytes
     headers: Mapping[str, object]
-    cut_from: int = 0
-    bars_replay: str = ""
+    truncated_from: int = 0
+    blocks_replay: str = ""
 
 
 class Counts(Struct, frozen=True):
-    """The numbers of dead letters of a bus by the queue that gave them up. more: the letters that were not read."""
+    """The numbers of dead letters of a bus by the queue that gave them up. more: the dead letters that were not
+    read.
+    """
 
     by_queue: Mapping[str, int]
     more: int
@@ -92,13 +96,13 @@ class Counts(Struct, frozen=True):
 async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
     """Return the oldest dead letters (of one queue or of all), which stay in place.
 
-    Raises QueueMissing when there is no letter of that queue, or no such queue.
+    Raises QueueMissing when there is no dead letter of that queue, or no such queue.
     """
     found: list[DeadLetter] = []
-    with _given_back() as kept:
-        async for letter, _ in _each(transport, kept):
-            if queue in (None, letter.queue):
-                found.append(letter)
+    with _requeued_at_end() as kept:
+        async for dead_letter, _ in _each(transport, kept):
+            if queue in (None, dead_letter.queue):
+                found.append(dead_letter)
                 if len(found) == limit:
                     break
     if not found and queue not in (None, UNKNOWN):
@@ -107,11 +111,11 @@ async def list_dead(transport: Transport, queue: str | None = None, limit: int =
 
 
 async def count(transport: Transport) -> Counts:
-    """Return the number of letters of each queue, sorted by the name of the queue."""
+    """Return the number of dead letters of each queue, sorted by the name of the queue."""
     by_queue: Counter[str] = Counter()
-    with _given_back() as kept:
-        async for letter, _ in _each(transport, kept):
-            by_queue[letter.queue] += 1
+    with _requeued_at_end() as kept:
+        async for dead_letter, _ in _each(transport, kept):
+            by_queue[dead_letter.queue] += 1
             if len(kept) == MAX_COUNTED:
                 break
         more = await transport.depth(DEAD_LETTERS)
@@ -146,20 +150,20 @@ async def send_each(
 ) -> AsyncIterator[str]:
     """Send them back one by one; yields the id of each that was sent.
 
-    Each letter is confirmed there before it is removed here, so a crash in between may duplicate a letter but not lose
-    it. A letter that `may_go` refuses stays in place, and so does one that `bars_replay`.
+    Each letter is confirmed there before it is removed here, so a crash in between may duplicate a dead letter but not
+    lose it. A dead letter that `may_go` refuses stays in place, and so does one that `blocks_replay`.
     """
     wanted = None if ids is None else set(ids)
-    with _given_back() as kept:
-        async for letter, delivery in _each(transport, kept):
-            named = letter.queue == queue and (wanted is None or letter.id in wanted)
-            if not named or not may_go(letter) or letter.bars_replay:
+    with _requeued_at_end() as kept:
+        async for dead_letter, delivery in _each(transport, kept):
+            named = dead_letter.queue == queue and (wanted is None or dead_letter.id in wanted)
+            if not named or not may_go(dead_letter) or dead_letter.blocks_replay:
                 continue
             await transport.publish(_revived(queue, delivery))
             kept.pop().ack()
-            yield letter.id
+            yield dead_letter.id
             if wanted is not None:
-                wanted.discard(letter.id)
+                wanted.discard(dead_letter.id)
                 if not wanted:
                     break
 
@@ -167,18 +171,18 @@ async def send_each(
 async def purge(transport: Transport, queue: str, ids: Collection[str] | None = None) -> int:
     """Drop the dead letters of a queue (one for each of these ids, or all). Returns their number."""
     gone, left = 0, Counter(ids or ())
-    with _given_back() as kept:
-        async for letter, _ in _each(transport, kept):
-            if letter.queue == queue and (ids is None or left[letter.id]):
+    with _requeued_at_end() as kept:
+        async for dead_letter, _ in _each(transport, kept):
+            if dead_letter.queue == queue and (ids is None or left[dead_letter.id]):
                 kept.pop().ack()
-                left[letter.id] -= 1
+                left[dead_letter.id] -= 1
                 gone += 1
     return gone
 
 
 @contextmanager
-def _given_back() -> Iterator[list[Delivery]]:
-    """Hold letters until the end of the block, so that the next ones can be read, and then requeue them."""
+def _requeued_at_end() -> Iterator[list[Delivery]]:
+    """Hold dead letters until the end of the block, so that the next ones can be read, and then requeue them."""
     kept: list[Delivery] = []
     try:
         yield kept
@@ -188,15 +192,15 @@ def _given_back() -> Iterator[list[Delivery]]:
 
 
 async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
-    """Yield the letters of a bus, the oldest first. Messages that are parked meanwhile are not among them. kept: each
-    letter is the last of it while it is looked at.
+    """Yield the dead letters of a bus, the oldest first. Messages that are parked meanwhile are not among them. kept:
+    each letter is the last of it while it is looked at.
     """
     delivery = await transport.get(DEAD_LETTERS)
     behind = await transport.depth(DEAD_LETTERS)  # after a get, which the broker handles after earlier requeues
     position = 0
     while delivery is not None:
         kept.append(delivery)
-        yield read_letter(position, delivery), delivery
+        yield read_dead_letter(position, delivery), delivery
         delivery.body, delivery.headers = b"", {}  # the queue keeps them; there may be a million letters
         position += 1
         delivery = await transport.get(DEAD_LETTERS) if position <= behind else None
@@ -220,15 +224,15 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: published_key(delivery) or "", ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: published_key(delivery) or "", DELIVERY_ATTEMPT: 0, **headers},
         mandatory=True,
     )
 
 
-def read_letter(position: int, delivery: Delivery) -> DeadLetter:
-    """Return a letter in readable form."""
-    code, reason = letters_code(delivery) or "unknown", _text(delivery, REASON)
-    if code.startswith(BROKERS):  # the letter then has its publisher's headers, which may be anything
+def read_dead_letter(position: int, delivery: Delivery) -> DeadLetter:
+    """Return a dead letter in readable form."""
+    code, reason = dead_letter_code_of(delivery) or "unknown", _text(delivery, REASON)
+    if code.startswith(BROKERS):  # the dead letter then has its publisher's headers, which may be anything
         gone = delivery.exchange == RETURN
         reason = "its queue was gone when its retry was due" if gone else "given up by the broker"
     return DeadLetter(
@@ -245,19 +249,21 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         sent_at=_sent_at(delivery.headers),
         batch=delivery.content_type == BATCH,
         body=delivery.body,
-        headers={name: value for name, value in delivery.headers.items() if name not in {PATIENCE, WAITED}},
-        cut_from=_cut_from(delivery),
-        bars_replay=CUT if _cut_from(delivery) else "",
+        headers={name: value for name, value in delivery.headers.items() if name not in {TIMEOUT, WAITED}},
+        truncated_from=_truncated_from(delivery),
+        blocks_replay=TRUNCATED if _truncated_from(delivery) else "",
     )
 
 
-def _cut_from(delivery: Delivery) -> int:
-    size = delivery.headers.get(CUT_FROM)
+def _truncated_from(delivery: Delivery) -> int:
+    size = delivery.headers.get(TRUNCATED_FROM)
     return size if isinstance(size, int) and size > len(delivery.body) else 0
 
 
 def _origin(delivery: Delivery) -> str:
-    """Return the queue that gave the message up. What another queue has passed on is no letter of the one it names."""
+    """Return the queue that gave the message up. What another queue has passed on is no dead letter of the one it
+    names.
+    """
     if delivery.exchange in (DEAD, RETURN) and delivery.routing_key and published_key(delivery) is not None:
         return shown(delivery.routing_key)
     return UNKNOWN

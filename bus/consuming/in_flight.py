@@ -26,7 +26,7 @@ from bus.wire import Malformed
 # The bytes of bodies that a consumer has, waiting or being handled, before the broker is to deliver no more; it goes on
 # when half of them are settled. (RabbitMQ does not implement AMQP's bound of bytes.) Ten batches of requests of the
 # usual length fit in, so that a long line of them is taken at full speed.
-MAX_HELD_BYTES = 2 * 2**20
+MAX_BUFFERED_BYTES = 2 * 2**20
 
 
 class ArrivedDelivery(NamedTuple):
@@ -44,30 +44,30 @@ class ArrivedDelivery(NamedTuple):
         return self.delivery.is_lost
 
 
-class HeldBytes:
-    """The bytes of the bodies of all deliveries that are not settled (`held`); it pauses their subscription while they
-    are too many. pauses: False where another consumer would go on meanwhile, out of order.
+class BufferedBytes:
+    """The bytes of the bodies of all deliveries that are not settled (`buffered`); it pauses their subscription while
+    they are too many. pauses: False where another consumer would go on meanwhile, out of order.
     """
 
-    __slots__ = ("_paused", "_pauses", "held", "subscription")
+    __slots__ = ("_paused", "_pauses", "buffered", "subscription")
 
     def __init__(self, *, pauses: bool) -> None:
         self.subscription: Subscription | None = None
         self._pauses = pauses
-        self.held = 0
+        self.buffered = 0
         self._paused = False
 
-    def hold(self, delivery: Delivery) -> None:
+    def add(self, delivery: Delivery) -> None:
         """Count a delivery that has arrived."""
-        self.held += len(delivery.body)
-        if self._pauses and self.held > MAX_HELD_BYTES and not self._paused and self.subscription is not None:
+        self.buffered += len(delivery.body)
+        if self._pauses and self.buffered > MAX_BUFFERED_BYTES and not self._paused and self.subscription is not None:
             self._paused = True
             self.subscription.pause()
 
-    def release(self, delivery: Delivery) -> None:
+    def remove(self, delivery: Delivery) -> None:
         """A delivery is settled, or lost."""
-        self.held -= len(delivery.body)
-        if self._paused and self.held <= MAX_HELD_BYTES // 2 and self.subscription is not None:
+        self.buffered -= len(delivery.body)
+        if self._paused and self.buffered <= MAX_BUFFERED_BYTES // 2 and self.subscription is not None:
             self._paused = False
             self.subscription.resume()
 
@@ -75,11 +75,11 @@ class HeldBytes:
 # From the third try on (after two without an acknowledgement) a delivery is handled separately from all others, in
 # parts of half of its messages, then a quarter, ... and at last one message at a time. If single messages were tried at
 # once, a large delivery would take so long that it might never end on an unstable bus.
-SUSPECT_FROM = 2
+POISON_SUSPECTED_FROM = 2
 
 # The number of batches of other messages that may be taken before a suspect, a message that was delivered often and
 # never acknowledged.
-MAX_PASSED_OVER = 8
+MAX_SKIPPED = 8
 
 # The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
 # event loop, a megabyte in 5 to 12 ms.
@@ -91,22 +91,22 @@ MAX_UNREADABLE = 64
 
 # The time that a consumer waits for further suspects after the first, and then takes one of them at random. The first
 # to arrive would be the same each time, and the others would be requeued with it each time.
-SUSPECT_WAIT_S = 0.1
+POISON_RETRY_S = 0.1
 
-# The number of last deliveries, before the broker dead-letters a message, in which the message is `exhausted`: its
-# handler can still announce the end.
+# The number of last deliveries, before the broker dead-letters a message, in which the message is `at_delivery_limit`:
+# its handler can still announce the end.
 LAST_DELIVERIES = 3
 
 
-def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
+def may_be_started(queue: str, delivery: Delivery, meta: Meta) -> bool:
     """Whether a handler may have had this message of a queue whose requests end by what is on record.
 
     It goes on, though its requester may have stopped waiting: it may be on record, and a claim be made for it.
     """
-    return queue in ON_RECORD and (delivery.redelivered or meta.attempt > 0)
+    return queue in ON_RECORD and (delivery.redelivered or meta.delivery_attempt > 0)
 
 
-def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:
+def useful_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:
     """Return the time, on this process's monotonic clock, after which a message is of no use to its publisher; None:
     there is no such time. since: the monotonic time in seconds at which the message arrived.
 
@@ -116,16 +116,16 @@ def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> 
     however often that repeats it; one that has waited in its queue, as no consumer was there, begins too late, by what
     the clocks may be apart at the most. A dead letter is handled however late it is: its end is announced.
     """
-    if meta.patience_s is None:
+    if meta.timeout_s is None:
         return None
-    until = since + meta.patience_s - meta.waited_s
-    if not meta.sent_at or not (delivery.redelivered or meta.attempt):
+    until = since + meta.timeout_s - meta.waited_s
+    if not meta.sent_at or not (delivery.redelivered or meta.delivery_attempt):
         return until
-    return min(until, clock.monotonic() + meta.sent_at + meta.patience_s + CLOCKS_APART_S - clock.time())
+    return min(until, clock.monotonic() + meta.sent_at + meta.timeout_s + CLOCKS_APART_S - clock.time())
 
 
-def left_s(until: float, clock: Clock) -> float:
-    """Return the seconds until a message is of no use. until: as `of_use_until` returns it."""
+def remaining_s(until: float, clock: Clock) -> float:
+    """Return the seconds until a message is of no use. until: as `useful_until` returns it."""
     return until - clock.monotonic()
 
 
@@ -133,39 +133,39 @@ def retried(received: Received, delay_s: float) -> Meta:
     """Return the metadata of a message's copy, which is delivered again after a delay: the next consumer counts from
     its arrival there, so what has passed by then is subtracted.
     """
-    meta = structs.replace(received.meta, attempt=received.meta.attempt + 1)
-    left = received.left_s()
-    if meta.patience_s is None or left == math.inf:
+    meta = structs.replace(received.meta, delivery_attempt=received.meta.delivery_attempt + 1)
+    left = received.remaining_s()
+    if meta.timeout_s is None or left == math.inf:
         return meta
-    return structs.replace(meta, waited_s=meta.patience_s - left + delay_s)
+    return structs.replace(meta, waited_s=meta.timeout_s - left + delay_s)
 
 
 class InFlightDelivery:
     """One delivery, which may contain many messages. It is acknowledged when the last of them is settled.
 
     tries: earlier deliveries that a handler may have had, as far as this process knows. rejected: one of the messages
-    can neither be settled nor parked, so the broker is to dead-letter the delivery. again: the effects of one of the
+    can neither be settled nor parked, so the broker is to dead-letter the delivery. requeues: the effects of one of the
     messages may be lost, so the delivery is to be requeued.
     """
 
-    __slots__ = ("_held", "again", "delivery", "open", "part", "rejected", "tries")
+    __slots__ = ("_buffered", "delivery", "open", "part", "rejected", "requeues", "tries")
 
-    def __init__(self, delivery: Delivery, held: HeldBytes, count: int, tries: int) -> None:
+    def __init__(self, delivery: Delivery, buffered: BufferedBytes, count: int, tries: int) -> None:
         self.delivery = delivery
-        self._held = held
+        self._buffered = buffered
         self.tries = tries
-        self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # the messages that are tried together
+        self.part = max(1, count >> max(0, tries - POISON_SUSPECTED_FROM + 1))  # the messages that are tried together
         self.open = count
         self.rejected = False
-        self.again = False
+        self.requeues = False
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Record that one of its messages is settled."""
         self.open -= 1
         if self.open:
             return
-        self._held.release(self.delivery)
-        if self.again:
+        self._buffered.remove(self.delivery)
+        if self.requeues:
             self.delivery.nack(requeue=True)
         elif self.rejected:
             self.delivery.nack(requeue=False)
@@ -195,7 +195,7 @@ class InFlightMessage:
         """How many requests it counts as."""
         return 1 if isinstance(self.received, Malformed) else self.received.message.weight
 
-    def ask_again(self) -> None:
+    def mark_redelivered(self) -> None:
         """The handler has had it, and may have begun it: its next call is no first delivery."""
         if isinstance(self.received, Received):
             self.received = structs.replace(self.received, redelivered=True)

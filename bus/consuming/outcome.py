@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -19,12 +20,16 @@ class Done(Struct, frozen=True):
     flush fails.
     """
 
+    label: ClassVar[str] = "done"  # of metrics, as of each
+
     reply: Message | None = None
     after: asyncio.Future[None] | None = None
 
 
 class Coded(Struct, frozen=True):
     """An outcome with a reason: a stable code, and words for a person."""
+
+    label: ClassVar[str]
 
     code: str
     reason: str = ""
@@ -35,32 +40,40 @@ class Retry(Coded, frozen=True):
     last one.
     """
 
+    label = "retry"
+
 
 class Refuse(Coded, frozen=True):
     """The message can never be handled: the requester gets a Refusal; without a requester, the message is a dead letter
     with this code and reason.
     """
 
+    label = "refuse"
 
-class Wait(Coded, frozen=True):
+
+class RetryWhenAvailable(Coded, frozen=True):
     """A server that this message depends on does not answer: the handler is called again with it after a wait, which
     holds up no other message of its batch, and uses up no retry.
     """
 
+    label = "wait"
 
-class GiveUp(Coded, frozen=True):
+
+class DeadLetterNow(Coded, frozen=True):
     """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
 
     A requester gets a Refusal. Without one, or where another queue ends requests by their dead letters (which then
     announces the end), the message is a dead letter.
     """
 
+    label = "dead_letter"
 
-Outcome = Done | Retry | Refuse | Wait | GiveUp
+
+Outcome = Done | Retry | Refuse | RetryWhenAvailable | DeadLetterNow
 
 
 def endless_s() -> float:
-    """`left_s` of what is of use whenever it is handled."""
+    """`remaining_s` of what is of use whenever it is handled."""
     return math.inf
 
 
@@ -68,10 +81,11 @@ class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, within its bounds, and with its metadata.
 
     redelivered: a handler may have had it before, in another process or in this one, where it waited or crashed.
-    exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
-    that must announce the end to a client does so now, and does nothing else, because handling the message may have
-    ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when
-    the message is no dead letter. left_s: seconds until its publisher has no use for it, whenever that is asked.
+    at_delivery_limit: the message was delivered so often without a result that the broker is about to give it up. A
+    handler that must announce the end to a client does so now, and does nothing else, because handling the message may
+    have ended earlier processes. dead_letter_code: the code of a dead letter, which states why another queue gave it
+    up; empty when the message is no dead letter. remaining_s: seconds until its publisher has no use for it, whenever
+    that is asked.
     """
 
     message: Message
@@ -79,15 +93,15 @@ class Received(Struct, frozen=True):
     bus: str
     queue: str
     redelivered: bool = False
-    exhausted: bool = False
-    given_up: str = ""
-    left_s: Callable[[], float] = endless_s
+    at_delivery_limit: bool = False
+    dead_letter_code: str = ""
+    remaining_s: Callable[[], float] = endless_s
 
     def is_late(self) -> bool:
         """Whether its publisher has no use for it any more. A handler that must not begin then asks under its lock: a
         process may stand still, or wait for the lock, for longer than that.
         """
-        return self.left_s() < 0.0
+        return self.remaining_s() < 0.0
 
 
 def never() -> bool:
@@ -100,20 +114,23 @@ Handler = Callable[[Sequence[Received]], Awaitable[Sequence[Outcome]]]
 
 
 EXPIRED = f"{BROKERS}expired"
-EXHAUSTED = "delivery.exhausted"
-GIVEN_UP = "delivery.given_up"
-GIVEN_UP_BY_BROKER = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter has the reason")
+AT_DELIVERY_LIMIT = "delivery.limit_reached"
+DEAD_LETTERED = "delivery.dead_lettered"
+DEAD_LETTERED_BY_BROKER = Refusal(code=DEAD_LETTERED, reason="its queue gave it up; its dead letter has the reason")
 EXPIRED_WAITING = Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
 
 
-def given_up_of(received: Received) -> Refusal | None:
+def dead_letter_reason_of(received: Received) -> Refusal | None:
     """Return why the queue has given up a request, or is about to; None when it has not."""
-    if received.exhausted or received.given_up in (EXHAUSTED, f"{BROKERS}delivery_limit"):
-        return Refusal(code=EXHAUSTED, reason="it was delivered to several processes, and none of them finished it")
-    if received.given_up == EXPIRED:
-        return EXPIRED_WAITING
-    if received.given_up:
+    if received.at_delivery_limit or received.dead_letter_code in (AT_DELIVERY_LIMIT, f"{BROKERS}delivery_limit"):
         return Refusal(
-            code=GIVEN_UP, reason=f"a worker gave it up; its dead letter has the reason ({received.given_up})"
+            code=AT_DELIVERY_LIMIT, reason="it was delivered to several processes, and none of them finished it"
+        )
+    if received.dead_letter_code == EXPIRED:
+        return EXPIRED_WAITING
+    if received.dead_letter_code:
+        return Refusal(
+            code=DEAD_LETTERED,
+            reason=f"a worker gave it up; its dead letter has the reason ({received.dead_letter_code})",
         )
     return None

@@ -1,7 +1,7 @@
 """Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, and waits for their
 confirms. And calls that wait for a server.
 
-When the queue of dead letters is full, a letter is dropped and logged, and the consumer goes on.
+When the queue of dead letters is full, a dead letter is dropped and logged, and the consumer goes on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from msgspec import structs
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import LogInterval, new_uuid
-from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
+from bus.consuming.dead_letters import DIED_AT, EXCHANGE, REASON, TRUNCATED_FROM
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.queues import DEAD, ENDED_BY_LETTER, QueueRow, Where
+from bus.contracts.queues import DEAD, ENDED_BY_DEAD_LETTER, QueueRow, Where
 from bus.port import BusError, BusForbidden, PublishRefused
 from bus.published_key import CODE, ORIGINAL_KEY, published_key
 from bus.publishing import Confirmation, Mode, Waiter
-from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
+from bus.retrying import UNTIL_AVAILABLE, Retrying, is_transient
 from bus.topology import delay_exchange
-from bus.wire import Malformed, Packed, may_gather, pack, shown
+from bus.wire import Malformed, Packed, may_batch, pack, shown
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -38,14 +38,14 @@ CANNOT_APPLY = "outcome.not_applied"
 class OutcomeMessage(NamedTuple):
     """A message that the outcome of an item sends. post: hands it to the publisher. is_reply: its requester has a
     time-out when it is lost. is_event: a full queue of another program that refuses it holds up nothing: the item
-    becomes a dead letter. letter: the dead letter that it is.
+    becomes a dead letter. dead_letter: the dead letter that it is.
     """
 
     item: InFlightMessage
     post: Callable[[Waiter], None]
     is_reply: bool = False
     is_event: bool = False
-    letter: Packed | None = None
+    dead_letter: Packed | None = None
 
 
 class OutcomeHandler:
@@ -63,7 +63,7 @@ class OutcomeHandler:
         self._bus = bus
         self._until_available = until_available
         self._on_malformed = on_malformed
-        self._letter_log, self._lost_log = LogInterval(bus.clock), LogInterval(bus.clock)
+        self._dead_letter_log, self._lost_log = LogInterval(bus.clock), LogInterval(bus.clock)
 
     async def apply(
         self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]
@@ -75,8 +75,8 @@ class OutcomeHandler:
         failed = await self._send_all(zip(items, outcomes, strict=True), self._messages_of)
         for item, error in failed.items():
             cause = item.received.meta.cause
-            log.error("consumer.cannot_settle", queue=self.queue, cause=cause, exc_info=error)
-        return await self._send_all(failed.items(), self._letters_of_failed) if failed else failed
+            log.error("consumer.cannot_acknowledge", queue=self.queue, cause=cause, exc_info=error)
+        return await self._send_all(failed.items(), self._dead_letters_of_failed) if failed else failed
 
     async def _send_all(
         self,
@@ -93,7 +93,7 @@ class OutcomeHandler:
                 failed[item] = error
         refused = await self._send(messages) if messages else []
         if len(refused) > 1:  # they may have been one broker message
-            log.warning("consumer.settled_apart", queue=self.queue, items=len(refused))
+            log.warning("consumer.handled_apart", queue=self.queue, items=len(refused))
             refused = [one for message, _ in refused for one in await self._send([message])]
         return failed | {message.item: error for message, error in refused}
 
@@ -111,7 +111,7 @@ class OutcomeHandler:
                 if isinstance(error, BusForbidden):
                     raise error
                 ends = message.is_event and isinstance(error, PublishRefused)
-                (waits if passes_with_time(error) and not ends else failed).append((message, error))
+                (waits if is_transient(error) and not ends else failed).append((message, error))
             left = [message for message, _ in waits]
             if waits:
                 raise waits[0][1]
@@ -141,8 +141,8 @@ class OutcomeHandler:
             if lost := self._lost_log.count():
                 log.info("consumer.reply_lost", queue=self.queue, code=error.code, lost=lost)
             return True
-        letter = message.letter
-        if letter is None or not isinstance(error, PublishRefused):
+        dead_letter = message.dead_letter
+        if dead_letter is None or not isinstance(error, PublishRefused):
             return False
         # The queue of dead letters is full, with a million letters. This one replaces no older one, because all workers
         # of a bus park in one queue, and a worker that may take letters out could read those of the others.
@@ -150,11 +150,11 @@ class OutcomeHandler:
         log.error(
             "dead_letter.dropped",
             queue=self.queue,
-            id=shown(letter.meta.id),
-            type=shown(letter.type),
-            code=letter.headers.get(CODE),
-            reason=letter.headers.get(REASON),
-            cause=letter.meta.cause,
+            id=shown(dead_letter.meta.id),
+            type=shown(dead_letter.type),
+            code=dead_letter.headers.get(CODE),
+            reason=dead_letter.headers.get(REASON),
+            cause=dead_letter.meta.cause,
         )
         return True
 
@@ -165,22 +165,22 @@ class OutcomeHandler:
             messages += self._refuse_malformed(item, received)
         elif isinstance(outcome, Done):
             messages += self._reply(item, outcome.reply)
-        elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
+        elif isinstance(outcome, Retry) and 0 <= received.meta.delivery_attempt < len(self._row.retry_s):
             messages.append(self._retry(item, received))
-        elif isinstance(outcome, Refuse) or not self._ends_by_letter(received.meta):
+        elif isinstance(outcome, Refuse) or not self._ends_by_dead_letter(received.meta):
             messages += self._refuse(item, outcome.code, outcome.reason)
         else:
             messages += self._dead_letters(item, outcome.code, outcome.reason)
             messages += self._reply(item, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]))
         return messages
 
-    def _letters_of_failed(self, item: InFlightMessage, error: Exception) -> list[OutcomeMessage]:
-        """The letter of a message whose outcome could not be carried out. Of the message only its body is kept."""
-        if not self._row.has_letters:
+    def _dead_letters_of_failed(self, item: InFlightMessage, error: Exception) -> list[OutcomeMessage]:
+        """The dead letter of a message whose outcome could not be carried out. Of the message only its body is kept."""
+        if not self._row.has_dead_letters:
             return []
         packed, size = _packed(item.received, "")
         bare = Packed(packed.body, Meta(id=new_uuid(self._bus.rng)), "")
-        return [self._letter(item, bare, size, CANNOT_APPLY, shown(f"{type(error).__name__}: {error}"))]
+        return [self._pack_dead_letter(item, bare, size, CANNOT_APPLY, shown(f"{type(error).__name__}: {error}"))]
 
     def _reply(self, item: InFlightMessage, reply: Message | None) -> list[OutcomeMessage]:
         meta = item.received.meta
@@ -188,15 +188,15 @@ class OutcomeHandler:
             return []
         return [OutcomeMessage(item, partial(self._bus.post_reply, meta, reply), is_reply=True)]
 
-    def _ends_by_letter(self, meta: Meta) -> bool:
+    def _ends_by_dead_letter(self, meta: Meta) -> bool:
         """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""
-        return self._row.name in ENDED_BY_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
+        return self._row.name in ENDED_BY_DEAD_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
 
     def _retry(self, item: InFlightMessage, received: Received) -> OutcomeMessage:
-        delay_s = self._row.retry_s[received.meta.attempt]
+        delay_s = self._row.retry_s[received.meta.delivery_attempt]
         meta = retried(received, delay_s)
         # What clients sent leaves alone: each is one that is read, but many together may be more than is read of one.
-        mode = Mode(may_gather(meta) and not self._row.from_outside, True, True)
+        mode = Mode(may_batch(meta) and not self._row.from_outside, True, True)
         packed = pack(received.message, meta)
         queue = self._row.retries_to or self.queue
         return OutcomeMessage(item, partial(self._bus.publisher.post, delay_exchange(delay_s), queue, mode, packed))
@@ -209,11 +209,11 @@ class OutcomeHandler:
 
     def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[OutcomeMessage]:
         """The dead letter to park. For a queue without dead letters the message is logged and lost. When the message is
-        a copy of a dead letter, the letter itself stays.
+        a copy of a dead letter, the dead letter itself stays.
         """
-        if self._row.has_letters:
+        if self._row.has_dead_letters:
             return [self._dead_letter(item, code, reason)]
-        if dropped := self._letter_log.count() if self._row.from_outside else 1:
+        if dropped := self._dead_letter_log.count() if self._row.from_outside else 1:
             cause = item.received.meta.cause
             log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=cause, dropped=dropped)
         return []
@@ -224,24 +224,26 @@ class OutcomeHandler:
         packed = structs.replace(
             packed, meta=structs.replace(packed.meta, reply_to=None), headers={EXCHANGE: delivery.exchange}
         )
-        letter = self._letter(item, packed, size, code, reason)
-        if letters := self._letter_log.count() if self._row.from_outside else 1:
+        dead_letter = self._pack_dead_letter(item, packed, size, code, reason)
+        if letters := self._dead_letter_log.count() if self._row.from_outside else 1:
             queue, cause = self.queue, received.meta.cause
             log.warning("consumer.dead_letter", queue=queue, code=code, reason=reason, cause=cause, letters=letters)
-        return letter
+        return dead_letter
 
-    def _letter(self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str) -> OutcomeMessage:
+    def _pack_dead_letter(
+        self, item: InFlightMessage, packed: Packed, size: int, code: str, reason: str
+    ) -> OutcomeMessage:
         headers = {
             **packed.headers,
             CODE: code,
             REASON: reason[:MAX_REASON],
             ORIGINAL_KEY: shown(published_key(item.in_flight.delivery) or ""),
             DIED_AT: int(self._bus.clock.time() * 1000),
-            **({CUT_FROM: size} if size else {}),
+            **({TRUNCATED_FROM: size} if size else {}),
         }
-        letter = structs.replace(packed, headers=headers)
-        post = partial(self._bus.publisher.post, DEAD, self.queue, Mode(False, True, True), letter)
-        return OutcomeMessage(item, post, letter=letter)
+        dead_letter = structs.replace(packed, headers=headers)
+        post = partial(self._bus.publisher.post, DEAD, self.queue, Mode(False, True, True), dead_letter)
+        return OutcomeMessage(item, post, dead_letter=dead_letter)
 
     def _refuse_malformed(self, item: InFlightMessage, bad: Malformed) -> list[OutcomeMessage]:
         """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
@@ -271,7 +273,7 @@ class OutcomeHandler:
 
 
 def _packed(received: Received | Malformed, type_: str) -> tuple[Packed, int]:
-    """Return a message as its letter has it, and the size of its body where that is cut already (0: it is not)."""
+    """Return a message as its dead letter has it, and the size of its body where that is cut already (0: it is not)."""
     if isinstance(received, Malformed):
         return Packed(received.body, received.meta, type_), received.size
     return pack(received.message, received.meta), 0

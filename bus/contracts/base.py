@@ -147,11 +147,11 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: the build request, state change or inventory report that led to this message.
     sent_at: publisher's clock, seconds since the epoch.
     reply_to, correlation_id: where and under which id a reply is expected.
-    patience_s: how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a
+    timeout_s: how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a
     redelivery and a retry count from sent_at, too. A requester waits as long for its answer. waited_s: how much of that
     passed before the consumers that had it retried.
     traceparent: W3C trace context.
-    attempt: how often the consumer has already had this message retried.
+    delivery_attempt: how often the consumer has already had this message retried.
     database_incarnation: of the cell's database by which its publisher has decided it (0: it belongs to no cell). What
     is told to do something refuses a lower one than the highest that it knows of that cell. sent_sequences: what its
     publisher knew to be on disk there when this left (DatabaseMark).
@@ -162,10 +162,10 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sent_at: float = 0.0
     reply_to: str | None = None
     correlation_id: str | None = None
-    patience_s: float | None = None
+    timeout_s: float | None = None
     waited_s: float = 0.0
     traceparent: str | None = None
-    attempt: int = 0
+    delivery_attempt: int = 0
     database_incarnation: int = 0
     sent_sequences: tuple[int, ...] = ()
 

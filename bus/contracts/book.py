@@ -1,4 +1,4 @@
-"""An operator's queries of the resource book: a host's tree with its holders, a group's members, what projects hold."""
+"""An operator's queries of placement: a host's tree with its holders, a group's members, what projects hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .placement import MAX_NAMED, ProviderState
 
 # Of one answer. A larger tree or project list is cut off there, and `more` is set.
 MAX_TREE = 500
-MAX_HOLDERS = 5_000
+MAX_CONSUMERS = 5_000
 MAX_PROJECTS = 1_000
 
 
@@ -23,11 +23,11 @@ class HostTreeQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     provider: Uuid
-    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+    limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
     after: Uuid | None = None
 
 
-class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TreeConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A consumer, and its allocations in a tree: {provider: {class: amount}}. Instances are named by their uuid."""
 
     consumer: Uuid
@@ -35,18 +35,18 @@ class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     user_id: str
     consumer_type: str
     attempt: Attempt = 0
-    holding: dict[Uuid, dict[str, int]] = {}
+    allocations: dict[Uuid, dict[str, int]] = {}
 
 
 class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1"):
     """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid.
 
-    No providers: the book has none of that uuid. more: there are further providers or consumers. The consumers and
+    No providers: placement has none of that uuid. more: there are further providers or consumers. The consumers and
     their holdings are those of the whole tree.
     """
 
     providers: tuple[ProviderState, ...] = ()
-    holders: tuple[TreeHolder, ...] = ()
+    consumers: tuple[TreeConsumer, ...] = ()
     more: bool = False
 
 
@@ -56,7 +56,7 @@ class GroupMembersQuery(Message, frozen=True, kw_only=True, forbid_unknown_field
     project_id: Word
     server_group: Uuid
     after: Uuid | None = None
-    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+    limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
 
 
 class GroupMembersPage(Message, frozen=True, kw_only=True, tag="placement.group.page.v1"):
@@ -67,7 +67,7 @@ class GroupMembersPage(Message, frozen=True, kw_only=True, tag="placement.group.
 
 
 class ServiceHostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.service.v1"):
-    """Ask which hosts the book has as a compute service's: it reported them last, over its cell's bus."""
+    """Ask which hosts placement has as a compute service's: it reported them last, over its cell's bus."""
 
     service: Word
     cell: Word
@@ -87,7 +87,7 @@ class CellConsumersQuery(Message, frozen=True, kw_only=True, forbid_unknown_fiel
 
     cell: Word
     after: Uuid | Literal[""] = ""
-    limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+    limit: Annotated[int, Bound(ge=1, le=MAX_CONSUMERS)] = 1000
 
 
 class CellConsumersPage(Message, frozen=True, kw_only=True, tag="placement.cell.page.v1"):
@@ -118,30 +118,30 @@ class ProjectUsagePage(Message, frozen=True, kw_only=True, tag="placement.usage.
     more: bool = False
 
 
-class HoldingRequest(Message, frozen=True, kw_only=True, tag="placement.holding.v1"):
+class AllocationsQuery(Message, frozen=True, kw_only=True, tag="placement.allocations.v1"):
     """Ask what consumers hold, and whose it is. Changes and fences nothing."""
 
     consumers: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_NAMED)]
 
 
-class HeldAllocation(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ConsumerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one consumer holds.
 
-    run: that owns it ('': unknown). attempt: of the build that holds it (0: no build does: another client of
+    claim_owner: that owns it ('': unknown). attempt: of the build that holds it (0: no build does: another client of
     Placement's API, or a migration). hosts: the roots of its providers. cell: theirs (None: no cell has reported them).
     """
 
     consumer: Uuid
     project_id: str
-    run: str = ""
+    claim_owner: str = ""
     attempt: Attempt = 0
     consumer_generation: Generation
-    holding: dict[Uuid, dict[str, Amount]]
+    allocations: dict[Uuid, dict[str, Amount]]
     hosts: tuple[Uuid, ...]
     cell: Word | None = None
 
 
-class HoldingPage(Message, frozen=True, kw_only=True, tag="placement.holding.page.v1"):
+class AllocationsPage(Message, frozen=True, kw_only=True, tag="placement.allocations.page.v1"):
     """Reply. held: of those consumers that hold something, in the order of their uuids."""
 
-    held: tuple[HeldAllocation, ...] = ()
+    consumers: tuple[ConsumerRecord, ...] = ()

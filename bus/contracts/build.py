@@ -17,8 +17,8 @@ from .base import Attempt, ImageName, Label, Message, Reason, ShownZone, Uuid, W
 from .deploy import ConfigDrive, ImageSource, Networks
 from .deploy import Volumes as VolumeRequests
 from .operations import EvacuationPolicy, HostAdminState
-from .placement import MAX_MEMBERS, ClaimHolder, ServerGroup
-from .stages import Stamps
+from .placement import MAX_MEMBERS, ConflictingConsumer, ServerGroup
+from .stages import StageTimes
 
 
 class BuildState(StrEnum):
@@ -206,15 +206,15 @@ class BuildEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="build
     is not published, so any but the terminal may be missing. `deleted` is the last state of an instance whatever its
     number: a cell whose database has crashed may number its events anew. `terminal`: no other terminal event follows
     for the request that caused it. code and reason explain failed and refused; funnel explains a request that no host
-    could take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
-    queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never came to that;
-    and then how many claims were lost to others. zone: the availability zone of its host ("": there are none, or it is
-    not known). host_uuid: of `host`; never on the API bus.
+    could take; history lists the attempts. stage_times: with the end of a build, when each of its stages ended,
+    [requested, queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never
+    came to that; and then how many claims were lost to others. zone: the availability zone of its host ("": there are
+    none, or it is not known). host_uuid: of `host`; never on the API bus.
     """
 
     state: BuildState
     sequence: int
-    stamps: Stamps | None = None
+    stage_times: StageTimes | None = None
 
 
 class EventsMissed(Message, frozen=True, kw_only=True, tag="events.missed.v1"):
@@ -254,7 +254,7 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
 
     host, flavor: its present ones. condition: its state since its build (`instance.event.v1`); "": it is as
     it was built. under_way: the request about it that has not ended. gang: the first instance of the request for
-    several that it is of, and gang_min: how many of those start together at least.
+    several that it is of, and gang_min_count: how many of those start together at least.
     """
 
     flavor: str
@@ -264,7 +264,7 @@ class BuildRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=Tru
     condition: str = ""
     under_way: Uuid | None = None
     gang: Uuid | None = None
-    gang_min: int = 0
+    gang_min_count: int = 0
 
     @property
     def standing(self) -> str:
@@ -287,27 +287,29 @@ class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
-    stamps: with the end of the build, when each of its stages ended. scores: with each choice, the build's or a later
-    request's, of the chosen host and then of its alternates. holders: of `not_claimed`, the consumers that hold what
-    was lost, newest first; HTTP shows a project its own. `waiting` is the last line, and there only while the build
-    waits for what manages its host.
+    stage_times: with the end of the build, when each of its stages ended. scores: with each choice, the build's or a
+    later request's, of the chosen host and then of its alternates. holders: of `not_claimed`, the consumers that hold
+    what was lost, newest first; HTTP shows a project its own. `waiting` is the last line, and there only while the
+    build waits for what manages its host.
     """
 
     at: float
-    who: str
+    actor: str
     what: str
     detail: str = ""
-    stamps: Stamps | None = None
+    stage_times: StageTimes | None = None
     scores: tuple[HostScore, ...] = ()
-    holders: tuple[ClaimHolder, ...] = ()
+    conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
 
 
 def seen_by(build: BuildRecord, project_id: str) -> BuildRecord:
     """The build as its project may see it: of other projects' instances that it lost claims to, none."""
-    if not any(line.holders for line in build.timeline):
+    if not any(line.conflicting_consumers for line in build.timeline):
         return build
     lines = (
-        structs.replace(line, holders=tuple(one for one in line.holders if one.project_id == project_id))
+        structs.replace(
+            line, conflicting_consumers=tuple(one for one in line.conflicting_consumers if one.project_id == project_id)
+        )
         for line in build.timeline
     )
     return structs.replace(build, timeline=tuple(lines))
@@ -346,12 +348,12 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
 
-    announced: a compute service has announced it since this scheduler's start. Of one that has not been, the service is
+    reported: a compute service has announced it since this scheduler's start. Of one that has not been, the service is
     not known, and the cell only if the host is fenced.
     enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
     decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
-    availability zone that one of them makes. metrics: the numbers known of it that are not too old. contested_by:
-    another compute service that reports a host of this uuid, and was refused it. not_in_book: why the
+    availability zone that one of them makes. metrics: the numbers known of it that are not too old. claimed_also_by:
+    another compute service that reports a host of this uuid, and was refused it. not_in_placement: why the
     book does not have a host that a service which is up reports ("": it has it, or no such service reports it).
     """
 
@@ -359,7 +361,7 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     cell: str | None = None
     service: str | None = None
-    announced: bool = True
+    reported: bool = True
     up: bool = False
     enabled: bool = True
     resources: dict[str, tuple[float, float]] = {}
@@ -368,8 +370,8 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     zone: str | None = None
     aggregates: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
-    contested_by: str | None = None
-    not_in_book: str = ""
+    claimed_also_by: str | None = None
+    not_in_placement: str = ""
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):

@@ -145,7 +145,7 @@ to_placement = partial(command, where=API, owner=PLACEMENT, by=(SCHEDULER,))
 of_placement = partial(event, where=BOTH, by=(PLACEMENT,), persistent=False)
 claims = partial(command, where=BOTH, owner=PLACEMENT, by=(SCHEDULER, CONDUCTOR), persistent=False)
 conductor_to_placement = partial(command, where=BOTH, owner=PLACEMENT, by=(CONDUCTOR,), persistent=False)
-read_of_book = partial(query, owner=PLACEMENT, by=(SCHEDULER,), public=False)
+placement_read = partial(query, owner=PLACEMENT, by=(SCHEDULER,), public=False)
 to_conductor = partial(command, where=CELL, owner=CONDUCTOR, by=(SCHEDULER,))
 to_compute = partial(command, where=CELL, owner=COMPUTE, by=(CONDUCTOR,))
 asked_of_compute = partial(event, where=CELL, owner=COMPUTE, by=(CONDUCTOR,), persistent=False)
@@ -192,15 +192,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         public=True,
     ),
     clients_request(
-        moves.MoveRequest,
-        "instance.move.{project_id}",
+        moves.ActionRequest,
+        "instance.action.{project_id}",
         "request_id; the same id with other content is refused (request.duplicate)",
-        reply=moves.MoveAccepted,
+        reply=moves.ActionAccepted,
     ),
     of_requests(
-        moves.MoveEvent, "instance.event.{state}.{project_id}", "instance_uuid and sequence; a terminal one request_id"
+        moves.ActionEvent,
+        "instance.event.{state}.{project_id}",
+        "instance_uuid and sequence; a terminal one request_id",
     ),
-    query(moves.MoveQuery, moves.MovePage, "instance.query", by=(OPERATOR, GATEWAY)),
+    query(moves.ActionQuery, moves.ActionPage, "instance.query", by=(OPERATOR, GATEWAY)),
     query(drains.DrainQuery, drains.DrainPlan, "hosts.drain.query"),
     operators_command(
         drains.DrainStart,
@@ -224,24 +226,24 @@ MESSAGES: tuple[MessageRow, ...] = (
     event(nova_calls.NovaCall, "nova.call", "shown as often as it comes", where=API, by=(SCHEDULER,), persistent=False),
     operators_command(operations.SetAdminState, "hosts.set", "the message's id", reply=operations.AdminStateSet),
     operators_command(
-        operations.ForgetHost,
-        "hosts.forget",
+        operations.DeleteHost,
+        "hosts.delete",
         "the message's id; a host that is forgotten already",
-        reply=operations.HostForgotten,
+        reply=operations.HostDeleted,
     ),
     operators_command(
-        operations.ForgetService,
-        "services.forget",
+        operations.DeleteService,
+        "services.delete",
         "the message's id; a service that is forgotten already",
-        reply=operations.ServiceForgotten,
+        reply=operations.ServiceDeleted,
     ),
     to_conductor(
-        cell.ForgetServiceInCell,
-        "cell.service.forget",
+        cell.CellServiceDelete,
+        "cell.service.delete",
         "service; one that is forgotten already",
-        reply=cell.ServiceForgottenInCell,
+        reply=cell.CellServiceDeleted,
     ),
-    of_conductor(cell.ServiceGone, "services.gone", "service and at"),
+    of_conductor(cell.ServiceRemoved, "services.removed", "service and at"),
     query(operations.ServicesQuery, operations.ServicesPage, "services.query"),
     operators_command(
         objects.ObjectsChange, "objects.change", "the message's id", max_batch=1, reply=objects.ObjectsChanged
@@ -258,11 +260,11 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         public=True,
     ),
-    # --- the resource book
+    # --- placement
     command(
         placement.InventoryUpdate,
         "inventory.update.{root_uuid}",
-        "(source, root_uuid) and version; an older version loses",
+        "(reporter, root_uuid) and version; an older version loses",
         where=BOTH,
         owner=PLACEMENT,
         by=(COMPUTE, IRONIC, OPERATOR),
@@ -277,7 +279,11 @@ MESSAGES: tuple[MessageRow, ...] = (
         reply=placement.AggregateMembersSet,
     ),
     to_placement(
-        placement.InventoryForget, "inventory.forget", "root_uuid", persistent=False, reply=placement.InventoryForgotten
+        placement.ProviderTreeDelete,
+        "inventory.delete",
+        "root_uuid",
+        persistent=False,
+        reply=placement.ProviderTreeDeleted,
     ),
     claims(placement.Claim, "placement.claim", "(consumer, attempt)", reply=placement.ClaimResult),
     to_placement(
@@ -287,21 +293,21 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         reply=placement.ClaimAllResult,
     ),
-    of_placement(placement.InventoryOutdated, "inventory.outdated.{source}", "source, root_uuid and version"),
+    of_placement(placement.InventoryStale, "inventory.stale.{reporter}", "reporter, root_uuid and version"),
     claims(placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult),
-    to_placement(placement.ReleaseRun, "placement.release_run", "consumer, attempt and run"),
+    to_placement(placement.ReleaseByOwner, "placement.release_by_owner", "consumer, attempt and owner"),
     claims(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
     claims(placement.Restate, "placement.restate", "consumer and attempt", reply=placement.RestateResult),
     claims(placement.Swap, "placement.swap", "each consumer's generation", reply=placement.SwapResult),
-    read_of_book(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
-    read_of_book(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),
-    read_of_book(placement.LocateRequest, placement.LocatePage, "placement.locate"),
-    read_of_book(book.HoldingRequest, book.HoldingPage, "placement.holding"),
-    read_of_book(book.CellConsumersQuery, book.CellConsumersPage, "placement.cell"),
-    read_of_book(book.ServiceHostsQuery, book.ServiceHostsPage, "placement.service"),
-    read_of_book(book.HostTreeQuery, book.HostTree, "placement.tree", by=(OPERATOR, SCHEDULER), public=True),
-    read_of_book(book.GroupMembersQuery, book.GroupMembersPage, "placement.group", by=(OPERATOR,), public=True),
-    read_of_book(
+    placement_read(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
+    placement_read(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),
+    placement_read(placement.LocateRequest, placement.LocatePage, "placement.locate"),
+    placement_read(book.AllocationsQuery, book.AllocationsPage, "placement.allocations"),
+    placement_read(book.CellConsumersQuery, book.CellConsumersPage, "placement.cell"),
+    placement_read(book.ServiceHostsQuery, book.ServiceHostsPage, "placement.service"),
+    placement_read(book.HostTreeQuery, book.HostTree, "placement.tree", by=(OPERATOR, SCHEDULER), public=True),
+    placement_read(book.GroupMembersQuery, book.GroupMembersPage, "placement.group", by=(OPERATOR,), public=True),
+    placement_read(
         book.ProjectUsageQuery, book.ProjectUsagePage, "placement.usage", by=(OPERATOR, SCHEDULER), public=True
     ),
     of_placement(
@@ -312,24 +318,24 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(cell.CellBuild, "cell.build", "instance_uuid"),
     to_conductor(cell.CellBuildQuery, "cell.build.query", "instance_uuid; the answer may be published more than once"),
     to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
-    to_conductor(moves.CellMove, "cell.move", "request_id"),
-    to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
-    to_conductor(moves.CellDepart, "cell.depart", "request_id and attempt"),
+    to_conductor(moves.CellAction, "cell.action", "request_id"),
+    to_conductor(moves.CellActionQuery, "cell.action.query", "request_id; the answer may be published more than once"),
+    to_conductor(moves.CellTransferOut, "cell.transfer", "request_id and attempt"),
     to_conductor(operations.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(operations.HostFence, "host.fence", "host_uuid, version and state"),
-    of_conductor(recovery.CellRecovering, "cell.recovering", "question"),
-    to_conductor(recovery.CellKnown, "recovery.known.{process}", "question", persistent=False),
-    to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),
-    result_of_compute(moves.MachineChanged, "compute.changed", "instance_uuid, attempt and order"),
+    of_conductor(recovery.CellRecovering, "cell.recovering", "query_id"),
+    to_conductor(recovery.CellKnown, "recovery.known.{process}", "query_id", persistent=False),
+    to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and change_number"),
+    result_of_compute(moves.MachineChanged, "compute.changed", "instance_uuid, attempt and change_number"),
     to_compute(cell.Spawn, "compute.spawn.{service}", "instance_uuid and attempt"),
     to_compute(cell.Destroy, "compute.destroy.{service}", "instance_uuid and attempt"),
     to_compute(
-        cell.FindMachines,
-        "compute.find.{service}",
+        cell.LookUpMachines,
+        "compute.machines.query.{service}",
         "a question",
         persistent=False,
         max_reply_values=MAX_FOUND_VALUES,
-        reply=cell.MachinesFound,
+        reply=cell.MachineLookupResult,
     ),
     to_compute(
         listing.ListMachines,
@@ -338,22 +344,22 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         reply=listing.MachinesPage,
     ),
-    result_of_compute(cell.QueueMarker, "compute.marker.{service}", "epoch"),
+    result_of_compute(cell.QueueBarrier, "compute.barrier.{service}", "epoch"),
     result_of_compute(cell.ComputeResult, "compute.result", "instance_uuid, attempt and outcome"),
     asked_of_compute(cell.ReportHosts, "compute.report", "requests a report", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     asked_of_compute(cell.RescanHosts, "compute.rescan.{service}", "requests a report"),
     of_compute(cell.ComputeHosts, "compute.hosts.{service}", "service, epoch and sequence"),
     of_compute(cell.Heartbeat, "compute.heartbeat.{service}", "service, epoch and sequence"),
     of_compute(waiting.BuildsWaiting, "compute.waiting.{service}", "replaces the one before"),
-    of_conductor(cell.ServicesDigest, "services.digest", "cell, term, number and page"),
+    of_conductor(cell.ServiceStates, "services.states", "cell, term, number and page"),
     of_conductor(cell.RingMembers, "services.ring.{ring}", "ring, term and number"),
-    of_conductor(cell.ServiceOutdated, "compute.outdated.{service}", "service and epoch"),
-    of_placement(placement.InventoryTaken, "inventory.taken.{source}", "source, root_uuid and owner"),
-    conductor_to_placement(placement.InventoryReleased, "inventory.released", "source and roots", where=CELL),
-    of_conductor(cell.HostsContested, "compute.contested.{service}", "service, other and hosts"),
+    of_conductor(cell.ServiceSuperseded, "compute.superseded.{service}", "service and epoch"),
+    of_placement(placement.InventoryConflict, "inventory.conflict.{reporter}", "reporter, root_uuid and owner"),
+    conductor_to_placement(placement.InventoryReleased, "inventory.released", "reporter and roots", where=CELL),
+    of_conductor(cell.HostConflict, "compute.host_conflict.{service}", "service, other and hosts"),
     of_conductor(cell.HostsReleased, "compute.released.{service}", "service, owner and hosts"),
     asked_of_compute(cell.ReserveMachines, "compute.reserve.{service}", "service, epoch and sequence of the report"),
-    for_operators(cell.MachinesUnexplained, "conductor.unexplained.{service}", "service and at"),
+    for_operators(cell.UnknownMachinesFound, "conductor.unknown_machines.{service}", "service and at"),
     for_operators(cell.BreakerTripped, "conductor.breaker.{service}", "service; a breaker that is open already"),
 )
 
@@ -377,8 +383,8 @@ OPERATORS: Mapping[type[Message], Mapping[str, frozenset[Any] | None]] = {
         "image_source": None,  # an address that Ironic reads for it, with Ironic's own rights
         "volumes": None,  # an address that a node connects to
     },
-    moves.MoveRequest: {
-        "kind": frozenset({moves.MoveKind.MIGRATE, moves.MoveKind.LIVE_MIGRATE, moves.MoveKind.EVACUATE}),
+    moves.ActionRequest: {
+        "kind": frozenset({moves.ActionKind.MIGRATE, moves.ActionKind.LIVE_MIGRATE, moves.ActionKind.EVACUATE}),
         "image_source": None,
         "host": None,
         "forced": None,  # past the filters
@@ -491,7 +497,7 @@ _DROPS = {row.drops_to: row.name for row in BY_QUEUE.values() if row.drops_to}
 
 
 @cache
-def taken_by(queue: str) -> tuple[MessageRow, ...]:
+def queues_taking(queue: str) -> tuple[MessageRow, ...]:
     """The message rows that a queue's bindings admit, in catalogue order."""
     row = BY_QUEUE[queue]
     return tuple(
@@ -500,7 +506,7 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
         if any(
             (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.cell_key))
             or (pattern in _ANY_REQUEST and CLIENT in message.publishers)
-            or (exchange in (DEAD, RETURN) and message in taken_by(_DROPS.get(pattern, pattern)))
+            or (exchange in (DEAD, RETURN) and message in queues_taking(_DROPS.get(pattern, pattern)))
             for exchange, pattern in row.bindings
         )
     )

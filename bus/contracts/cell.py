@@ -30,14 +30,15 @@ from .base import (
 )
 from .build import MachineSpec
 from .placement import ServerGroup
-from .stages import Stamps
+from .stages import StageTimes
 
 
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host that was chosen for a build, with the allocation that is (or would be) claimed there.
 
-    host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option. zone: its
-    availability zone when it was chosen, which the cell announces of the host that it builds on ("": there are none).
+    host_uuid: the root provider. service: the compute service that manages it. spec_generations: as in a claim option.
+    zone: its availability zone when it was chosen, which the cell announces of the host that it builds on ("": there
+    are none).
     mappings: as in a claim option.
     """
 
@@ -45,7 +46,7 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: Label
     service: Word
     allocations: Allocations
-    shapes: dict[Uuid, Generation] = {}
+    spec_generations: dict[Uuid, Generation] = {}
     zone: ShownZone = ""
     mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
@@ -69,7 +70,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     attempt: the first. A later one is its cell's own, from before the schedulers' record of the build was lost: so a
     cell without a record of the instance has lost that, too.
     consumer_generation: the consumer's generation after the claim of the first selection.
-    selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
+    selections: the chosen host, then the alternates, all of this cell. stage_times: the stages so far.
     server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
     alternate's claim that is repeated may come after others have taken what this build had to give back.
     """
@@ -79,7 +80,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     consumer_generation: Generation
     build_timeout_s: float = 300.0
     requested_at: float = 0.0
-    stamps: Stamps | None = None
+    stage_times: StageTimes | None = None
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     attempt: GivenAttempt = 1
@@ -88,15 +89,15 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
-    It is published again while no event of it comes; one under way is announced again. begun: the cell has announced
-    the build or has its claim, or is silent for long: without a record it has lost it, and queries its compute services
-    first. attempt: the first that the instance may have there by the schedulers' record: one that has left with a lower
-    one has come back since.
+    It is published again while no event of it comes; one under way is announced again. may_have_started: the cell has
+    announced the build or has its claim, or is silent for long: without a record it has lost it, and queries its
+    compute services first. attempt: the first that the instance may have there by the schedulers' record: one that has
+    left with a lower one has come back since.
     """
 
     instance_uuid: Uuid
     project_id: Word
-    begun: bool = False
+    may_have_started: bool = False
     attempt: Attempt = 0
 
 
@@ -127,7 +128,7 @@ class AttemptOnHost(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=Tr
     service: Word
 
 
-class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MachineCommand(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A command about the machine of one attempt, with all that its host is to know of the instance. See `Spawn`."""
 
     spec: InstanceSpec
@@ -135,14 +136,14 @@ class MachineOrder(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_uuid: Uuid
     allocations: Allocations
     service: Word
-    deployment: Uuid | None = None
+    database_id: Uuid | None = None
 
 
-class Spawn(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.spawn.v1"):
+class Spawn(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     """Build on this host. `attempt` fences: a host never starts an attempt at or below one that it was commanded to
     destroy.
 
-    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
+    database_id: the identity of the cell's database that has the record; the machine keeps it as its tag.
     origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
     """
 
@@ -152,25 +153,25 @@ class Spawn(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.spawn
 class Destroy(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     """Make sure that no attempt up to and including this one runs or will ever run on this host.
 
-    deployment: as in Spawn. A machine whose mark names another one, or none, is left alone and the command refused.
-    unless_built: this attempt's machine stays when it is complete, and the answer is `active` once more.
+    database_id: as in Spawn. A machine whose tag names another one, or none, is left alone and the command refused.
+    keep_if_complete: this attempt's machine stays when it is complete, and the answer is `active` once more.
     """
 
-    deployment: Uuid | None = None
-    unless_built: bool = False
+    database_id: Uuid | None = None
+    keep_if_complete: bool = False
 
 
-MAX_FOUND = 1000
-MAX_FOUND_AT_ONCE = 500  # instances of one query: two nested machines of each are 10 ms to read
+MAX_LOOKUP = 1000
+MAX_LOOKUP_AT_ONCE = 500  # instances of one query: two nested machines of each are 10 ms to read
 MAX_LOOKED_AT = 100_000  # hosts of one service
 MAX_LOOKED_AT_ONCE = 10_000  # of one answer in pages: 4 ms to read
 
 
-class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
+class LookUpMachines(Message, frozen=True, kw_only=True, tag="compute.machines.query.v1"):
     """Queries a compute service: which of its hosts have a machine of these instances, complete or being built.
 
-    It waits in the service's queue behind the commands that were published before, so those count. deployment: as in
-    Spawn; machines with the mark of another one are left out. thorough: they are not, and the answer names the hosts
+    It waits in the service's queue behind the commands that were published before, so those count. database_id: as in
+    Spawn; machines with the tag of another one are left out. thorough: they are not, and the answer names the hosts
     that the service has looked at. hosts_after: only the next page of these hosts, after so many. The
     machines are those of all hosts with every page: each page is true by itself. on_hosts: these hosts are looked at
     now, and only the machines that they list count, whatever is on record; the answer names those that the service has
@@ -178,16 +179,16 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     """
 
     service: Word
-    deployment: Uuid
-    instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
+    database_id: Uuid
+    instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_LOOKUP)]
     thorough: bool = False
     hosts_after: Count = 0
-    on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_FOUND)] = ()
+    on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKUP)] = ()
 
 
-class FoundMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
+class LookedUpMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
     """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
-    (None: the service does not know). built: it is complete. foreign: it has the mark of another deployment.
+    (None: the service does not know). built: it is complete. foreign: it has the tag of another database.
     """
 
     host: Label
@@ -197,19 +198,19 @@ class FoundMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True)
     foreign: bool = False
 
 
-class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
+class MachineLookupResult(Message, frozen=True, kw_only=True, tag="compute.machines.v1"):
     """All that one compute service has of the instances that it was queried about.
 
     hosts: that it has looked at, if the query was thorough or names hosts. more: they are a page, and there are
     others after it.
     """
 
-    machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
+    machines: Annotated[tuple[LookedUpMachine, ...], Bound(max_length=10 * MAX_LOOKUP)] = ()
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT_ONCE)] = ()
     more: bool = False
 
 
-class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):
+class QueueBarrier(Message, frozen=True, kw_only=True, tag="compute.barrier.v1"):
     """A compute service to itself, through its own queue: messages that were waiting there at its start come before
     this.
 
@@ -231,8 +232,8 @@ class ComputeOutcome(StrEnum):
 class ComputeResult(Message, AttemptOnHost, frozen=True, kw_only=True, tag="compute.result.v1"):
     """How one attempt ended on its host. May come late, twice, or never.
 
-    reason: with `active`, a remark of the driver. final: with `failed`, no other host would do better (a broken image):
-    the alternates are not tried.
+    reason: with `active`, a warning of the driver. final: with `failed`, no other host would do better (a broken
+    image): the alternates are not tried.
     started_at: when the service took the command (0: unknown); at: the time of this message. scan: how many scans
     of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """
@@ -267,20 +268,20 @@ class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
     rescans: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_RESCANS)]
 
 
-# The attempt of a machine that carries no mark of ours, and that its service has no record of.
+# The attempt of a machine that carries no tag of ours, and that its service has no record of.
 UNKNOWN_ATTEMPT = 0
 
 
 class Running(NumberedAttempt, frozen=True, kw_only=True, omit_defaults=True):
     """One instance that a host carries, and the attempt that built it (0: the host does not know).
 
-    deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
+    database_id: the identity that its tag names (None: it has no tag of ours). built: it is certainly complete.
     destroying: the service has taken the order to destroy this attempt, and is carrying it out, or has done all that
     it does about it. stopped: it does not run: it was stopped by its client, or to be handed over to another host.
     reserved: the service keeps its resources out of the host's inventory; see ReserveMachines.
     """
 
-    deployment: Uuid | None = None
+    database_id: Uuid | None = None
     built: bool = True
     destroying: bool = False
     stopped: bool = False
@@ -292,7 +293,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `project_id`: the host takes builds of that project only.
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
-    (None: unknown, which proves nothing). owner: the other compute service that the book has this uuid of (None: it is
+    (None: unknown, which proves nothing). owner: the other compute service that placement has this uuid of (None: it is
     this one's): this service takes no builds for it, and its reports of it do not count.
     """
 
@@ -368,7 +369,7 @@ class RingMembers(Message, frozen=True, kw_only=True, tag="conductor.ring.v1"):
     members: Annotated[tuple[Word, ...], Bound(max_length=MAX_RING_MEMBERS)] = ()
 
 
-class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdated.v1"):
+class ServiceSuperseded(Message, frozen=True, kw_only=True, tag="conductor.service_superseded.v1"):
     """To the process that holds this compute service's name: the cell knows this epoch, and has received a lower one
     since.
 
@@ -380,7 +381,7 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
     epoch: Epoch
 
 
-class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.contested.v1"):
+class HostConflict(Message, frozen=True, kw_only=True, tag="conductor.host_conflict.v1"):
     """To the compute service that has these hosts: another one which is up reports them, too, and was refused."""
 
     service: Word
@@ -388,7 +389,7 @@ class HostsContested(Message, frozen=True, kw_only=True, tag="conductor.conteste
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=1000)] = ()
 
 
-class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.released.v1"):
+class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.hosts_released.v1"):
     """To a compute service that was refused these hosts: their owner has given them up, or is gone for good.
 
     It takes them over with its next report of their inventory. A message that is lost is published again with the next
@@ -444,7 +445,7 @@ class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     since: float = 0.0
 
 
-class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
+class ServiceStates(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
     """All compute services of a cell that are down: published when that changes, and about every second.
 
     (term, number) rises; each digest replaces the one before, and an older one is ignored. It comes in `pages` of at
@@ -460,7 +461,7 @@ class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services
     up: Count = 0
 
 
-class ForgetServiceInCell(Message, frozen=True, kw_only=True, tag="cell.service.forget.v1"):
+class CellServiceDelete(Message, frozen=True, kw_only=True, tag="cell.service.delete.v1"):
     """An operator states that a compute service of this cell is gone for good. The conductor refuses it while the
     service is up, or an instance of its record may have a machine there.
     """
@@ -470,8 +471,8 @@ class ForgetServiceInCell(Message, frozen=True, kw_only=True, tag="cell.service.
     by: str = ""
 
 
-class ServiceForgottenInCell(Message, frozen=True, kw_only=True, tag="cell.service.forgotten.v1"):
-    """Reply to a ForgetServiceInCell. removed: False: the service was not on record. at: seconds since the epoch."""
+class CellServiceDeleted(Message, frozen=True, kw_only=True, tag="cell.service.deleted.v1"):
+    """Reply to a CellServiceDelete. removed: False: the service was not on record. at: seconds since the epoch."""
 
     removed: bool
     at: float
@@ -485,7 +486,7 @@ class AboutService(Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float = 0.0
 
 
-class ServiceGone(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
+class ServiceRemoved(Message, AboutService, frozen=True, kw_only=True, tag="conductor.service_removed.v1"):
     """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again, or a
     digest states something else of it than before.
     """
@@ -494,16 +495,16 @@ class ServiceGone(Message, AboutService, frozen=True, kw_only=True, tag="conduct
 MAX_NAMED_MACHINES = 20
 
 
-class UnexplainedMachine(Struct, frozen=True, kw_only=True):
-    """A machine that no record explains. kind: `foreign` or `quarantined`; why: one sentence."""
+class UnknownMachineReport(Struct, frozen=True, kw_only=True):
+    """A machine that no record explains. kind: `foreign` or `quarantined`; reason: one sentence."""
 
     instance_uuid: Uuid
     host_uuid: Uuid
     kind: Word
-    why: Reason = ""
+    reason: Reason = ""
 
 
-class MachinesUnexplained(Message, AboutService, frozen=True, kw_only=True, tag="conductor.unexplained.v1"):
+class UnknownMachinesFound(Message, AboutService, frozen=True, kw_only=True, tag="conductor.unknown_machines.v1"):
     """Machines that no record explains were put on record: one message a page of a report that brings new ones.
 
     foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Published
@@ -512,7 +513,7 @@ class MachinesUnexplained(Message, AboutService, frozen=True, kw_only=True, tag=
 
     foreign: Count = 0
     quarantined: Count = 0
-    machines: Annotated[tuple[UnexplainedMachine, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
+    machines: Annotated[tuple[UnknownMachineReport, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
 
 
 class BreakerTripped(Message, AboutService, frozen=True, kw_only=True, tag="conductor.breaker.v1"):

@@ -13,7 +13,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Count, Label, Message, Reason, Uuid, Word
-from .moves import MoveKind
+from .moves import ActionKind
 
 MAX_DRAINED = 5000  # hosts of one drain
 MAX_PLANNED = 10_000  # instances of one plan
@@ -69,7 +69,7 @@ class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     host: Label
     cell: Word | None = None
-    kind: MoveKind = MoveKind.LIVE_MIGRATE
+    kind: ActionKind = ActionKind.LIVE_MIGRATE
     limit: Annotated[int, Bound(ge=1, le=MAX_PLANNED)] = MAX_PLANNED
     target: DrainTarget | None = None
 
@@ -114,7 +114,7 @@ class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     by: Label
     target: DrainTarget | None = None
     cell: Word | None = None
-    kind: MoveKind = MoveKind.LIVE_MIGRATE
+    kind: ActionKind = ActionKind.LIVE_MIGRATE
     at_once: AtOnce = 4
     per_minute: PerMinute | None = None
     deadline_s: DeadlineS | None = None
@@ -139,7 +139,7 @@ class DrainTerms(Struct, frozen=True, kw_only=True):
     """What a drain was ordered to do, and how it stands. See `DrainRecord`."""
 
     target: DrainTarget
-    kind: MoveKind
+    kind: ActionKind
     by: Label
     reason: Reason = ""
     at_once: AtOnce = 4

@@ -19,7 +19,7 @@ MAX_CAUSES = 16
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One committed change of one provider, numbered without holes in commit order.
 
-    Exactly one of these is set: `state` (created, or its shape changed: the whole provider);
+    Exactly one of these is set: `state` (created, or its spec generation changed: the whole provider);
     `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
     causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
     id) or else ours. Several that were written together; none for changes that came by the bus.
@@ -35,9 +35,9 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 
-# Names one history of the book. It changes after a restore, an import and the promotion of a stand-by: numbers and
-# generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: unknown.
-History = Annotated[str, Bound(max_length=64)]
+# Names one incarnation of placement. It changes after a restore, an import and the promotion of a stand-by: numbers and
+# generations of two incarnations do not compare, and a replica of one takes a snapshot of the other. Empty: unknown.
+FeedIncarnation = Annotated[str, Bound(max_length=64)]
 
 
 class FeedRow(Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.chang
     """Changes in sequence order, consecutive from the first one's number. May repeat, never skip."""
 
     rows: Annotated[tuple[FeedRow, ...], Bound(min_length=1)]
-    history: History = ""
+    incarnation: FeedIncarnation = ""
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -102,27 +102,27 @@ class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.chang
 
 
 class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
-    """Published at intervals: the newest committed number and its history; it reveals a silent gap or restore."""
+    """Published at intervals: the newest committed number and its incarnation; it reveals a silent gap or restore."""
 
     sequence: int
-    history: History = ""
+    incarnation: FeedIncarnation = ""
 
 
 class ChangesRequest(Message, frozen=True, kw_only=True, tag="placement.changes.v1"):
-    """Ask for changes after a number (a gap was seen) of a history."""
+    """Ask for changes after a number (a gap was seen) of an incarnation."""
 
     after: Version
     limit: Annotated[int, Bound(ge=1, le=10_000)] = 1000
-    history: History = ""
+    incarnation: FeedIncarnation = ""
 
 
 class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.page.v1"):
-    """Reply. `too_old`: the feed no longer reaches back that far, or is of another history; take a snapshot."""
+    """Reply. `too_old`: the feed no longer reaches back that far, or is of another incarnation; take a snapshot."""
 
     rows: tuple[FeedRow, ...] = ()
     head: int = 0
     too_old: bool = False
-    history: History = ""
+    incarnation: FeedIncarnation = ""
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -131,7 +131,7 @@ class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.pag
 
 
 class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapshot.v1"):
-    """Ask for the whole book, a page at a time, by provider uuid."""
+    """Ask for all of placement, a page at a time, by provider uuid."""
 
     after: Uuid | None = None
     limit: Annotated[int, Bound(ge=1, le=5000)] = 1000
@@ -140,10 +140,10 @@ class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapsho
 class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.page.v1"):
     """Reply. `sequence`: the feed number this page is true at. Pages may be true at different numbers:
     apply changes after the *first* page's number on top (states are absolute; older generations lose).
-    `more`: ask again after the last provider's uuid. Pages of two histories do not make one snapshot.
+    `more`: ask again after the last provider's uuid. Pages of two incarnations do not make one snapshot.
     """
 
     sequence: int
     providers: tuple[ProviderState, ...] = ()
     more: bool = False
-    history: History = ""
+    incarnation: FeedIncarnation = ""

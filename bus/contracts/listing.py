@@ -18,7 +18,7 @@ class ListMachines(Message, frozen=True, kw_only=True, tag="compute.listing.v1")
     """Queries a compute service for everything on its hosts, whatever is on record, in pages.
 
     It waits in the service's queue behind the commands that were published before, so those count. database_id: whose
-    mark is the cell's own. after_host, after_instance: only what comes behind that, in the order of hosts, and of
+    tag is the cell's own. after_host, after_instance: only what comes behind that, in the order of hosts, and of
     instances on each ("": from the first on).
     """
 
@@ -29,10 +29,10 @@ class ListMachines(Message, frozen=True, kw_only=True, tag="compute.listing.v1")
 
 
 class ListedMachine(AttemptOnHost, frozen=True, kw_only=True, omit_defaults=True):
-    """One machine. attempt: as in its mark (0: it is not known).
+    """One machine. attempt: as in its tag (0: it is not known).
 
     complete: it is certainly built; one that is being built is not. runs: it is not stopped. busy: a change or a
-    destruction of it is under way, or has been given up for now. foreign: it has no mark of this database. project_id,
+    destruction of it is under way, or has been given up for now. foreign: it has no tag of this database. project_id,
     spec, allocations: as its service was commanded them last; allocations rather as its host has them (None: the
     service does not know).
     """

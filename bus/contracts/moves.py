@@ -1,7 +1,7 @@
 """Messages about an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
 
-A client sends a request to the scheduler (`instance.move.v1`), which chooses hosts where the kind needs some, and
-commands the cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
+A client sends a request to the scheduler (`instance.action.v1`), which chooses hosts where the kind needs some, and
+commands the cell (`cell.action.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination
 is built by `compute.spawn.v1`), and publishes the progress and end of the request (`instance.event.v1`), which the
 scheduler publishes on the API bus.
 """
@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from .base import Attempt, ClassName, Count, ImageName, Label, Message, Reason, Uuid, Word, matching
 from .build import EventOfInstance, ImageProperties, RecordOfInstance
-from .cell import AttemptOnHost, InstanceSpec, MachineOrder, Selection
+from .cell import AttemptOnHost, InstanceSpec, MachineCommand, Selection
 from .deploy import ImageSource
 from .placement import MAX_LOCATED_HOSTS, ServerGroup
 
 
-class MoveKind(StrEnum):
+class ActionKind(StrEnum):
     """A request about an instance."""
 
     MIGRATE = "migrate"  # stop it, hand it over to another host, start it there; confirm or revert follows
@@ -43,7 +43,7 @@ class MoveKind(StrEnum):
 
 # Kinds whose request names hosts to go to; an instance that is shelved and not offloaded is unshelved without any.
 CHOOSES_HOSTS = frozenset(
-    {MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.RESIZE, MoveKind.EVACUATE, MoveKind.UNSHELVE}
+    {ActionKind.MIGRATE, ActionKind.LIVE_MIGRATE, ActionKind.RESIZE, ActionKind.EVACUATE, ActionKind.UNSHELVE}
 )
 
 
@@ -65,11 +65,11 @@ class RequestOfInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: Uuid
     instance_uuid: Uuid
     project_id: Word
-    kind: MoveKind
+    kind: ActionKind
 
 
-class MoveOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client's request states and its cell carries out as it is. See `MoveRequest`."""
+class ActionOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client's request states and its cell carries out as it is. See `ActionRequest`."""
 
     migration: Uuid | None = None
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
@@ -79,12 +79,15 @@ class MoveOrder(RequestOfInstance, frozen=True, kw_only=True, omit_defaults=True
     force: bool = False
 
 
-class MoveRequest(Message, MoveOrder, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.move.v1"):
+class ActionRequest(
+    Message, ActionOrder, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.action.v1"
+):
     """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
 
-    It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which the book
-    keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties, image_source: of a
-    rebuild (properties and source None: those that the instance has, if it has that image, else none). host, forced,
+    It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which
+    placement keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties, image_source:
+    of a rebuild (properties and source None: those that the instance has, if it has that image, else none). host,
+    forced,
     ignore_hosts, max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a
     confirm, revert or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or
     resize is confirmed by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of
@@ -109,14 +112,14 @@ class MoveRequest(Message, MoveOrder, frozen=True, kw_only=True, forbid_unknown_
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
 
 
-class MoveAccepted(Message, frozen=True, kw_only=True, tag="instance.move.accepted.v1"):
-    """Reply to a MoveRequest that carried `reply_to`: it is on record and ends in one terminal event."""
+class ActionAccepted(Message, frozen=True, kw_only=True, tag="instance.action.accepted.v1"):
+    """Reply to a ActionRequest that carried `reply_to`: it is on record and ends in one terminal event."""
 
     request_id: Uuid
     instance_uuid: Uuid
 
 
-class MoveState(StrEnum):
+class ActionState(StrEnum):
     """How far a request has come."""
 
     ACCEPTED = "accepted"  # by the scheduler
@@ -126,15 +129,17 @@ class MoveState(StrEnum):
     MIGRATING = "migrating"  # the source hands the machine over
     FINISHING = "finishing"  # the destination starts it
     CHANGING = "changing"  # the machine is changed where it is
-    UNDOING = "undoing"  # the move has failed or was given up; the instance goes back to its source
+    ROLLING_BACK = "rolling-back"  # the move has failed or was given up; the instance goes back to its source
     DONE = "done"
     FAILED = "failed"  # the instance is in its state from before, or `power` is the remaining state
     REFUSED = "refused"  # nothing was begun
     CONFIRMED = "confirmed"  # not terminal: a finished move was confirmed by itself after its time
-    SOURCE_GONE = "source-gone"  # not terminal: the source of a finished move is destroyed, its allocation released
+    SOURCE_DESTROYED = (
+        "source-destroyed"  # not terminal: the source of a finished move is destroyed, its allocation released
+    )
 
 
-ENDS_OF_MOVES = frozenset({MoveState.DONE, MoveState.FAILED, MoveState.REFUSED})
+ENDS_OF_ACTIONS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.REFUSED})
 
 
 class Condition(StrEnum):
@@ -152,7 +157,7 @@ class Condition(StrEnum):
     UNKNOWN = "unknown"  # its cell has no record of it
 
 
-class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CellTransfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An instance that its cell has given up for another one, as it has it on record. Nothing is left there.
 
     cell: where it goes. spec: as it was before the request by which it leaves. image: its snapshot. last: the host that
@@ -167,14 +172,14 @@ class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     last: Selection
     attempt: Attempt
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    kind: MoveKind = MoveKind.UNSHELVE
+    kind: ActionKind = ActionKind.UNSHELVE
     is_stopped: bool = False
     at: float = 0.0
     code: Annotated[str, Bound(max_length=255)] = ""
     reason: Reason = ""
 
 
-class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
+class ActionEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instance.event.v1"):
     """A request changed state. Published by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     kind: None: the request's could not be read. sequence: rises with every event of one request, a conductor's with
@@ -183,21 +188,21 @@ class MoveEvent(Message, EventOfInstance, frozen=True, kw_only=True, tag="instan
     flavor, image: its present one, or its destination. snapshot: the image that is kept of a shelved one. code and
     reason explain failed and refused; funnel explains a request that no host could take; history lists the hosts tried
     for this request. zone: the availability zone of that host ("": there are none, or it is not known). host_uuid: of
-    `host`. departure: the instance has left its cell. Neither is ever on the API bus.
+    `host`. transfer: the instance has left its cell. Neither is ever on the API bus.
     """
 
     request_id: Uuid
-    kind: MoveKind | None
-    state: MoveState
+    kind: ActionKind | None
+    state: ActionState
     sequence: int = 0
     condition: Condition = Condition.MOVING
     flavor: str = ""
     image: ImageName = ""
     snapshot: ImageName = ""
-    departure: Departure | None = None
+    transfer: CellTransfer | None = None
 
 
-class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
+class ActionQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
     """Ask the scheduler for one request, or for a page of them, newest first. under_way: those that have not ended."""
 
     request_id: Uuid | None = None
@@ -207,31 +212,31 @@ class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     limit: Annotated[int, Bound(ge=1, le=1000)] = 100
 
 
-class MoveRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
+class ActionRecord(RecordOfInstance, frozen=True, kw_only=True, omit_defaults=True):
     """A request as the scheduler has it on record. The other fields are those of its newest event."""
 
     request_id: Uuid
-    kind: MoveKind
-    state: MoveState
+    kind: ActionKind
+    state: ActionState
     terminal: bool = False
 
 
-class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
-    """Reply to a MoveQuery. Empty when the request is unknown."""
+class ActionPage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
+    """Reply to a ActionQuery. Empty when the request is unknown."""
 
-    moves: tuple[MoveRecord, ...] = ()
+    actions: tuple[ActionRecord, ...] = ()
 
     @property
-    def unplaced(self) -> MoveRecord | None:
+    def unplaced(self) -> ActionRecord | None:
         """The newest request, where no host could take it."""
-        return next((one for one in self.moves[:1] if one.funnel), None)
+        return next((one for one in self.actions[:1] if one.funnel), None)
 
 
 MAX_SELECTIONS = 9  # of one request, beside the host that the instance has
 
 
-class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"):
-    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
+class CellAction(Message, ActionOrder, frozen=True, kw_only=True, tag="cell.action.v1"):
+    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal ActionEvent.
 
     spec: the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as
     they were chosen for it (None: as it is). expected_flavor: that of
@@ -243,7 +248,7 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     what it has left its former cell for this one, where it is on record from now on, and is built. to_cell: it leaves
     for that one where no host takes it (None: it rests offloaded, and its move has failed as the departure states).
     sequence: its announcements are numbered
-    above this: no more than the cell has on record, unless that was set back. The other fields: as in MoveRequest.
+    above this: no more than the cell has on record, unless that was set back. The other fields: as in ActionRequest.
     fenced_hosts: as in the Claim of an evacuation.
     """
 
@@ -254,18 +259,18 @@ class CellMove(Message, MoveOrder, frozen=True, kw_only=True, tag="cell.move.v1"
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
-    departure: Departure | None = None
+    transfer: CellTransfer | None = None
     to_cell: Word | None = None
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
-class CellDepart(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.depart.v1"):
+class CellTransferOut(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.transfer.v1"):
     """Have an instance leave its cell for another one: its image is kept, and its host given up. The cell announces the
     departure, and no end of the request.
 
     attempt: the newest of the instance; a cell that has another one announces that, and begins nothing. to_cell: where
     it goes. ended: the build there has ended; the record of the departure need not be kept any longer. expected_flavor,
-    sequence, step_timeout_s: as in a CellMove.
+    sequence, step_timeout_s: as in a CellAction.
     """
 
     to_cell: Word
@@ -276,15 +281,15 @@ class CellDepart(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cel
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
-class CellMoveQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.move.query.v1"):
-    """Queries the state of a CellMove that has had no event for a long time. It begins nothing.
+class CellActionQuery(Message, RequestOfInstance, frozen=True, kw_only=True, tag="cell.action.query.v1"):
+    """Queries the state of a CellAction that has had no event for a long time. It begins nothing.
 
-    The answer is a MoveEvent: how far the request has come, or its end once more. A request that the cell has no record
-    of ends there and then, as failed (`move.lost`), and a copy of it that comes later is answered the same.
-    departure: as in a CellMove.
+    The answer is a ActionEvent: how far the request has come, or its end once more. A request that the cell has no
+    record of ends there and then, as failed (`action.lost`), and a copy of it that comes later is answered the same.
+    transfer: as in a CellAction.
     """
 
-    departure: Departure | None = None
+    transfer: CellTransfer | None = None
 
 
 class ChangeKind(StrEnum):
@@ -302,16 +307,16 @@ class ChangeKind(StrEnum):
     UNRESCUE = "unrescue"  # boot it from its own disks; it runs
 
 
-class ChangeMachine(Message, MachineOrder, frozen=True, kw_only=True, tag="compute.change.v1"):
+class ChangeMachine(Message, MachineCommand, frozen=True, kw_only=True, tag="compute.change.v1"):
     """Change the machine of one attempt where it is (or, with CHECK, answer whether its host could take it).
 
-    order: rises with every change that is requested of one instance; a host carries out none at or below the last it
-    took for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a
-    machine whose mark names another one, or none, is left alone and the command refused.
+    change_number: rises with every change that is requested of one instance; a host carries out none at or below the
+    last it took for that attempt, and repeats its answer to the last. to_host: of a hand-over. database_id: as in
+    Spawn; a machine whose tag names another one, or none, is left alone and the command refused.
     """
 
     change: ChangeKind
-    order: int
+    change_number: int
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
@@ -322,9 +327,9 @@ MACHINE_ABSENT = "machine.absent"
 # The code of a change that the driver does not have: nothing was begun, and another time would bring the same.
 UNSUPPORTED = "change.unsupported"
 # The code of what could be done in another cell only, and may not be.
-ACROSS_CELLS = "move.across_cells"
+ACROSS_CELLS = "action.across_cells"
 # The code of a departure that was commanded for another attempt than the newest of the instance.
-OTHER_ATTEMPT = "move.other_attempt"
+OTHER_ATTEMPT = "action.other_attempt"
 # The code of a rescue that was begun and has failed: its own system may not run either, and unrescuing is the way back.
 RESCUE_FAILED = "rescue.failed"
 
@@ -334,10 +339,10 @@ class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="com
 
     done: it is as requested. Not done: code and reason, and the machine is as it was before, except that `runs` states
     whether it runs now (None: not known). image: of a snapshot. refused: the host's check before a hand-over refused
-    it, and nothing was begun; elsewhere: a hand-over to another host may pass that check.
+    it, and nothing was begun; retry_other_host: a hand-over to another host may pass that check.
     """
 
-    order: int
+    change_number: int
     change: ChangeKind
     done: bool
     runs: bool | None = None
@@ -345,4 +350,4 @@ class MachineChanged(Message, AttemptOnHost, frozen=True, kw_only=True, tag="com
     code: str = ""
     reason: Reason = ""
     refused: bool = False
-    elsewhere: bool = False
+    retry_other_host: bool = False

@@ -1,4 +1,4 @@
-"""How the fronts of a Nova decide its calls, announced for the pages. The same is in the fronts' logs."""
+"""How the frontends of a Nova decide its calls, announced for the pages. The same is in the frontends' logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HostName = Annotated[str, Bound(max_length=600)]  # with its node's, where they 
 HostNames = Annotated[tuple[HostName, ...], Bound(max_length=MAX_HOSTS)]
 
 
-class ExplainedStep(Struct, frozen=True, kw_only=True):
+class DecisionStep(Struct, frozen=True, kw_only=True):
     """One step of the funnel: the hosts that it left, those that it rejected by reason, and the first of these by name
     ("": for several reasons).
     """
@@ -33,7 +33,7 @@ class ExplainedStep(Struct, frozen=True, kw_only=True):
     hosts: Annotated[dict[Phrase, HostNames], Bound(max_length=MAX_REASONS)] = {}
 
 
-class CallExplained(Struct, frozen=True, kw_only=True):
+class CallDecision(Struct, frozen=True, kw_only=True):
     """How one call was decided. hosts: of each of the first instances, the chosen one and its alternates. scores: what
     those of the first weighed. project_id: of the user who asked.
 
@@ -51,7 +51,7 @@ class CallExplained(Struct, frozen=True, kw_only=True):
     step: Phrase = ""
     detail: Reason = ""
     lost: Annotated[tuple[Reason, ...], Bound(max_length=MAX_LOST)] = ()
-    funnel: Annotated[tuple[ExplainedStep, ...], Bound(max_length=MAX_STEPS)] = ()
+    funnel: Annotated[tuple[DecisionStep, ...], Bound(max_length=MAX_STEPS)] = ()
     hosts: Annotated[tuple[HostNames, ...], Bound(max_length=MAX_NAMED)] = ()
     project_id: Phrase = ""
     scores: Annotated[tuple[HostScore, ...], Bound(max_length=MAX_HOSTS)] = ()
@@ -79,13 +79,13 @@ class CallCompared(Struct, frozen=True, kw_only=True):
 
 
 class NovaCall(Message, frozen=True, kw_only=True, tag="nova.call.v1"):
-    """What a front tells of a call of Nova's: how it was decided, or how the stock scheduler's answer differs.
+    """What a frontend tells of a call of Nova's: how it was decided, or how the stock scheduler's answer differs.
 
-    Lost without harm. at: seconds since the epoch. worker: the front.
+    Lost without harm. at: seconds since the epoch. worker: the frontend.
     """
 
     request_id: Phrase
     at: float
     worker: Label
-    explained: CallExplained | None = None
+    decision: CallDecision | None = None
     compared: CallCompared | None = None

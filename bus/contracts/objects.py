@@ -74,7 +74,7 @@ class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """A host aggregate."""
 
     uuid: str
-    """Of the provider aggregate in the book, which has the members."""
+    """Of the provider aggregate in placement, which has the members."""
     name: str
     """Unique, at most 255 characters."""
     metadata: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
@@ -152,7 +152,7 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
     It follows from decisions about the host and from its cell's answers.
     cell: where the host is (None: not known yet). version: of the newest decision about it; acknowledged: of the newest
-    that the cell has on record. lifting: the host is to be used again, once it has destroyed its `losses`. forced: an
+    that the cell has on record. unfencing: the host is to be used again, once it has destroyed its `losses`. forced: an
     operator has ended the fence without the cell's acknowledgement; the cell is still commanded to lift it.
     token: random; the ids of the evacuations follow from it, so that no client can use one of them before.
     """
@@ -160,10 +160,10 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     host: Label
     cell: str | None = None
     version: Version
-    lifting: bool = False
+    unfencing: bool = False
     forced: bool = False
     acknowledged: Version = 0
-    losses: Count = 0
+    stale_machines: Count = 0
     token: str = ""
 
     @property
@@ -186,7 +186,7 @@ class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     held: dict[Uuid, dict[Label, int]] = {}
 
 
-class ForgottenService(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class DeletedService(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A compute service that was gone for good, and that its cell has forgotten. It is only in the log of changes, as
     an object of the service's name that was there before: none is ever on record.
     """
@@ -258,14 +258,14 @@ class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Idempotent by the message's id.
 
-    who, why: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
+    actor, reason: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
     force: also if instances would be left outside of the zone that they requested. dry_run: only report what would
     change.
     """
 
     changes: Annotated[tuple[ObjectChange, ...], Bound(max_length=MAX_CHANGES)] = ()
-    who: Annotated[str, Bound(min_length=1, max_length=255)]
-    why: Reason = ""
+    actor: Annotated[str, Bound(min_length=1, max_length=255)]
+    reason: Reason = ""
     prune: Annotated[tuple[ObjectKind, ...], Bound(max_length=16)] = ()
     force: bool = False
     dry_run: bool = False
@@ -336,8 +336,8 @@ class ObjectLogEntry(ChangedObject, frozen=True, kw_only=True, omit_defaults=Tru
 
     revision: Version
     at: float
-    who: str
-    why: Reason = ""
+    actor: str
+    reason: Reason = ""
     forced: bool = False
 
 

@@ -33,8 +33,8 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: the person, as the command or the HTTP caller named it. at: seconds since the epoch. version: the revision of
     the objects that it was made in, so it rises with each decision. fence, acknowledged: the number of the newest
     decision about the host's fence, and of the newest that its cell has on record (0: none). pending: the decision
-    about a fenced host once it has destroyed its losses; losses: this many machines are left, by its cell's last
-    report. drain: the drain that the host belongs to.
+    about a fenced host once it has destroyed its losses; stale_machines: this many machines are left, by its cell's
+    last report. drain: the drain that the host belongs to.
     """
 
     host_uuid: Uuid
@@ -47,7 +47,7 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     fence: Version = 0
     acknowledged: Version = 0
     pending: AdminState | None = None
-    losses: Count = 0
+    stale_machines: Count = 0
     drain: Uuid | None = None
 
     @property
@@ -90,10 +90,10 @@ class Reasoned(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cell: Word | None = None
 
 
-class ForgetHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.forget.v1"):
+class DeleteHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.delete.v1"):
     """Forget a host that is gone for good: `host` is its uuid, or its name when one host has it. Idempotent.
 
-    Its provider tree leaves the book, and the decision about it and its place in aggregates leave the schedulers'
+    Its provider tree leaves placement, and the decision about it and its place in aggregates leave the schedulers'
     record. Refused while something shows that it may not be gone: a compute service that is up reports it
     (`host.service_up`), not every service of a cell is known (`host.cell_silent`), its fence is open
     (`host.fence_open`), a drain that has not ended has it (`host.draining`), instances are on record there
@@ -104,8 +104,8 @@ class ForgetHost(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fi
     host: Label
 
 
-class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"):
-    """Reply to a ForgetHost. removed: False: nothing of the host was on record any more. aggregates: those that named
+class HostDeleted(Message, frozen=True, kw_only=True, tag="hosts.deleted.v1"):
+    """Reply to a DeleteHost. removed: False: nothing of the host was on record any more. aggregates: those that named
     it.
     """
 
@@ -115,11 +115,11 @@ class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"
     aggregates: tuple[str, ...] = ()
 
 
-class ForgetService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.forget.v1"):
+class DeleteService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.delete.v1"):
     """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
 
     Its cell drops its lease, so nothing waits for its answer any more: neither what a recovery could not find out, nor
-    `berth check`. Refused while it is up (`service.up`), while the book has hosts of it
+    `berth check`. Refused while it is up (`service.up`), while placement has hosts of it
     (`service.has_hosts`: forget or re-home them first), or while instances are on record there, on hosts that are not
     fenced (`service.has_instances`). cell: that it is in (None: it is found by its name, which one cell has). A service
     that sends a heartbeat once more is a new service.
@@ -128,8 +128,8 @@ class ForgetService(Message, Reasoned, frozen=True, kw_only=True, forbid_unknown
     service: Word
 
 
-class ServiceForgotten(Message, frozen=True, kw_only=True, tag="services.forgotten.v1"):
-    """Reply to a ForgetService. removed: False: its cell had it on record no more."""
+class ServiceDeleted(Message, frozen=True, kw_only=True, tag="services.deleted.v1"):
+    """Reply to a DeleteService. removed: False: its cell had it on record no more."""
 
     service: Word
     cell: Word
@@ -149,8 +149,8 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
 
     code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch).
     last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
-    of them take builds. in_book: how many of them its copy of the resource book has. epoch: of its present life.
-    announced: it has announced its hosts since this scheduler's start; otherwise it is only listed as down by its cell.
+    of them take builds. in_placement: how many of them its copy of placement has. epoch: of its present life.
+    reported: it has announced its hosts since this scheduler's start; otherwise it is only listed as down by its cell.
     """
 
     name: str
@@ -163,8 +163,8 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     last_seen_s: float = 0.0
     hosts: Count = 0
     enabled: Count = 0
-    in_book: Count = 0
-    announced: bool = True
+    in_placement: Count = 0
+    reported: bool = True
 
 
 class ServicesPage(Message, frozen=True, kw_only=True, tag="services.page.v1"):
@@ -186,7 +186,7 @@ class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
     acknowledged it.
 
     Every step about the host that waits for its answer ends without it: deletes, builds, the remains of a move there.
-    A machine that the host may have kept is a loss, which it is to destroy when it comes back. lift: the host may be
+    A machine that the host may have kept is a loss, which it is to destroy when it comes back. unfence: the host may be
     used again, once it has destroyed its losses. version: of the operator's decisions about this host; an older one is
     ignored. at: of the decision, in seconds since the epoch.
     """
@@ -194,7 +194,7 @@ class CellFence(Message, frozen=True, kw_only=True, tag="cell.fence.v1"):
     host_uuid: Uuid
     host: Label
     version: Version
-    lift: bool = False
+    unfence: bool = False
     reason: Reason = ""
     by: str = ""
     at: float = 0.0
@@ -204,20 +204,20 @@ class FenceState(StrEnum):
     """How far a cell is with a fence."""
 
     FENCED = "fenced"  # on record
-    LIFTING = "lifting"  # to be lifted, and the host has losses to destroy
-    LIFTED = "lifted"  # not on record (any more)
+    UNFENCING = "unfencing"  # its fence is to end, and the host has stale machines to destroy
+    UNFENCED = "unfenced"  # not on record (any more)
 
 
 class HostFence(Message, frozen=True, kw_only=True, tag="host.fence.v1"):
     """A cell's record of a fence: announced when it changes, and soon after a CellFence came again.
 
-    version: the decision that it goes by. losses: the machines that the host may still have to destroy, at most.
-    at: seconds since the epoch.
+    version: the decision that it goes by. stale_machines: the machines that the host may still have to destroy, at
+    most. at: seconds since the epoch.
     """
 
     cell: Word
     host_uuid: Uuid
     version: Version
     state: FenceState
-    losses: Count = 0
+    stale_machines: Count = 0
     at: float = 0.0

@@ -26,8 +26,8 @@ from .base import (
     Word,
 )
 
-# A compute service named S reports inventory under this and S; a root has one such source at a time.
-COMPUTE_SOURCE = "compute-"
+# A compute service named S reports inventory under this and S; a root has one such reporter at a time.
+COMPUTE_REPORTER = "compute-"
 OTHER_SERVICE = "host.other_service"  # why such a report is refused: the root is another compute service's
 
 
@@ -45,12 +45,12 @@ class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One provider of a reported tree. Class and trait names are normalised on arrival.
 
-    inventories and traits replace those in the book; aggregates too, unless None (left alone).
-    takes_from: allocations on that provider, of classes that it is no longer reported to have and this one has, move
+    inventories and traits replace those in placement; aggregates too, unless None (left alone).
+    receives_from: allocations on that provider, of classes that it is no longer reported to have and this one has, move
     here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on). Several may
-    take from one; who fits moves whole, largest first. takes: consumers known to use this very provider. theirs:
-    another source reports this provider (its host, a network agent's parent): it is named only as the parent of
-    providers below it, must be in the book below the parent that is named, and is left as it is.
+    take from one; who fits moves whole, largest first. known_consumers: consumers known to use this very provider.
+    is_reference: another reporter reports this provider (its host, a network agent's parent): it is named only as the
+    parent of providers below it, must be in placement below the parent that is named, and is left as it is.
     """
 
     uuid: Uuid
@@ -61,30 +61,30 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     ] = {}
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=1024)] = ()
     aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=256)] | None = None
-    takes_from: Uuid | None = None
-    takes: Annotated[tuple[Uuid, ...], Bound(max_length=10_000)] = ()
-    theirs: bool = False
+    receives_from: Uuid | None = None
+    known_consumers: Annotated[tuple[Uuid, ...], Bound(max_length=10_000)] = ()
+    is_reference: bool = False
 
 
 class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.update.v1"):
-    """The whole tree under one root provider as its source sees it now. Idempotent and versioned.
+    """The whole tree under one root provider as its reporter sees it now. Idempotent and versioned.
 
-    `version` rises with every report of one `source` about one root; an older one loses. Providers that this
-    source reported before under this root and that are absent now are removed. An empty `providers` removes
-    the tree, but nothing that another source has reported since. The first provider is the root (parent_uuid None); a
+    `version` rises with every report of one `reporter` about one root; an older one loses. Providers that this
+    reporter reported before under this root and that are absent now are removed. An empty `providers` removes
+    the tree, but nothing that another reporter has reported since. The first provider is the root (parent_uuid None); a
     parent comes before its children.
-    cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
-    takes_over: the compute service's source that has this root by the book, and is gone for good or has given the
+    cell: the cell of the root, named by a reporter above cells, so that no other cell may claim on it. None: any may.
+    former_reporter: the compute service that has this root by placement, and is gone for good or has given the
     host up, as the cell's conductor has announced (`HostsReleased`). It counts only after `InventoryReleased` of that
     root. A field that is not known is refused by its name.
     """
 
-    source: Word
+    reporter: Word
     version: Version
     root_uuid: Uuid
     providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
     cell: Word | None = None
-    takes_over: Word | None = None
+    former_reporter: Word | None = None
 
 
 class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):
@@ -92,41 +92,41 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
 
     outcome: applied | unchanged | stale (an older version lost to `version`) | host.other_service (the root is
     `owner`'s, another compute service's; nothing was changed). Refusals come as `refusal.v1`.
-    stranded: rows that the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
+    orphaned: rows that the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused. unknown_traits: the first of those that are
     neither standard nor custom; the report counts without them.
     """
 
     outcome: str
     sequence: int = 0
-    stranded: tuple[str, ...] = ()
+    orphaned: tuple[str, ...] = ()
     unknown_traits: tuple[TraitName, ...] = ()
     version: Version = 0
     owner: Word | None = None
 
 
-class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outdated.v1"):
-    """To a source of inventory: its report about this root lost, because the book has one of this version.
+class InventoryStale(Message, frozen=True, kw_only=True, tag="inventory.stale.v1"):
+    """To a reporter of inventory: its report about this root lost, because placement has one of this version.
 
-    A late copy loses so. A source all of whose versions are lower (its clock was set back, or its records are gone)
+    A late copy loses so. A reporter all of whose versions are lower (its clock was set back, or its records are gone)
     continues above it.
     """
 
-    source: Word
+    reporter: Word
     root_uuid: Uuid
     version: Version
 
 
-class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1"):
-    """To a compute service: its report about this root was refused, because the book has what it names as another's.
+class InventoryConflict(Message, frozen=True, kw_only=True, tag="inventory.conflict.v1"):
+    """To a compute service: its report about this root was refused, because placement has what it names as another's.
 
-    `host.other_service`: the book has the root as another compute service's; owner: that one's source. Two services
+    `host.other_service`: placement has the root as another compute service's; owner: that one's reporter. Two services
     have a host of one uuid, or the host has passed from one to the other, which its cell's conductor announces
     (`HostsReleased`). `provider.name_taken`: another provider has the name of one of the tree; the service repeats its
     report until the name is free.
     """
 
-    source: Word
+    reporter: Word
     root_uuid: Uuid
     owner: Word | None = None
     code: Label = OTHER_SERVICE
@@ -134,13 +134,13 @@ class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1
 
 
 class InventoryReleased(Message, frozen=True, kw_only=True, tag="inventory.released.v1"):
-    """From a cell's conductor: these roots are not this source's any more, and another compute service may have them.
+    """From a cell's conductor: these roots are not this reporter's any more, and another compute service may have them.
 
     The conductor knows the leases and what each service lists; a compute service alone can take over nothing. A report
-    of `source` about a root from after this message makes it that one's again.
+    of `reporter` about a root from after this message makes it that one's again.
     """
 
-    source: Word
+    reporter: Word
     roots: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=1000)]
 
 
@@ -157,23 +157,23 @@ class AggregateMembers(Message, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AggregateMembersSet(Message, frozen=True, kw_only=True, tag="inventory.members.set.v1"):
-    """Reply to AggregateMembers. unknown: those of its hosts that the book does not have."""
+    """Reply to AggregateMembers. unknown: those of its hosts that placement does not have."""
 
     unknown: tuple[Uuid, ...] = ()
 
 
-class InventoryForget(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.forget.v1"):
-    """Delete a host that is gone for good: its root provider and everything below it, of all sources. Idempotent.
+class ProviderTreeDelete(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.delete.v1"):
+    """Delete a host that is gone for good: its root provider and everything below it, of all reporters. Idempotent.
 
-    Refused while a consumer holds something of it (`host.in_use`). A source that reports the root once more makes it
+    Refused while a consumer holds something of it (`host.in_use`). A reporter that reports the root once more makes it
     anew.
     """
 
     root_uuid: Uuid
 
 
-class InventoryForgotten(Message, frozen=True, kw_only=True, tag="inventory.forgotten.v1"):
-    """Reply to InventoryForget. removed: False: the book did not have it."""
+class ProviderTreeDeleted(Message, frozen=True, kw_only=True, tag="inventory.deleted.v1"):
+    """Reply to ProviderTreeDelete. removed: False: placement did not have it."""
 
     removed: bool
 
@@ -205,12 +205,12 @@ class ClaimOutcome(StrEnum):
     """How a claim ended. Each outcome calls for another reaction (docs/concepts/architecture.md, "One boot")."""
 
     CLAIMED = "claimed"
-    RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
-    FULL = "full"  # it does not fit: the next candidate
-    CONSUMER_CHANGED = "consumer_changed"  # another client owns this consumer: stop
-    OVER_LIMIT = "over_limit"  # the project may not hold so much: stop
-    RULED_OUT = "ruled_out"  # the server group's rule forbids this host: the next host
-    GONE = "gone"  # the provider no longer exists: the next host
+    CONFLICT = "conflict"  # the spec generation it was chosen for has changed: fold in and retry the same host
+    NO_CAPACITY = "no_capacity"  # it does not fit: the next candidate
+    CONSUMER_CONFLICT = "consumer_conflict"  # another client owns this consumer: stop
+    OVER_QUOTA = "over_quota"  # the project may not hold so much: stop
+    POLICY_VIOLATED = "policy_violated"  # the server group's rule forbids this host: the next host
+    PROVIDER_REMOVED = "provider_removed"  # the provider no longer exists: the next host
     INVALID = "invalid"  # it can never be right (unknown class, off its step): a permanent fault
     INCOMPLETE = "incomplete"  # it would fit, but another claim of its gang does not: claim for all of them again
 
@@ -223,7 +223,8 @@ MAX_LOCATED_HOSTS = 10_000
 
 
 class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape.
+    """One way to satisfy a claim. `spec_generations` = {provider: spec generation it was chosen for}; {} = any spec
+    generation.
 
     host: whose host this is, the root provider; required in a claim of a server group's member. mappings: {suffix of a
     request group: the providers that give it}, as in `GET /allocation_candidates`; empty where there is no numbered
@@ -231,7 +232,7 @@ class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     allocations: Allocations
-    shapes: dict[Uuid, Generation] = {}
+    spec_generations: dict[Uuid, Generation] = {}
     host: Uuid | None = None
     mappings: dict[Annotated[str, Bound(max_length=64)], tuple[Uuid, ...]] = {}
 
@@ -240,7 +241,7 @@ class Migration(Struct, frozen=True, kw_only=True):
     """The uuid under which a moving instance keeps its source, and its allocation there.
 
     uuid: a consumer of type MIGRATION, of the instance's project and user. source: the instance's allocation when the
-    move began; the book's own record of it counts where the two differ.
+    move began; placement's own record of it counts where the two differ.
     """
 
     uuid: Uuid
@@ -252,11 +253,12 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
 
     consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
     attempt: the fencing number of the build attempt this claim is for. A repeated claim with the attempt that
-    already holds an allocation is answered `claimed` with it; one with an older attempt is answered `consumer_changed`.
-    by: the run that claims, which owns the allocation from then on. An allocation of another run is none of this
-    claim's, whatever its attempt. Without it the owner stays whose it was.
-    takes_over: the run that owns the consumer's allocation now. If that is of this attempt, it is this claim's from
-    then on, as it stands: no later Release by that run gives it back.
+    already holds an allocation is answered `claimed` with it; one with an older attempt is answered
+    `consumer_conflict`.
+    owner: who claims (a record's claim owner), which has the allocation from then on. An allocation of another claim
+    owner is none of this claim's, whatever its attempt. Without it the owner stays whose it was.
+    transfers_from: the claim owner that has the consumer's allocation now. If that is of this attempt, it is this
+    claim's from then on, as it stands: no later Release by that owner gives it back.
     release_first: the consumer's allocation is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too.
@@ -266,20 +268,20 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     there until the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing
     changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
     keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
-    foreign: for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No attempt
-    fences it, and what the consumer holds is of no attempt from then on; it is idempotent by (consumer, by). With a
-    consumer_generation the option is added to what the consumer holds, as an evacuation holds its source besides; an
-    amount that both take of one provider counts once. It neither releases first nor moves.
+    external: for an instance of a control plane that writes its allocations by Placement's API, as Nova does. No
+    attempt fences it, and what the consumer holds is of no attempt from then on; it is idempotent by (consumer, owner).
+    With a consumer_generation the option is added to what the consumer holds, as an evacuation holds its source
+    besides; an amount that both take of one provider counts once. It neither releases first nor moves.
     fenced_hosts: where the members of its server group do not hold the place of an affinity group, because the machines
     there are off: of an evacuation.
-    group_members: further members of its server group, that control plane's: the book counts those that hold something
+    group_members: further members of its server group, that control plane's: placement counts those that hold something
     from now on, whoever claimed it. In a ClaimAll those of any one of its claims.
     """
 
     consumer: Uuid
     attempt: GivenAttempt = 1
-    by: Word | None = None
-    takes_over: Word | None = None
+    owner: Word | None = None
+    transfers_from: Word | None = None
     consumer_generation: Generation | None = None
     release_first: bool = False
     options: Annotated[tuple[ClaimOption, ...], Bound(max_length=16)]
@@ -289,17 +291,17 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     migration: Migration | None = None
-    foreign: bool = False
+    external: bool = False
     fenced_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
     group_members: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOCATED_HOSTS)] = ()
 
 
 # Holders that a lost claim names: of one claim, and claims of one group whose holders are looked up.
-MAX_HOLDERS = 3
+MAX_CONFLICTING_CONSUMERS = 3
 MAX_LOST_NAMED = 8
 
 
-class ClaimHolder(Struct, frozen=True, kw_only=True):
+class ConflictingConsumer(Struct, frozen=True, kw_only=True):
     """A consumer that holds what a claim was to take, and its project as the client of Placement named it."""
 
     consumer: Uuid
@@ -312,14 +314,14 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     consumer_generation: the generation the consumer has now (None: it holds nothing).
     generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
     sequence: the change feed's number of this claim's changes (0: nothing changed).
-    holding: the allocation of an earlier claim of this attempt, if that is none of the options offered now. With
-    `consumer_changed`: what the consumer holds, if it is of the claim's project.
-    attempt: with `consumer_changed`, the attempt of the claim's project that holds it, a newer one or another run's (0:
-    none does).
+    allocations: the allocation of an earlier claim of this attempt, if that is none of the options offered now. With
+    `consumer_conflict`: what the consumer holds, if it is of the claim's project.
+    attempt: with `consumer_conflict`, the attempt of the claim's project that holds it, a newer one or another claim
+    owner's (0: none does).
     members: where the group's rule stood in the way, how many other members hosts have (on the API bus only): with
     anti-affinity those hosts that the claim named.
-    holders: where it was full, the consumers that last changed what they hold of what was lacking, newest first (on the
-    API bus only, at most 3; none where so many hold something of it that the newest are not looked for).
+    conflicting_consumers: where it was full, the consumers that last changed what they hold of what was lacking, newest
+    first (on the API bus only, at most 3; none where so many hold something of it that the newest are not looked for).
     """
 
     outcome: ClaimOutcome
@@ -329,9 +331,9 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     generations: dict[Uuid, Generation] = {}
     sequence: int = 0
     reason: Reason = ""
-    holding: dict[Uuid, dict[str, Amount]] = {}
+    allocations: dict[Uuid, dict[str, Amount]] = {}
     members: dict[Uuid, Count] = {}
-    holders: tuple[ClaimHolder, ...] = ()
+    conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
     attempt: Attempt = 0
 
 
@@ -371,20 +373,21 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
-    of a migration: an instance may have been built under the uuid of a move's request. by: when given, only one that
-    this run owns: that of any other may be of an earlier request for the same uuid, which a database that was set back
-    may have lost while its instance runs. The fence that is left refuses later claims of this attempt by the same run.
+    of a migration: an instance may have been built under the uuid of a move's request. owner: when given, only one that
+    this claim owner has: that of any other may be of an earlier request for the same uuid, which a database that was
+    set back may have lost while its instance runs. The fence that is left refuses later claims of this attempt by the
+    same claim owner.
     """
 
     consumer: Uuid
     attempt: GivenAttempt | None = None
     project_id: Word | None = None
     of_migration: bool = False
-    by: Word | None = None
+    owner: Word | None = None
 
 
-class ReleaseRun(Release, frozen=True, kw_only=True, tag="placement.release_run.v1"):
-    """A Release that nobody waits for: of what a run has claimed, when its build has ended without a cell.
+class ReleaseByOwner(Release, frozen=True, kw_only=True, tag="placement.release_by_owner.v1"):
+    """A Release that nobody waits for: of what a claim owner has claimed, when its build has ended without a cell.
 
     It is kept until placement has carried it out, however late: by then the name finds only its own claim, and the
     fence refuses one that is still in flight.
@@ -392,8 +395,8 @@ class ReleaseRun(Release, frozen=True, kw_only=True, tag="placement.release_run.
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
-    """outcome: released | absent | consumer_changed (a newer attempt, another run or project, or no migration holds
-    it).
+    """outcome: released | absent | consumer_conflict (a newer attempt, another claim owner or project, or no migration
+    holds it).
     """
 
     outcome: str
@@ -401,7 +404,7 @@ class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.r
 
 
 class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
-    """End a move: the instance holds its source again, the migration nothing. Idempotent by (consumer, attempt).
+    """End a action: the instance holds its source again, the migration nothing. Idempotent by (consumer, attempt).
 
     attempt: one more than the last that the move has claimed; a copy of an older claim finds itself fenced.
     source_attempt: the attempt that runs on the source. If the consumer is still at it nothing was ever claimed for the
@@ -415,15 +418,16 @@ class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
 
 
 class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.result.v1"):
-    """outcome: reverted | consumer_changed (a newer attempt, or another client, holds it) | full or gone.
+    """outcome: reverted | consumer_conflict (a newer attempt, or another client, holds it) | no_capacity or
+    provider_removed.
 
-    full, gone: the source's inventory has shrunk or gone meanwhile; nothing was changed, and the same Revert may be
-    repeated. consumer_generation, holding: of the instance, where it was reverted.
+    no_capacity, provider_removed: the source's inventory has shrunk or gone meanwhile; nothing was changed, and the
+    same Revert may be repeated. consumer_generation, allocations: of the instance, where it was reverted.
     """
 
     outcome: str
     consumer_generation: Generation | None = None
-    holding: dict[Uuid, dict[str, Amount]] = {}
+    allocations: dict[Uuid, dict[str, Amount]] = {}
     sequence: int = 0
     reason: Reason = ""
 
@@ -449,8 +453,9 @@ class Restate(Message, frozen=True, kw_only=True, tag="placement.restate.v1"):
 
 
 class RestateResult(Message, frozen=True, kw_only=True, tag="placement.restate.result.v1"):
-    """outcome: restated | consumer_changed (a newer attempt, or another client, holds it) | gone, full (nothing of the
-    class is there) or invalid: nothing was changed. over_capacity: its host has less than what is held there by now.
+    """outcome: restated | consumer_conflict (a newer attempt, or another client, holds it) | provider_removed,
+    no_capacity (nothing of the class is there) or invalid: nothing was changed. over_capacity: its host has less than
+    what is held there by now.
     consumer_generation: of the instance now (None: it holds nothing).
     """
 
@@ -464,7 +469,7 @@ class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The allocation of one consumer after a Swap; empty allocations remove the consumer (microversion 1.28).
 
     attempt: of the build that holds it. When given, a consumer that a newer attempt has claimed or released since is
-    left as it is (`consumer_changed`).
+    left as it is (`consumer_conflict`).
     """
 
     consumer: Uuid
@@ -504,7 +509,7 @@ class ProviderState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent_uuid: Uuid | None = None
     root_uuid: Uuid
     generation: Generation
-    shape: Generation
+    spec_generation: Generation
     inventories: dict[str, tuple[float, int, int, int, int, int, float]] = {}
     used: dict[str, int] = {}
     traits: tuple[str, ...] = ()
@@ -518,12 +523,12 @@ MAX_NAMED = 256
 class LocateRequest(Message, frozen=True, kw_only=True, tag="placement.locate.v1"):
     """Ask on which hosts consumers of a project hold something: those named, and the members of a server group.
 
-    besides: not this one, the requester.
+    excluding: not this one, the requester.
     """
 
     project_id: Word
     server_group: Uuid | None = None
-    besides: Uuid | None = None
+    excluding: Uuid | None = None
     consumers: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_NAMED)] = ()
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bus.contracts import book, feed, nova_calls, placement, workers
 from bus.contracts.catalogue import DOOR_KEY, MESSAGES, OPERATORS, OPERATORS_KEY, PLACEHOLDER, MessageRow
-from bus.contracts.queues import CLIENT, FRONT, GATEWAY, OPERATOR, Where
+from bus.contracts.queues import CLIENT, FRONTEND, GATEWAY, OPERATOR, Where
 
 # The kind of bus on which each worker publishes its messages of both kinds.
 HOMES = dict.fromkeys(("cell_conductor", "compute_sim"), Where.CELL)
 
 
-# What a front of Nova publishes: of a scheduler's messages those that neither build nor command.
-_OF_FRONTS = (
-    book.HoldingRequest,
+# What a frontend of Nova publishes: of a scheduler's messages those that neither build nor command.
+_OF_FRONTENDS = (
+    book.AllocationsQuery,
     book.ProjectUsageQuery,
     feed.ChangesRequest,
     feed.SnapshotRequest,
@@ -31,7 +31,7 @@ def published_by(package: str, where: Where) -> list[MessageRow]:
     rows = [row for row in MESSAGES if row.where in kinds]
     if package == CLIENT:  # what a gateway sends on for clients, publishers that the operator trusts send themselves
         return [row for row in rows if row.public and GATEWAY in row.publishers]
-    return [row for row in rows if (row.message in _OF_FRONTS if package == FRONT else package in row.publishers)]
+    return [row for row in rows if (row.message in _OF_FRONTENDS if package == FRONTEND else package in row.publishers)]
 
 
 def message_keys(package: str, where: Where) -> list[tuple[str, str]]:

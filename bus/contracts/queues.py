@@ -53,7 +53,7 @@ def is_project_bus(bus: str) -> bool:
 SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
 COMPUTE, IRONIC, GATEWAY = "compute_sim", "ironic_sync", "gateway"
 CLIENT, OPERATOR = "client", "operator"
-FRONT = "nova"  # a front of Nova publishes some of a scheduler's messages
+FRONTEND = "nova"  # a frontend of Nova publishes some of a scheduler's messages
 
 
 class QueueKind(StrEnum):
@@ -74,7 +74,7 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
     consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...); on the exchange of dead
-    letters the key is the name of the queue whose letters it gets as well. retry_s: delays of the
+    letters the key is the name of the queue whose dead letters it gets as well. retry_s: delays of the
     first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
@@ -105,17 +105,17 @@ class QueueRow(Struct, frozen=True, kw_only=True, dict=True):
     drops_to: str = ""
 
     @cached_property
-    def takes_letters(self) -> bool:
+    def takes_dead_letters(self) -> bool:
         """Whether it gets copies of dead letters.
 
-        A message that this queue gives up itself is no second letter: the first one stays.
+        A message that this queue gives up itself is no second dead letter: the first one stays.
         """
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
     @cached_property
-    def has_letters(self) -> bool:
+    def has_dead_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
-        return (self.kind is QueueKind.DURABLE or self.name in ENDED_BY_LETTER) and not self.takes_letters
+        return (self.kind is QueueKind.DURABLE or self.name in ENDED_BY_DEAD_LETTER) and not self.takes_dead_letters
 
 
 # Requests that no scheduler has taken yet. Past this a publisher is refused at once (bus.full), so that accepted
@@ -164,12 +164,14 @@ def _queue(
     *,
     commands: tuple[str, ...] = (),
     events: tuple[str, ...] = (),
-    letters: tuple[str, ...] = (),
+    dead_letters_of: tuple[str, ...] = (),
     returned: tuple[str, ...] = (),
     **options: Any,
 ) -> QueueRow:
-    """A row by the keys that are bound to each exchange. letters: the queues whose dead letters it gets as well."""
-    keys = {COMMANDS: commands, EVENTS: events, DEAD: letters, RETURN: returned}
+    """A row by the keys that are bound to each exchange. dead_letters_of: the queues whose dead letters it gets as
+    well.
+    """
+    keys = {COMMANDS: commands, EVENTS: events, DEAD: dead_letters_of, RETURN: returned}
     bindings = tuple((exchange, key) for exchange, of_exchange in keys.items() for key in of_exchange)
     return QueueRow(kind=kind, name=name, consumer=consumer, where=where, bindings=bindings, **options)
 
@@ -204,7 +206,7 @@ QUEUES: tuple[QueueRow, ...] = (
     of_requests("scheduler.operators", commands=("operator.request.#",)),
     of_requests(
         "scheduler.requests",
-        commands=("build.request.#", "build.delete.#", "instance.move.#"),
+        commands=("build.request.#", "build.delete.#", "instance.action.#"),
         retries_to="scheduler.operators",
     ),
     of_requests(
@@ -214,7 +216,7 @@ QUEUES: tuple[QueueRow, ...] = (
         max_length=MAX_DOOR_MESSAGES,
         max_bytes=MAX_DOOR_BYTES,
     ),
-    durable("scheduler.given_up", SCHEDULER, API, letters=REQUEST_QUEUES, from_outside=True),
+    durable("scheduler.dead_letters", SCHEDULER, API, dead_letters_of=REQUEST_QUEUES, from_outside=True),
     expiring(
         "scheduler.records",
         SCHEDULER,
@@ -241,7 +243,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.changes",
         SCHEDULER,
         API,
-        commands=("objects.change", "hosts.set", "hosts.forget", "services.forget", "drain.start", "drain.command"),
+        commands=("objects.change", "hosts.set", "hosts.delete", "services.delete", "drain.start", "drain.command"),
         max_length=10_000,
     ),
     private(
@@ -268,7 +270,7 @@ QUEUES: tuple[QueueRow, ...] = (
         max_values=MAX_CLAIM_VALUES,
         ttl_s=60.0,
     ),
-    durable("placement.releases", PLACEMENT, API, commands=("placement.release_run",)),
+    durable("placement.releases", PLACEMENT, API, commands=("placement.release_by_owner",)),
     expiring(
         "placement.reads",
         PLACEMENT,
@@ -277,7 +279,7 @@ QUEUES: tuple[QueueRow, ...] = (
             "placement.changes",
             "placement.snapshot",
             "placement.locate",
-            "placement.holding",
+            "placement.allocations",
             "placement.cell",
             "placement.service",
             "placement.tree",
@@ -290,19 +292,19 @@ QUEUES: tuple[QueueRow, ...] = (
         "placement.inventory",
         PLACEMENT,
         BOTH,
-        commands=("inventory.update.#", "inventory.members", "inventory.forget", "inventory.released"),
+        commands=("inventory.update.#", "inventory.members", "inventory.delete", "inventory.released"),
         max_values=MAX_INVENTORY_VALUES,
     ),
-    private("ironic.outdated.{process}", IRONIC, API, events=("inventory.outdated.{source}",), max_length=100_000),
+    private("ironic.stale.{process}", IRONIC, API, events=("inventory.stale.{reporter}",), max_length=100_000),
     durable("conductor.requests", CONDUCTOR, CELL, commands=("cell.#",)),
-    durable("conductor.given_up", CONDUCTOR, CELL, letters=("conductor.requests",)),
+    durable("conductor.dead_letters", CONDUCTOR, CELL, dead_letters_of=("conductor.requests",)),
     durable("conductor.results", CONDUCTOR, CELL, commands=("compute.result", "compute.changed")),
     private("conductor.hosts.{process}", CONDUCTOR, CELL, events=("compute.hosts.#",), max_length=100_000),
     private(
         "conductor.leases.{process}",
         CONDUCTOR,
         CELL,
-        events=("compute.heartbeat.#", "services.digest", "services.gone", "host.fence"),
+        events=("compute.heartbeat.#", "services.states", "services.removed", "host.fence"),
         max_length=100_000,
     ),
     # Not behind the cell's requests, of which none is taken meanwhile. One page at a time is asked for.
@@ -315,9 +317,9 @@ QUEUES: tuple[QueueRow, ...] = (
             "compute.spawn.{service}",
             "compute.destroy.{service}",
             "compute.change.{service}",
-            "compute.find.{service}",
+            "compute.machines.query.{service}",
             "compute.listing.{service}",
-            "compute.marker.{service}",
+            "compute.barrier.{service}",
         ),
     ),
     # who has it has the service's name
@@ -329,12 +331,12 @@ QUEUES: tuple[QueueRow, ...] = (
             "compute.report",
             "compute.rescan.{service}",
             "compute.heartbeat.{service}",
-            "compute.outdated.{service}",
+            "compute.superseded.{service}",
             "compute.reserve.{service}",
-            "compute.contested.{service}",
+            "compute.host_conflict.{service}",
             "compute.released.{service}",
-            "inventory.outdated.{source}",
-            "inventory.taken.{source}",
+            "inventory.stale.{reporter}",
+            "inventory.conflict.{reporter}",
         ),
         max_length=1_000,
         max_values=MAX_CONTROL_VALUES,
@@ -351,7 +353,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.hosts.{process}",
         SCHEDULER,
         CELL,
-        events=("compute.hosts.#", "compute.waiting.#", "services.digest", "services.gone", "worker.heartbeat.#"),
+        events=("compute.hosts.#", "compute.waiting.#", "services.states", "services.removed", "worker.heartbeat.#"),
         max_length=100_000,
     ),
     # One scheduler answers each; of one that dies before it has, another gets it.
@@ -361,7 +363,7 @@ QUEUES: tuple[QueueRow, ...] = (
     private(
         "client.builds.{process}", OPERATOR, API, events=("build.event.#", "instance.event.#"), max_length=1_000_000
     ),
-    private("client.moves.{process}", OPERATOR, API, events=("instance.event.#",), max_length=1_000_000),
+    private("client.actions.{process}", OPERATOR, API, events=("instance.event.#",), max_length=1_000_000),
     private("client.feed.{process}", OPERATOR, API, events=("build.event.#",), max_length=1_000_000),
     private("client.nova.{process}", OPERATOR, API, events=("nova.call", "worker.heartbeat.#"), max_length=1_000),
     durable("client.record.{process}", OPERATOR, API, events=("build.event.#",)),
@@ -369,10 +371,10 @@ QUEUES: tuple[QueueRow, ...] = (
     of_project(
         "gateway.requests",
         where=PROJECT,
-        commands=("build.request.#", "build.delete.#", "instance.move.#"),
+        commands=("build.request.#", "build.delete.#", "instance.action.#"),
         ttl_s=PROJECT_TTL_S,
     ),
-    of_project("gateway.given_up", where=PROJECT, letters=("gateway.requests",)),
+    of_project("gateway.dead_letters", where=PROJECT, dead_letters_of=("gateway.requests",)),
     of_project("gateway.queries", where=PROJECT, commands=("build.query", "instance.query"), ttl_s=30.0),
     # On the API bus, by project: so that a virtual host that is full or away holds up no other's events.
     of_project(
@@ -392,6 +394,6 @@ QUEUES: tuple[QueueRow, ...] = (
 
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
 # Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
-ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
+ENDED_BY_DEAD_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
 # Of these, those whose consumer has on record what it has begun: that goes on without its requester.
-ON_RECORD = frozenset(name for name in ENDED_BY_LETTER if BY_QUEUE[name].where is not PROJECT)
+ON_RECORD = frozenset(name for name in ENDED_BY_DEAD_LETTER if BY_QUEUE[name].where is not PROJECT)

@@ -26,7 +26,7 @@ from .base import (
 )
 from .build import BuildState
 from .cell import InstanceSpec
-from .moves import Condition, MoveKind
+from .moves import ActionKind, Condition
 from .operations import CellFence
 
 MAX_ASKED = 500  # instances of one question
@@ -43,14 +43,14 @@ class CellRecovering(Message, frozen=True, kw_only=True, tag="cell.recovering.v1
     """A cell's database was set back: its conductor asks for one page of what the schedulers and placement have of it.
 
     It is repeated until it is answered. database_incarnation: of the cell's database. process: of this conductor.
-    question: made anew with each page; only its answer is taken. after: the uuid behind which the page begins ("": from
+    query_id: made anew with each page; only its answer is taken. after: the uuid behind which the page begins ("": from
     the first). asked: instead of a page these instances, wherever they are.
     """
 
     cell: Word
     process: Process
     database_incarnation: Incarnation
-    question: Uuid
+    query_id: Uuid
     after: Uuid | Literal[""] = ""
     asked: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_ASKED)] = ()
 
@@ -73,8 +73,8 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: of its build (None: no build of it is on record). condition: its state since. cell: that the map has it in.
     project_id: of its allocations, else of its build. attempt: the highest of its build and its allocations. sequence:
     of its newest event that the schedulers have had. spec: its present one. snapshot: the image that is kept of a
-    shelved one. places: its own before those of its moves. request_id, kind: of the move under way. arrives: it leads
-    here from another cell, which has given the instance up.
+    shelved one. places: its own before those of its moves. request_id, kind: of the move under way. transferred_in: it
+    leads here from another cell, which has given the instance up.
     """
 
     instance_uuid: Uuid
@@ -88,8 +88,8 @@ class KnownRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot: ImageName = ""
     places: Annotated[tuple[KnownPlace, ...], Bound(max_length=MAX_PLACES)] = ()
     request_id: Uuid | Literal[""] = ""
-    kind: MoveKind | None = None
-    arrives: bool = False
+    kind: ActionKind | None = None
+    transferred_in: bool = False
 
 
 class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
@@ -105,7 +105,7 @@ class CellKnown(Message, frozen=True, kw_only=True, tag="cell.known.v1"):
     cell: Word
     process: Process
     database_incarnation: Incarnation
-    question: Uuid
+    query_id: Uuid
     instances: Annotated[tuple[KnownRecord, ...], Bound(max_length=MAX_KNOWN)] = ()
     fences: Annotated[tuple[CellFence, ...], Bound(max_length=MAX_KNOWN)] = ()
     last: Uuid | Literal[""] = ""

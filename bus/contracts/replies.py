@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bus.contracts.catalogue import MessageRow, taken_by
+from bus.contracts.catalogue import MessageRow, queues_taking
 from bus.contracts.queues import (
     CLIENT,
     COMPUTE,
     CONDUCTOR,
-    FRONT,
+    FRONTEND,
     GATEWAY,
     IRONIC,
     OPERATOR,
@@ -28,7 +28,7 @@ REPLY_PREFIX = "berth.reply."  # + the requester's process + a random word
 _PROCESSES: Mapping[str, str] = {
     PLACEMENT: "placement",
     SCHEDULER: "scheduler",
-    FRONT: FRONT,
+    FRONTEND: FRONTEND,
     CONDUCTOR: "conductor",
     COMPUTE: "compute",
     IRONIC: "ironic-sync",
@@ -54,14 +54,14 @@ def replies_to(queues: Iterable[str], prefix: str = "", foreign: str = "") -> tu
 
     foreign: how the names of others begin, as a pattern.
     """
-    rows = [row for queue in queues for row in taken_by(queue) if is_answered(row)]
+    rows = [row for queue in queues for row in queues_taking(queue) if is_answered(row)]
     others = (foreign + _SERVER_NAMED, prefix + _NAMED_BY_CLIENT) if any(row.public for row in rows) else ()
     return (*(replies_of(asker, prefix) for asker in _askers(rows)), *others)
 
 
 def _askers(rows: Iterable[MessageRow]) -> dict[str, None]:
     askers = dict.fromkeys(asker for row in rows for asker in (*row.publishers, OPERATOR) if asker != CLIENT)
-    return askers | dict.fromkeys([FRONT] if SCHEDULER in askers else [])
+    return askers | dict.fromkeys([FRONTEND] if SCHEDULER in askers else [])
 
 
 def sample_reply_keys(rows: Sequence[MessageRow]) -> list[str]:

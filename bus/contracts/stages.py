@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-# In the order of a build's life. Stamps has a field for each.
+# In the order of a build's life. StageTimes has a field for each.
 STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
 
 
-class Stamps(Struct, frozen=True, array_like=True):
+class StageTimes(Struct, frozen=True, array_like=True):
     """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or is not known.
 
     requested: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was
-    chosen (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
+    chosen (or none was found). claimed: placement gave it, lost claims and the choices after them included.
     dispatched: the compute service of the first host took the command. built: a host reported how its attempt ended,
     the last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
     lost_claims: how many claims others were faster with before one was given; in `claimed`.
@@ -32,7 +32,7 @@ class Stamps(Struct, frozen=True, array_like=True):
     lost_claims: int = 0
 
 
-def durations(stamps: Stamps, *, since: float | None = None, until: float | None = None) -> dict[str, float]:
+def durations(stage_times: StageTimes, *, since: float | None = None, until: float | None = None) -> dict[str, float]:
     """Seconds in each stage that the build went through, in order; a stage without a stamp is left out.
 
     since, until: the reader's own times instead of the first stamp and the last, as a client knows when it meant to
@@ -40,14 +40,14 @@ def durations(stamps: Stamps, *, since: float | None = None, until: float | None
     durations add up to `until - since` whatever the clocks show. The time of a stage left out is in the next one.
     """
     ends = (
-        stamps.queued,
-        stamps.decided,
-        stamps.claimed,
-        stamps.dispatched,
-        stamps.built,
-        stamps.announced if until is None else until,
+        stage_times.queued,
+        stage_times.decided,
+        stage_times.claimed,
+        stage_times.dispatched,
+        stage_times.built,
+        stage_times.announced if until is None else until,
     )
-    last = since if since is not None else stamps.requested or next((end for end in ends if end), 0.0)
+    last = since if since is not None else stage_times.requested or next((end for end in ends if end), 0.0)
     spent: dict[str, float] = {}
     for stage, stamp in zip(STAGES, ends, strict=True):
         if stamp:

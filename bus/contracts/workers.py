@@ -19,7 +19,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm.
 
     worker: the process's name, no other's at the same time. phase: of its life (`ready`, `draining`, ...). not_ready:
-    the server that it waits for. in_hand: {queue: deliveries that it has taken and not answered}. started_at: seconds
+    the server that it waits for. in_flight: {queue: deliveries that it has taken and not answered}. started_at: seconds
     since the epoch. counts: what its role counts since its start; of a nova-scheduler's shadow {difference: calls}.
     """
 
@@ -31,7 +31,7 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.
     started_at: float
     phase: Word
     not_ready: Annotated[tuple[Phrase, ...], Bound(max_length=16)] = ()
-    in_hand: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
+    in_flight: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
     every_s: Annotated[float, Bound(gt=0, le=3600)] = 5.0
     counts: Annotated[dict[Phrase, Count], Bound(max_length=64)] = {}
 

@@ -35,7 +35,7 @@ MAX_PER_TURN = 256
 
 # A message for which its next queue has no room is offered to it again this often. This many wait for that, and let
 # messages for other queues pass, as in RabbitMQ (dead_letter_worker_consumer_prefetch).
-ROOM_AGAIN_S = 0.2
+CAPACITY_RETRY_S = 0.2
 MAX_DYING = 32
 
 
@@ -246,7 +246,7 @@ class Queue:
         """To the dead letters; while they are full it waits here, as in RabbitMQ (at-least-once)."""
         if self.dying or not self.dead_letter(stored, reason):
             self.dying.append((stored, reason))
-            self.set_alarm(self.broker.clock.monotonic() + ROOM_AGAIN_S)
+            self.set_alarm(self.broker.clock.monotonic() + CAPACITY_RETRY_S)
 
     def dead_letter(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: the queue is full; who ignores it loses it."""
@@ -264,7 +264,7 @@ class Queue:
             if not self.dead_letter(first, "expired"):
                 self.dying.append((first, "expired"))
         if self.dying:
-            self.set_alarm(now + ROOM_AGAIN_S)
+            self.set_alarm(now + CAPACITY_RETRY_S)
         if first is not None and first.expires_at is not None and first.expires_at > now:
             self.set_alarm(first.expires_at)
 
@@ -337,7 +337,7 @@ class MemoryBroker:
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         self._alternates: dict[str, str] = {}
         self._queues: dict[str, Queue] = {}
-        self.marks: dict[str, str] = {}  # durable: {name: owner}
+        self.owners: dict[str, str] = {}  # durable: {name: owner}
 
     def drop_connections(self) -> None:
         """Cut every connection; each comes back by itself, as after a network fault."""
@@ -419,12 +419,12 @@ class MemoryBroker:
         """A message that a queue gave up goes where its plan sends it. False: that queue is full."""
         message = stored.message
         exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
-        letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
+        dead_letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
         try:
-            self.route(letter, _deaths_with(stored, planned.name, reason))
+            self.route(dead_letter, _delivery_failures_with(stored, planned.name, reason))
         except PublishRefused:
             return False
-        except QueueMissing:  # as in RabbitMQ: a letter that no queue takes is dropped
+        except QueueMissing:  # as in RabbitMQ: a dead letter that no queue takes is dropped
             return True
         return True
 
@@ -462,7 +462,7 @@ class MemoryBroker:
         return found
 
 
-def _deaths_with(stored: Stored, queue: str, reason: str) -> Deaths:
+def _delivery_failures_with(stored: Stored, queue: str, reason: str) -> Deaths:
     """The deaths of a message after it has died in a queue: one entry for each queue and reason, as in RabbitMQ 4."""
     message = stored.message
     death: dict[str, object] = {

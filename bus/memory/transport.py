@@ -9,13 +9,13 @@ from msgspec import structs
 
 from bus.contracts.queues import QueueRow
 from bus.memory.broker import Consumption, MemoryBroker, Queue
-from bus.port import BusMarked, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
+from bus.port import BusOwned, Delivery, NotSent, Outgoing, QueueLocked, QueueMissing, Subscription, call_back
 from bus.topology import (
-    FOREIGN,
-    MARK,
+    EXTERNAL,
+    OWNER_EXCHANGE,
     QueueNames,
     QueuePlan,
-    foreign_plan,
+    external_plan,
     plan,
     reply_plan,
     shared_exchanges,
@@ -23,7 +23,7 @@ from bus.topology import (
 )
 
 # A connection whose private queue another one has tries again this often.
-LOCKED_AGAIN_S = 0.1
+LOCKED_RETRY_S = 0.1
 
 
 class MemoryTransport:
@@ -35,7 +35,7 @@ class MemoryTransport:
         self.subscriptions: list[Consumption] = []
         self.names = QueueNames(prefix)
         self._plain = not prefix
-        self._marks: dict[str, str] = {}
+        self._owners: dict[str, str] = {}
         self._declared: list[QueuePlan] = []
         self._getters: dict[str, Consumption] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -88,13 +88,13 @@ class MemoryTransport:
         if not self._opened or not self.broker.up or self.connected:
             return
         try:
-            for name, owner in self._marks.items():
-                self._leave_mark(name, owner)
+            for name, owner in self._owners.items():
+                self._set_owner(name, owner)
             for planned in self._declared:
                 self.broker.declare(planned, self if planned.exclusive else None)
-        except (QueueLocked, BusMarked) as error:
+        except (QueueLocked, BusOwned) as error:
             self.broker.leave(self)
-            asyncio.get_running_loop().call_later(LOCKED_AGAIN_S, self._reconnect, context=self.broker.context)
+            asyncio.get_running_loop().call_later(LOCKED_RETRY_S, self._reconnect, context=self.broker.context)
             for callback in self._on_locked if isinstance(error, QueueLocked) else ():
                 call_back(callback)
             return
@@ -116,27 +116,27 @@ class MemoryTransport:
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
         """A broker in memory knows no users."""
 
-    async def mark(self, name: str, owner: str) -> None:
-        """Leave a mark, or find it there."""
+    async def set_owner(self, name: str, owner: str) -> None:
+        """Set the owner of a name, or find it there."""
         self._check()
-        self._leave_mark(name, owner)
-        self._marks[name] = owner
+        self._set_owner(name, owner)
+        self._owners[name] = owner
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark."""
+        """The owner of a name."""
         self._check()
-        return self.broker.marks.get(self.names.exchange(MARK + name), "")
+        return self.broker.owners.get(self.names.exchange(OWNER_EXCHANGE + name), "")
 
-    async def unmark(self, name: str) -> None:
-        """Take a mark away."""
+    async def clear_owner(self, name: str) -> None:
+        """A name has no owner any more."""
         self._check()
-        self.broker.marks.pop(self.names.exchange(MARK + name), None)
-        self._marks.pop(name, None)
+        self.broker.owners.pop(self.names.exchange(OWNER_EXCHANGE + name), None)
+        self._owners.pop(name, None)
 
-    def _leave_mark(self, name: str, owner: str) -> None:
-        found = self.broker.marks.setdefault(self.names.exchange(MARK + name), owner)
+    def _set_owner(self, name: str, owner: str) -> None:
+        found = self.broker.owners.setdefault(self.names.exchange(OWNER_EXCHANGE + name), owner)
         if found != owner:
-            raise BusMarked(found)
+            raise BusOwned(found)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue."""
@@ -148,12 +148,12 @@ class MemoryTransport:
         self._check()
         self._declare(reply_plan(name))
 
-    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+    async def bind_external(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """A durable queue bound to an exchange of another system. Raises QueueMissing while it does not exist."""
         self._check()
         if not self.broker.has_exchange(exchange):
             raise QueueMissing(f"no exchange {exchange!r}")
-        self._declare(foreign_plan(queue))
+        self._declare(external_plan(queue))
         for key in keys:
             self.broker.bind(self.names.queue(queue), exchange, key)
 
@@ -224,7 +224,7 @@ class MemoryTransport:
     def _outward(self, message: Outgoing) -> Outgoing:
         """With this transport's prefix, and as a copy that the caller cannot change."""
         reply_to = message.reply_to
-        if self._plain and not message.headers and not (reply_to and reply_to.startswith(FOREIGN)):
+        if self._plain and not message.headers and not (reply_to and reply_to.startswith(EXTERNAL)):
             return message
         return structs.replace(
             message,

@@ -96,7 +96,7 @@ class DatabaseAddress(Struct, frozen=True, kw_only=True):
                 return await self._one(host, timeout_s, command_timeout_s, settings)
             except CONNECTION_LOST as error:
                 errors.append(error)
-        raise next((error for error in errors if not _lasting(error)), errors[-1])
+        raise next((error for error in errors if not _is_persistent(error)), errors[-1])
 
     async def _one(
         self, host: Endpoint | None, timeout_s: float, command_timeout_s: float | None, settings: Mapping[str, str]
@@ -175,6 +175,6 @@ def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
     return tuple(Endpoint(host.name, host.port or port) for host, port in zip(hosts, each, strict=True))
 
 
-def _lasting(error: Exception) -> bool:
+def _is_persistent(error: Exception) -> bool:
     """Whether a wait does not help: the login or the certificate is wrong."""
     return isinstance(error, ServerUntrusted | asyncpg.InvalidAuthorizationSpecificationError)

@@ -85,7 +85,7 @@ SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
 # The identity of a worker's database: a uuid made once with its schema, in a table of one row. A backup takes it along,
 # so a restored database is the same one; an empty or another database is not.
-READ_IDENTITY = "SELECT deployment::text FROM identity"
+READ_IDENTITY = "SELECT database_id::text FROM identity"
 WATCH_S = 5.0  # the interval within which a worker notices that its schema was created anew
 
 
@@ -129,7 +129,7 @@ class Database:
         self._usable: WeakSet[asyncpg.Connection] = WeakSet()
         self._idle: list[asyncpg.Connection] = []
         self._slots = asyncio.Semaphore(pool_size)
-        self._losses = 0
+        self._connection_losses = 0
         self._server: datetime | None = None  # the one last connected to, by its start
         self._servers = 0
         self._reachable = True
@@ -148,11 +148,11 @@ class Database:
         return self._place
 
     @property
-    def losses(self) -> int:
+    def connection_losses(self) -> int:
         """How often a connection was lost or given up, or led to another server than the one before: it may have
         restarted then, or another one be the primary, without the commits that were not on disk.
         """
-        return self._losses
+        return self._connection_losses
 
     @property
     def servers(self) -> int:
@@ -229,7 +229,7 @@ class Database:
     async def _raw(self, *, begin: bool) -> AsyncIterator[asyncpg.Connection]:
         """One transaction in the trace and among the uses, from the wait for a connection to its end."""
         scope = CURRENT.get()
-        span = None if scope is None else scope.begin("transaction", **self._traced)
+        span = None if scope is None else scope.start_span("transaction", **self._traced)
         try:
             with self._uses.one():
                 await self._slot()
@@ -255,7 +255,7 @@ class Database:
                             await self._roll_back(connection)
                         raise
                     finally:
-                        self._give_back(connection)
+                        self._release(connection)
                 finally:
                     self._slots.release()
         finally:
@@ -289,7 +289,7 @@ class Database:
         connection.add_termination_listener(self._ended)
         return connection
 
-    def _give_back(self, connection: asyncpg.Connection) -> None:
+    def _release(self, connection: asyncpg.Connection) -> None:
         if connection not in self._usable or self._closed or connection.is_closed() or connection.is_in_transaction():
             self._drop(connection)
         else:
@@ -317,7 +317,7 @@ class Database:
         if not is_unusable(error):
             return
         self._probe_server()
-        self._losses += 1
+        self._connection_losses += 1
         if sqlstate(error) == READ_ONLY:
             self._leave_server()
 
@@ -331,7 +331,7 @@ class Database:
         """The server has ended a session, or the network; a session that was ended here is not among the usable."""
         if connection in self._usable:
             self._usable.discard(connection)
-            self._losses += 1
+            self._connection_losses += 1
             self._probe_server()
 
     async def _disconnect(self) -> None:
@@ -371,7 +371,7 @@ class Database:
         """Leave the server before, if a new connection leads to another: that one flushes nothing of its commits."""
         if self._server not in {None, started_at}:
             log.warning("database.other_server", schema=self.schema, database=str(self._address))
-            self._losses += 1
+            self._connection_losses += 1
             self._servers += 1
             self._leave_server()
         self._server = started_at

@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
-from bus.gather import Gather
+from bus.gather import Batcher
 
 # Acknowledgements gather for as long anyway (bus.rabbitmq.channels), so no task waits for it. Unacknowledged messages
 # count against the prefetch, so it cannot be much longer.
-GATHER_S = 0.5
+BATCH_S = 0.5
 # A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.
 AFTER_OTHERS_S = 0.01
 MOST_FLUSHES = 2  # one that hangs holds up only those who wait for it
@@ -33,7 +33,7 @@ class FlushedDatabase(Protocol):
     """The database that is flushed."""
 
     @property
-    def losses(self) -> int:
+    def connection_losses(self) -> int:
         """The number of connections that were lost; the server may have restarted then, and lost commits that were not
         on disk.
         """
@@ -64,9 +64,9 @@ class FlushedStore:
         self._connections = connections
 
     @property
-    def losses(self) -> int:
+    def connection_losses(self) -> int:
         """How many connections to the database have ended by themselves: unflushed commits may be lost with them."""
-        return self._connections.losses
+        return self._connections.connection_losses
 
     @property
     def servers(self) -> int:
@@ -98,12 +98,12 @@ class GroupFlush:
         self._database = database
         self._waiting: list[_Waiter] = []
         self._closed = False
-        self._flushes: Gather[_Waiter] = Gather(
+        self._flushes: Batcher[_Waiter] = Batcher(
             self._take,
             self._flush,
             waiting=lambda: len(self._waiting),
             most=MOST_FLUSHES,
-            pause_s=lambda: shared_delay_s(asyncio.get_running_loop().time(), GATHER_S) + AFTER_OTHERS_S,
+            pause_s=lambda: shared_delay_s(asyncio.get_running_loop().time(), BATCH_S) + AFTER_OTHERS_S,
             on_error=lambda _: None,  # all waiters of a flush get its error
         )
 
@@ -163,7 +163,7 @@ class GroupFlush:
                 flushed.cancel()
             elif error is not None:
                 flushed.set_exception(error)
-            elif losses != self._database.losses:
+            elif losses != self._database.connection_losses:
                 flushed.set_exception(DatabaseUnavailable("a connection was lost before its commits were flushed"))
             else:
                 flushed.set_result(None)

@@ -71,9 +71,9 @@ class MemoryDatabase:
 
     ROWS: tuple[str, ...] = ("outbox", "handled", "row_versions", "commits")
 
-    def __init__(self, clock: Clock, *, deployment: str | None = None) -> None:
+    def __init__(self, clock: Clock, *, database_id: str | None = None) -> None:
         self.clock = clock
-        self.deployment = str(uuid4()) if deployment is None else deployment  # its identity
+        self.database_id = str(uuid4()) if database_id is None else database_id  # its identity
         self.outbox: dict[int, Row] = {}
         self.handled: dict[tuple[str, str], float] = {}
         self.row_versions: dict[Hashable, int] = {}
@@ -272,7 +272,7 @@ class MemorySession:
         self.pause = pause
         self.transactions: dict[MemoryDatabaseTransaction, None] = {}
         self._group_flush = GroupFlush(self)
-        self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
+        self.connection_losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
         self.servers = 0
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class MemorySession:
             yield transaction
             await transaction.commit()
         except DatabaseUnavailable:
-            self.losses += 1
+            self.connection_losses += 1
             raise
         finally:
             transaction.end()
@@ -303,9 +303,9 @@ class MemorySession:
         """Around a commit of this process: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`."""
         return self._group_flush.by_commit()
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """The connections are lost: a transaction that has not committed never happened."""
-        self.losses += 1
+        self.connection_losses += 1
         self.servers += 1
         for transaction in list(self.transactions):
             transaction.end()
@@ -338,7 +338,7 @@ class MemoryRows:
                 taken: Counter[str] = Counter()
                 old: list[int] = []
                 for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
-                    if row.taken_at >= now - sweep.age_s and one not in sweep.back:
+                    if row.taken_at >= now - sweep.age_s and one not in sweep.restored:
                         continue
                     if one not in sweep.confirmed and taken[row.bus] < sweep.limit and row.bus not in sweep.closed:
                         taken[row.bus] += 1

@@ -119,14 +119,14 @@ class Sweep(Struct, frozen=True):
     """Which rows a relay takes: those that nobody has taken for `age_s` seconds, at most `limit` for each bus.
 
     closed: buses that take nothing now; rows for these are left untouched. confirmed: rows to delete in the same
-    statement. back: rows to take however young they are.
+    statement. restored: rows to take however young they are.
     """
 
     age_s: float
     limit: int
     closed: Sequence[str] = ()
     confirmed: Sequence[int] = ()
-    back: Sequence[int] = ()
+    restored: Sequence[int] = ()
 
 
 class Rows(Protocol):

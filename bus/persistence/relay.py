@@ -23,7 +23,7 @@ from prometheus_client import Counter, Gauge
 from bus.clock import Clock, LogInterval, event_or_time, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
-from bus.persistence.group_flush import GATHER_S
+from bus.persistence.group_flush import BATCH_S
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, Sweep, by_bus, decode_row, traced
 from bus.port import BusUnavailable
 from bus.publishing import Waiter
@@ -42,7 +42,7 @@ MAX_BEHIND = 2_000  # messages under way on a bus above which its workers make n
 # Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
-DELETE_PAUSE_S = GATHER_S
+DELETE_PAUSE_S = BATCH_S
 DELETE_BATCH = 2_000  # rows deleted by one statement
 SWEEP_EVERY_S = 2.0
 # A row of this age belongs to a process that died, or has a message that the broker refused, and is published again.
@@ -153,12 +153,12 @@ class LingeringItems(Generic[Item]):
 class _Ticket(Waiter):
     """One row whose messages are under way. count: how many of them were given to the publisher."""
 
-    __slots__ = ("_ended", "count", "lane", "row_id")
+    __slots__ = ("_ended", "count", "row_id", "slot")
 
-    def __init__(self, row_id: int, lane: _Lane, ended: Callable[[_Ticket], None]) -> None:
+    def __init__(self, row_id: int, slot: _BusSlot, ended: Callable[[_Ticket], None]) -> None:
         super().__init__()
         self.row_id = row_id
-        self.lane = lane
+        self.slot = slot
         self.count = 0
         self._ended = ended
 
@@ -169,7 +169,7 @@ class _Ticket(Waiter):
 _Item = tuple[_Ticket, OutboxMessage]
 
 
-class _Lane:
+class _BusSlot:
     """What a relay knows of one bus. under_way: the messages that its broker has not confirmed. rows: their rows, and
     those of messages that linger.
     """
@@ -184,7 +184,7 @@ class _Lane:
 
     def _drop(self, item: _Item) -> None:
         _overtaken.labels(self.bus.name).inc()
-        item[0].settle(None)
+        item[0].resolve(None)
 
     def note_available(self) -> None:
         """Its broker has confirmed something."""
@@ -232,7 +232,7 @@ class Relay:
         self._sweep_at = -math.inf
         self._some_linger = asyncio.Event()
         self._running = False
-        self._lanes: dict[str, _Lane] = {}
+        self._slots: dict[str, _BusSlot] = {}
         for bus in buses.values():
             self.add_bus(bus)
 
@@ -248,16 +248,16 @@ class Relay:
 
     def add_bus(self, bus: Bus) -> None:
         """Publish on a further bus from now on. A sweep publishes the rows that wait for it in the table."""
-        assert bus.name not in self._lanes, bus.name
-        self._lanes[bus.name] = _Lane(bus, self._clock, self._lingering)
+        assert bus.name not in self._slots, bus.name
+        self._slots[bus.name] = _BusSlot(bus, self._clock, self._lingering)
         self._unknown.discard(bus.name)
         bus.transport.on_reconnect(self._sweep_soon)
         self._sweep_soon()
 
     def remove_bus(self, name: str) -> None:
         """Stop publishing on this bus. Rows that wait for it stay in the table."""
-        lane = self._lanes.pop(name)
-        for ticket in [one for one in self._tickets.values() if one.lane is lane]:
+        slot = self._slots.pop(name)
+        for ticket in [one for one in self._tickets.values() if one.slot is slot]:
             self._forget(ticket)
             _left.labels("failed").inc()
 
@@ -273,34 +273,34 @@ class Relay:
     def _send(self, row_id: int, bus: str, messages: Sequence[OutboxMessage]) -> None:
         if row_id in self._tickets:
             return
-        lane = self._lanes.get(bus)
-        if lane is None:
+        slot = self._slots.get(bus)
+        if slot is None:
             self._leave(row_id, bus, "unknown_bus")
             if bus not in self._unknown:  # once is enough, until the bus is added
                 self._unknown.add(bus)
                 log.error("outbox.unknown_bus", row=row_id, bus=bus)
-        elif self._has_its_share(lane):
+        elif self._has_its_share(slot):
             self._leave(row_id, bus, "full")
-        elif reason := lane.bus.unavailable_reason:
-            lane.note_unavailable(reason)
+        elif reason := slot.bus.unavailable_reason:
+            slot.note_unavailable(reason)
             self._leave(row_id, bus, "bus_unavailable")
         else:
-            ticket = self._tickets[row_id] = _Ticket(row_id, lane, self._end)
-            lane.rows += 1
+            ticket = self._tickets[row_id] = _Ticket(row_id, slot, self._end)
+            slot.rows += 1
             _held.inc()
             ticket.pending = len(messages)  # each until it is dropped, or given to the publisher
-            leaving = [one for item in traced(messages) for one in lane.lingering.put(item.message, (ticket, item))]
-            self._post(lane, leaving)
-            if lane.lingering:
+            leaving = [one for item in traced(messages) for one in slot.lingering.put(item.message, (ticket, item))]
+            self._post(slot, leaving)
+            if slot.lingering:
                 self._some_linger.set()
 
-    def _post(self, lane: _Lane, items: Sequence[_Item]) -> None:
+    def _post(self, slot: _BusSlot, items: Sequence[_Item]) -> None:
         if not items:
             return
         for ticket, _ in items:
             ticket.count += 1
-        lane.under_way += len(items)
-        lane.bus.post_all(
+        slot.under_way += len(items)
+        slot.bus.post_all(
             [(item.message, item.cause) for _, item in items],
             [item.traceparent for _, item in items],
             [ticket for ticket, _ in items],
@@ -319,45 +319,45 @@ class Relay:
         if self._tickets.get(ticket.row_id) is not ticket:  # its bus was removed
             return
         self._forget(ticket)
-        lane, error = ticket.lane, ticket.error
+        slot, error = ticket.slot, ticket.error
         if error is None:
-            lane.note_available()
-            _published.labels(lane.bus.name).inc(ticket.count)
+            slot.note_available()
+            _published.labels(slot.bus.name).inc(ticket.count)
             self._confirmed.append(ticket.row_id)
             count = len(self._confirmed)
             if count in (1, DELETE_BATCH) or self._at_once:
                 self._due.set()
         elif isinstance(error, BusUnavailable):
-            lane.note_unavailable(str(error))
-            self._leave(ticket.row_id, lane.bus.name, "bus_unavailable")
+            slot.note_unavailable(str(error))
+            self._leave(ticket.row_id, slot.bus.name, "bus_unavailable")
         else:
-            lane.note_refused(ticket.row_id, error)
+            slot.note_refused(ticket.row_id, error)
 
     def _forget(self, ticket: _Ticket) -> None:
         del self._tickets[ticket.row_id]
-        ticket.lane.rows -= 1
-        ticket.lane.under_way -= ticket.count
+        ticket.slot.rows -= 1
+        ticket.slot.under_way -= ticket.count
         _held.dec()
         self._changed.set()
 
     @property
     def _closed(self) -> set[str]:
         """The buses on which nothing can be published now."""
-        return {*self._unknown, *(name for name, lane in self._lanes.items() if lane.bus.unavailable_reason)}
+        return {*self._unknown, *(name for name, slot in self._slots.items() if slot.bus.unavailable_reason)}
 
-    def _has_its_share(self, lane: _Lane) -> bool:
+    def _has_its_share(self, slot: _BusSlot) -> bool:
         """Whether a bus has as much in memory as all buses leave free: so a busy one gets half, and of those that
         confirm nothing, however many they are, each leaves room for a further one.
         """
-        under_way = sum(one.under_way for one in self._lanes.values())
-        return lane.rows >= MAX_ROWS - len(self._tickets) or lane.under_way >= MAX_UNDER_WAY - under_way
+        under_way = sum(one.under_way for one in self._slots.values())
+        return slot.rows >= MAX_ROWS - len(self._tickets) or slot.under_way >= MAX_UNDER_WAY - under_way
 
-    async def keep_up(self, bus: str) -> None:
+    async def wait_for_backlog(self, bus: str) -> None:
         """Wait while much is under way on a bus. A worker calls it before it takes a batch whose messages go there:
         what it is faster than its broker would gather in its memory, and the reports of all would wait behind those of
         one.
         """
-        while self._running and self._lanes[bus].under_way >= MAX_BEHIND:
+        while self._running and self._slots[bus].under_way >= MAX_BEHIND:
             await self._change()
 
     async def run(self) -> None:
@@ -377,9 +377,9 @@ class Relay:
         the table. After the grace time (seconds) the rest is left to the sweep.
         """
         self._at_once = True
-        for lane in self._lanes.values():
-            lane.lingering.at_once = True
-            self._post(lane, lane.lingering.end_all())
+        for slot in self._slots.values():
+            slot.lingering.at_once = True
+            self._post(slot, slot.lingering.end_all())
         self._sweep_soon()
         try:
             async with asyncio.timeout(grace_s):
@@ -398,9 +398,9 @@ class Relay:
         while True:
             await self._some_linger.wait()
             await self._clock.sleep(self._lingering.linger_s / 2)
-            for lane in self._lanes.values():
-                self._post(lane, lane.lingering.end_half())
-            if not any(lane.lingering for lane in self._lanes.values()):
+            for slot in self._slots.values():
+                self._post(slot, slot.lingering.end_half())
+            if not any(slot.lingering for slot in self._slots.values()):
                 self._some_linger.clear()
 
     def _sweep_soon(self) -> None:
@@ -452,7 +452,7 @@ class Relay:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
         was all.
         """
-        closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
+        closed = self._closed | {name for name, slot in self._slots.items() if self._has_its_share(slot)}
         back = [row for row, bus in left.items() if bus not in closed]
         confirmed = self._confirmed[:DELETE_BATCH]
         sweep = Sweep(SWEEP_AGE_S, SWEEP_BATCH, sorted(closed), confirmed, back)
@@ -468,10 +468,10 @@ class Relay:
             self._left.pop(row, None)
         for row, body in found:
             if row not in self._tickets and row not in self._confirmed:
-                self._send_again(row, body)
+                self._resend(row, body)
         return is_all
 
-    def _send_again(self, row_id: int, body: bytes) -> None:
+    def _resend(self, row_id: int, body: bytes) -> None:
         """Publish a row that was left behind. A row that another version of berth has written is left to that
         version.
         """

@@ -51,8 +51,8 @@ class MigrationsMissing(LookupError):
 class UnsupportedSchema(LookupError):
     """These migrations cannot bring the schema to head. `code` has the reason; the schema is left as it was."""
 
-    def __init__(self, sentence: str, *, code: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
         self.code = code
 
 

@@ -82,8 +82,8 @@ def identity_table(metadata: sa.MetaData, *more: sa.Column[Any]) -> sa.Table:
     """The identity of a database, made with the schema: whose the buses are that its workers enter. A backup takes it
     along.
     """
-    deployment = needed("deployment", UUID, default=sa.func.gen_random_uuid())
-    return sa.Table("identity", metadata, deployment, only_row(), *more, info={FIRST_ROW: {}})
+    database_id = needed("database_id", UUID, default=sa.func.gen_random_uuid())
+    return sa.Table("identity", metadata, database_id, only_row(), *more, info={FIRST_ROW: {}})
 
 
 def outbox_tables(metadata: sa.MetaData) -> None:

@@ -43,7 +43,7 @@ class WriteSet(Struct, kw_only=True):
     """
 
     versions: dict[str, int] = {}
-    losses: int = 0
+    connection_losses: int = 0
     outbox: list[OutboxMessage] = []
     durable: bool = True
 
@@ -89,13 +89,13 @@ class VersionCache(Generic[Row]):
 
     def __init__(self, database: FlushedDatabase) -> None:
         self._database = database
-        self._losses = database.losses
+        self._connection_losses = database.connection_losses
         self._rows: OrderedDict[str, tuple[int, Row]] = OrderedDict()
 
     @property
-    def losses(self) -> int:
+    def connection_losses(self) -> int:
         """The number of connections that the database has lost."""
-        return self._database.losses
+        return self._database.connection_losses
 
     def get(self, key: str) -> tuple[int, Row] | None:
         """The version and the row, or None."""
@@ -117,8 +117,8 @@ class VersionCache(Generic[Row]):
             self._rows.pop(key, None)
 
     def _clear_after_loss(self) -> None:
-        if self._losses != self._database.losses:
-            self._losses = self._database.losses
+        if self._connection_losses != self._database.connection_losses:
+            self._connection_losses = self._database.connection_losses
             self._rows.clear()
 
 
@@ -130,7 +130,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         self._cache = cache
         self._after: dict[str, Row] = {}
         self.writes = writes
-        self.writes.losses = cache.losses
+        self.writes.connection_losses = cache.connection_losses
         self.rows: Sequence[int] = ()  # of the outbox, once committed
 
     async def __aenter__(self) -> Self:
@@ -173,7 +173,9 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
             return
         committed = await self._rows.write(self.writes)
         self.rows = committed.outbox_rows
-        if self.writes.losses == self._cache.losses:  # a server that was lost since may give this version again
+        if (
+            self.writes.connection_losses == self._cache.connection_losses
+        ):  # a server that was lost since may give this version again
             self._cache.put(committed.version, self._after)
 
 
@@ -200,7 +202,7 @@ class OptimisticFirst(Generic[Unit]):
         self._unit: AbstractAsyncContextManager[Unit] | None = None
         self._left = [False, True]  # the last is the next
 
-    def go_on(self) -> bool:
+    def has_next_try(self) -> bool:
         """Whether the work is to be done, or to be done once more."""
         return bool(self._left)
 

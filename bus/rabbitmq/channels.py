@@ -50,7 +50,7 @@ class Acks:
         self._acked: set[int] = set()
         self._frames = FrameWriter(channel)
         self._timer: asyncio.TimerHandle | None = None
-        self._once_settled: Callable[[], None] | None = None
+        self._once_acknowledged: Callable[[], None] | None = None
 
     def register(self, tag: int) -> None:
         """Record a delivery that was handed out."""
@@ -74,9 +74,9 @@ class Acks:
             self._frames.write(answer_frame(self.channel.number, REJECT, tag, requeue))
             self._send()
 
-    def once_settled(self, call: Callable[[], None]) -> None:
+    def once_acknowledged(self, call: Callable[[], None]) -> None:
         """Call this when nothing is open any more: no further delivery comes."""
-        self._once_settled = call
+        self._once_acknowledged = call
         self._send()
 
     async def acknowledged(self, tag: int) -> None:
@@ -119,8 +119,8 @@ class Acks:
             del self._open[tag]
             if tag > last:
                 self._frames.write(answer_frame(self.channel.number, ACK, tag, False))
-        if self._once_settled is not None and not self._open:
-            call, self._once_settled = self._once_settled, None
+        if self._once_acknowledged is not None and not self._open:
+            call, self._once_acknowledged = self._once_acknowledged, None
             call()
 
 
@@ -234,7 +234,7 @@ class PublishChannel:
             channel=self.channel.number,
             frame_max=self.channel.connection.connection_tune.frame_max,
         )
-        confirmed = confirm_of(self.channel, cut_short(message.message_id))
+        confirmed = confirm_of(self.channel, truncate_text(message.message_id))
         self._waiting.add(confirmed)
         self._frames.write(payload)
         return confirmed
@@ -357,7 +357,7 @@ def properties_of(message: Outgoing, reply_to: str | None) -> bytes:
     return _FLAGS.pack(flags) + b"".join(parts)
 
 
-def cut_short(text: str) -> str:
+def truncate_text(text: str) -> str:
     """A property as it arrives, and comes back."""
     return text if len(text) * 4 <= MAX_SHORT_BYTES else _raw(text)[:MAX_SHORT_BYTES].decode("utf-8", "surrogateescape")
 

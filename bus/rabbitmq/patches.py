@@ -52,7 +52,7 @@ log = structlog.get_logger("bus.rabbitmq")
 
 # The versions in which these private parts may be as they were read; whether they are, `install` tries. pyproject.toml
 # has the same bounds.
-KNOWN = {"aio-pika": "10.", "aiormq": "7.", "pamqp": "4."}
+SUPPORTED = {"aio-pika": "10.", "aiormq": "7.", "pamqp": "4."}
 
 _BLOCKED, _UNBLOCKED = "_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked"
 _PRIVATE: tuple[tuple[object, str], ...] = (
@@ -105,7 +105,7 @@ class UnknownLibrary(BusForbidden):
 @cache
 def install() -> None:
     """Make aiormq and pamqp receive and read by these functions. Raises UnknownLibrary."""
-    for name, known in KNOWN.items():
+    for name, known in SUPPORTED.items():
         found = version(name)
         if not found.startswith(known):
             raise UnknownLibrary(f"{name} {found} is installed; berth knows {known}*")
@@ -133,7 +133,7 @@ def _try() -> None:
         commands.Channel.Close(404, "gone", 60, 40),
     )
     raw = b"".join(pamqp.frame.marshal(one, 1) for one in sent)
-    cut, hostile = Cut(), Cut()
+    cut, hostile = FrameSplitter(), FrameSplitter()
     cut.feed(raw)
     hostile.feed(raw.replace(b"%", b"\xff"))
     try:
@@ -230,7 +230,7 @@ async def _get_frame(receiver: Any) -> Received:
         first: Received = await _first_frame(receiver)
         return first
     # A connection that is older than this patch has read whole frames only: it goes on at the next one.
-    cut: Cut = receiver.__dict__.setdefault("cut", Cut())
+    cut: FrameSplitter = receiver.__dict__.setdefault("cut", FrameSplitter())
     while (frame := cut.next()) is None:
         try:
             data = await receiver.reader.read(READ_BYTES)
@@ -242,7 +242,7 @@ async def _get_frame(receiver: Any) -> Received:
     return frame
 
 
-class Cut:
+class FrameSplitter:
     """Bytes as they come, cut into frames."""
 
     __slots__ = ("_at", "_data")
@@ -341,7 +341,7 @@ def _read(properties: Any, flags: int, data: bytes) -> None:
             at = start + _LONG.unpack_from(data, at)[0]
             values = _Values(data)
             value = values.table(start, at, 0)
-            if values.left_out:
+            if values.is_truncated:
                 value = {**value, UNREAD: True}
         elif kind == _OCTET:
             value, at = data[at], at + 1
@@ -356,7 +356,7 @@ class _Values:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._left = MAX_VALUES
-        self.left_out = False  # for the number of values
+        self.is_truncated = False  # for the number of values
 
     def table(self, at: int, end: int, depth: int) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -366,7 +366,7 @@ class _Values:
             name = self._data[start:at].decode("utf-8", errors="backslashreplace")
             value, at = self._value(at, depth)
             found.setdefault(name, value)
-        self.left_out |= at < end
+        self.is_truncated |= at < end
         return found
 
     def _array(self, at: int, end: int, depth: int) -> list[object]:
@@ -374,7 +374,7 @@ class _Values:
         while at < end and self._left:
             value, at = self._value(at, depth)
             found.append(value)
-        self.left_out |= at < end
+        self.is_truncated |= at < end
         return found
 
     def _value(self, at: int, depth: int) -> tuple[object, int]:

@@ -26,7 +26,7 @@ from pamqp.commands import Queue
 from bus.port import (
     BusError,
     BusForbidden,
-    BusMarked,
+    BusOwned,
     BusRightsMissing,
     BusTopicsOpen,
     BusUnavailable,
@@ -41,10 +41,10 @@ from bus.rabbitmq.errors import port_error, translated
 from bus.rabbitmq.patches import has_ended, listen_for_alarms
 from bus.server_url import Endpoint
 from bus.topology import (
-    MARK_OF,
     NEVER_GIVEN_UP,
+    OWNER_ID,
     ExchangePlan,
-    ForeignQueue,
+    ExternalQueue,
     QueueNames,
     QueuePlan,
     shared_exchanges,
@@ -179,13 +179,13 @@ class Session:
             yield channel
 
     @contextlib.asynccontextmanager
-    async def _on_foreign(self, name: str) -> AsyncIterator[AbstractChannel]:
+    async def _on_external(self, name: str) -> AsyncIterator[AbstractChannel]:
         """The same, for a declaration of another system's: what differs is used as it is."""
         try:
             async with self._on("foreign", name) as channel:
                 yield channel
         except QueueDiffers as error:
-            log.warning("bus.foreign_differs", name=name, reason=str(error))
+            log.warning("bus.external_differs", name=name, reason=str(error))
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm. Raises NotSent: nothing has left. In an alarm nothing is written that the
@@ -195,8 +195,8 @@ class Session:
         publisher = self._publisher
         if publisher is None or self._unsent or self.blocked or not publisher.usable:
             self._unsent += 1  # messages that come meanwhile wait behind this one
-            left_s = message.expiration_s if self.blocked else None
-            wait_s = CONFIRM_TIMEOUT_S if left_s is None else min(CONFIRM_TIMEOUT_S, left_s)
+            remaining_s = message.expiration_s if self.blocked else None
+            wait_s = CONFIRM_TIMEOUT_S if remaining_s is None else min(CONFIRM_TIMEOUT_S, remaining_s)
             try:
                 with translated():
                     async with asyncio.timeout(wait_s):
@@ -319,49 +319,49 @@ class Session:
             await self._bind(planned)
         return True
 
-    async def mark(self, name: str, owner: str) -> None:
-        """A mark, under its real name: an exchange whose alternate exchange names its owner. Raises BusMarked.
+    async def set_owner(self, name: str, owner: str) -> None:
+        """Set an owner: an exchange, under its real name, whose alternate exchange names its owner. Raises BusOwned.
 
         Of an exchange the broker compares type, durability and alternate exchange with the new declaration.
         """
         try:
-            await self._mark(name, owner)
+            await self._declare_owner(name, owner)
         except QueueDiffers as error:
-            raise BusMarked(await self.owner_of(name) or UNKNOWN_OWNER) from error
+            raise BusOwned(await self.owner_of(name) or UNKNOWN_OWNER) from error
 
-    async def _mark(self, name: str, owner: str) -> None:
-        async with self._on("marks", name) as channel:
+    async def _declare_owner(self, name: str, owner: str) -> None:
+        async with self._on("owners", name) as channel:
             await channel.exchange_declare(
                 name,
                 exchange_type="direct",
                 durable=True,
                 internal=True,
-                arguments={"alternate-exchange": f"{MARK_OF}{owner}"},
+                arguments={"alternate-exchange": f"{OWNER_ID}{owner}"},
                 timeout=RPC_TIMEOUT_S,
             )
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark; "" if there is none.
+        """The owner of a name; "" if there is none.
 
         No call returns an exchange's arguments: it is declared as no worker would. The broker's code states that it
         differs; its text is only for a person.
         """
         try:
-            async with self._on("marks", name) as channel:
+            async with self._on("owners", name) as channel:
                 await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT_S)
         except QueueMissing:
             return ""
         try:
-            await self._mark(name, NO_OWNER)
+            await self._declare_owner(name, NO_OWNER)
         except QueueDiffers as error:
             current = CURRENT_VALUE.search(str(error))
-            return current[1].removeprefix(MARK_OF) if current else UNKNOWN_OWNER
-        await self.unmark(name)  # it was taken away just then
+            return current[1].removeprefix(OWNER_ID) if current else UNKNOWN_OWNER
+        await self.clear_owner(name)  # it was taken away just then
         return ""
 
-    async def unmark(self, name: str) -> None:
-        """Take a mark away."""
-        async with self._on("marks", name) as channel:
+    async def clear_owner(self, name: str) -> None:
+        """A name has no owner any more."""
+        async with self._on("owners", name) as channel:
             await channel.exchange_delete(name, timeout=RPC_TIMEOUT_S)
 
     async def _declare_exchange(self, planned: ExchangePlan) -> None:
@@ -427,19 +427,19 @@ class Session:
             with translated():
                 await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
 
-    async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
+    async def bind_external(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""
         async with self._on("control") as channel:
             await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
         await self.declare(structs.replace(planned, bindings=tuple((exchange, key) for key in keys)))
 
-    async def declare_foreign(self, planned: ForeignQueue) -> None:
+    async def declare_external(self, planned: ExternalQueue) -> None:
         """A queue of another system, its exchange, and the binding of both.
 
         What exists is used as it is: with other properties than those planned it serves all the same, and the processes
         of that system may be configured otherwise than this one.
         """
-        async with self._on_foreign(planned.exchange) as channel:
+        async with self._on_external(planned.exchange) as channel:
             await channel.exchange_declare(
                 planned.exchange,
                 exchange_type=planned.exchange_type,
@@ -447,7 +447,7 @@ class Session:
                 auto_delete=planned.exchange_auto_delete,
                 timeout=RPC_TIMEOUT_S,
             )
-        async with self._on_foreign(planned.name) as channel:
+        async with self._on_external(planned.name) as channel:
             await channel.queue_declare(
                 planned.name,
                 durable=planned.durable,

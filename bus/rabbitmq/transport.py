@@ -32,7 +32,7 @@ from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import hand_over_at_once, has_ended, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
-from bus.topology import MARK, ForeignQueue, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import OWNER_EXCHANGE, ExternalQueue, QueueNames, QueuePlan, external_plan, plan, reply_plan
 from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
@@ -118,12 +118,12 @@ class RabbitSubscription:
     def pause(self) -> None:
         """No new deliveries until `resume`."""
         self._paused = True
-        self._transport.run_beside(self._follow())
+        self._transport.run_in_background(self._follow())
 
     def resume(self) -> None:
         """Deliver again."""
         self._paused = False
-        self._transport.run_beside(self._follow())
+        self._transport.run_in_background(self._follow())
 
     async def _follow(self) -> None:
         """Consume or not, as was last wanted. A lost channel `attach` replaces."""
@@ -151,11 +151,11 @@ class RabbitSubscription:
         await self._follow()
         self._on_delivery = lambda delivery: delivery.nack(requeue=True)
         if self._channel is not None:
-            self._acks.once_settled(self._end)
+            self._acks.once_acknowledged(self._end)
 
     def _end(self) -> None:
         self._transport.forget(self)
-        self._transport.run_beside(self._acks.close())
+        self._transport.run_in_background(self._acks.close())
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -166,9 +166,9 @@ class RabbitSubscription:
         """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
-            self._transport.run_beside(self._begin_again(session, self._acks))
+            self._transport.run_in_background(self._resume(session, self._acks))
 
-    async def _begin_again(self, session: Session, acks: Acks) -> None:
+    async def _resume(self, session: Session, acks: Acks) -> None:
         """On another channel. What is not settled on the one before comes again, as after a lost connection."""
         await acks.close()
         await self._transport.restore(self, session)
@@ -190,7 +190,7 @@ class RabbitTransport:
         self._restoring: set[asyncio.Task[None]] = set()
         self._opened: asyncio.Future[None] | None = None
         self._shared = False
-        self._marks: dict[str, str] = {}  # {exchange: owner}
+        self._owners: dict[str, str] = {}  # {exchange: owner}
         self._declared: dict[str, Callable[[Session], Awaitable[None]]] = {}  # by the queue's name
         self._subscriptions: list[RabbitSubscription] = []  # of those cancelled the last acks may be on the way
         self._getter: Acks | None = None
@@ -246,31 +246,33 @@ class RabbitTransport:
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""
         # A worker that may not make it begins beside those that do: for a while there is nothing to say.
-        await self._lasting(lambda session: session.declare_shared(self.name), besides=(BusRightsMissing,))
+        await self._retry_until_done(lambda session: session.declare_shared(self.name), besides=(BusRightsMissing,))
         self._shared = True
 
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
         """Try these keys. Without an answer, as in an alarm, it ends at once: who consumes ends the alarm."""
         try:
-            await self._lasting(lambda session: session.check_publishes(keys))
+            await self._retry_until_done(lambda session: session.check_publishes(keys))
         except TimeoutError:
             log.warning("bus.permissions_unchecked", bus=self.name, reason=self.blocked)
 
-    async def mark(self, name: str, owner: str) -> None:
-        """Leave a mark, or find it there."""
-        real = self._names.exchange(MARK + name)
-        await self._lasting(lambda session: session.mark(real, owner))
-        self._marks[real] = owner
+    async def set_owner(self, name: str, owner: str) -> None:
+        """Set the owner of a name, or find it there."""
+        real = self._names.exchange(OWNER_EXCHANGE + name)
+        await self._retry_until_done(lambda session: session.set_owner(real, owner))
+        self._owners[real] = owner
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark."""
-        return await self._lasting(lambda session: session.owner_of(self._names.exchange(MARK + name)))
+        """The owner of a name."""
+        return await self._retry_until_done(
+            lambda session: session.owner_of(self._names.exchange(OWNER_EXCHANGE + name))
+        )
 
-    async def unmark(self, name: str) -> None:
-        """Take a mark away."""
-        real = self._names.exchange(MARK + name)
-        await self._current().unmark(real)
-        self._marks.pop(real, None)
+    async def clear_owner(self, name: str) -> None:
+        """A name has no owner any more."""
+        real = self._names.exchange(OWNER_EXCHANGE + name)
+        await self._current().clear_owner(real)
+        self._owners.pop(real, None)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue. Raises QueueLocked."""
@@ -280,19 +282,19 @@ class RabbitTransport:
         """Declare a private queue for replies. bound: False on a bus of Nova, where the default exchange answers."""
         await self._declare(reply_plan(name, bound=bound))
 
-    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+    async def bind_external(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """A durable queue bound to an exchange of another system. Raises QueueMissing.
 
         After a reconnection the queue is there, and the caller binds it again: that exchange may be gone, or another.
         """
-        planned = self._names.plan(foreign_plan(queue))
-        await self._current().bind_foreign(planned, exchange, keys)
+        planned = self._names.plan(external_plan(queue))
+        await self._current().bind_external(planned, exchange, keys)
         self._declared[planned.name] = partial(Session.declare, planned=planned)
 
-    async def declare_foreign(self, planned: ForeignQueue) -> None:
+    async def declare_external(self, planned: ExternalQueue) -> None:
         """Declare a queue of another system as that system does, and its exchange. What exists is used as it is."""
-        await self._lasting(lambda session: session.declare_foreign(planned))
-        self._declared[planned.name] = partial(Session.declare_foreign, planned=planned)
+        await self._retry_until_done(lambda session: session.declare_external(planned))
+        self._declared[planned.name] = partial(Session.declare_external, planned=planned)
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
@@ -304,7 +306,7 @@ class RabbitTransport:
         """Deliver messages of a queue to a callback."""
         return await self._consume(RabbitSubscription(self, self._names.queue(queue), on_delivery, prefetch))
 
-    async def consume_foreign(
+    async def consume_external(
         self,
         queue: str,
         on_delivery: Callable[[RabbitDelivery], None],
@@ -312,15 +314,15 @@ class RabbitTransport:
         prefetch: int,
         arguments: Callable[[], Mapping[str, str | int]] = dict,
     ) -> RabbitSubscription:
-        """As `consume`, a queue that `declare_foreign` has declared. Each acknowledgement is sent at once: processes of
-        that system take from the queue as well, and one that is given back they would carry out again. arguments: those
-        of the consumption, each time it begins.
+        """As `consume`, a queue that `declare_external` has declared. Each acknowledgement is sent at once: processes
+        of that system take from the queue as well, and one that is given back they would carry out again. arguments:
+        those of the consumption, each time it begins.
         """
         subscription = RabbitSubscription(self, queue, on_delivery, prefetch, gathers=False, arguments=arguments)
         return await self._consume(subscription)
 
     async def _consume(self, subscription: RabbitSubscription) -> RabbitSubscription:
-        await self._lasting(subscription.attach)
+        await self._retry_until_done(subscription.attach)
         self._subscriptions.append(subscription)
         return subscription
 
@@ -364,7 +366,7 @@ class RabbitTransport:
         """Called each time the connection does not come back, as another has a private queue of this one's."""
         self._on_locked.append(callback)
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something for a subscription, until it ends or the transport closes."""
         task = asyncio.get_running_loop().create_task(work)
         self._restoring.add(task)
@@ -375,7 +377,9 @@ class RabbitTransport:
             raise NotSent(f"{self.name}: not connected")
         return self._session
 
-    async def _lasting(self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()) -> T:
+    async def _retry_until_done(
+        self, work: Callable[[Session], Awaitable[T]], *, besides: tuple[type[BusError], ...] = ()
+    ) -> T:
         """Do it on this session; when that is lost meanwhile, on the next, and also after the faults `besides`. Raises
         BusUnavailable, or one of these, in the end.
 
@@ -392,7 +396,7 @@ class RabbitTransport:
 
     async def _declare(self, planned: QueuePlan) -> None:
         real = self._names.plan(planned)
-        await self._lasting(lambda session: session.declare(real))
+        await self._retry_until_done(lambda session: session.declare(real))
         self._declared[real.name] = partial(Session.declare, planned=real)
 
     async def _keep(self) -> None:
@@ -414,7 +418,7 @@ class RabbitTransport:
                 log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)
             else:
                 backoff.reset()
-                self._is_back(session)
+                self._has_reconnected(session)
                 await session.lost.wait()
                 self._session = None
                 metrics.BLOCKED.labels(self.name).set(0)
@@ -427,7 +431,7 @@ class RabbitTransport:
         """A session in which everything is declared and consumed again."""
         session = await Session.connect(self._address, self._names, self._connection_name)
         try:
-            await self._bring_back(session)
+            await self._restore(session)
             if self._closing:
                 raise asyncio.CancelledError
         except BaseException:
@@ -435,7 +439,7 @@ class RabbitTransport:
             raise
         return session
 
-    def _is_back(self, session: Session) -> None:
+    def _has_reconnected(self, session: Session) -> None:
         self._session = session
         session.on_blocked = self._alarm_changed
         if session.blocked:
@@ -456,9 +460,9 @@ class RabbitTransport:
         else:
             log.info("bus.unblocked", bus=self.name)
 
-    async def _bring_back(self, session: Session) -> None:
-        for mark in self._marks.items():
-            await session.mark(*mark)
+    async def _restore(self, session: Session) -> None:
+        for owner in self._owners.items():
+            await session.set_owner(*owner)
         if self._shared:
             await session.declare_shared(self.name)
         for declare in self._declared.values():

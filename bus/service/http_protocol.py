@@ -44,7 +44,7 @@ class Unsent:
         self._total += size - self._sizes.get(connection, 0)
         self._sizes[connection] = size
         while self._total > MAX_UNSENT_BYTES and len(self._sizes) > 1:
-            next(iter(self._sizes)).let_go("unsent")
+            next(iter(self._sizes)).disconnect("unsent")
 
     def remove(self, connection: Protocol) -> None:
         """Remove a connection: its client has read, or has disconnected."""
@@ -121,14 +121,14 @@ class Protocol(HttpToolsProtocol):
         if left > 0:
             self._head_timer = self.loop.call_later(left, self._check_head)
         else:
-            self.let_go("head")
+            self.disconnect("head")
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection without a further request. It is aborted when the client has not read the rest of the last
         answer.
         """
         if self._unsent_bytes():
-            self.let_go("read")
+            self.disconnect("read")
         else:
             super().timeout_keep_alive_handler()
 
@@ -167,7 +167,7 @@ class Protocol(HttpToolsProtocol):
         if not size:
             self._is_read()
         elif size >= before or self._checks >= WRITE_TIMEOUTS:
-            self.let_go("read")
+            self.disconnect("read")
         else:
             self._await_reading()
 
@@ -180,7 +180,7 @@ class Protocol(HttpToolsProtocol):
     def _unsent_bytes(self) -> int:
         return self.transport.get_write_buffer_size()
 
-    def let_go(self, at: str) -> None:
+    def disconnect(self, at: str) -> None:
         """Abort the connection. at: the step at which the client was too slow."""
         self.disconnected.labels(at).inc()
         self._is_read()

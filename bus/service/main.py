@@ -15,10 +15,10 @@ import uvloop
 from bus import metrics
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusForbidden
-from bus.retrying import passes_with_a_grant
+from bus.retrying import needs_grant
 from bus.service.environment import Environment, NotConfigured
 from bus.service.health import Health
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from bus.service.watchdog import show_stacks_on_abort, watchdog_of, watched_loop
@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
 
-# The book is stored in arrays, and most other values are short-lived and acyclic, so the cyclic garbage collector need
+# Placement is stored in arrays, and most other values are short-lived and acyclic, so the cyclic garbage collector need
 # not run often. The event loop waits meanwhile: 20,000 new objects took a busy scheduler 6 ms in the mean and 22 at
 # most, because what they refer to, as a list of all hosts does, is looked at too; 5,000 take 1 and at most 7. The
 # objects left are examined once more with the next 5,000: a mean of 2 ms where those of a million new ones took 70 at
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 def run_process(
-    build: Callable[[Environment], Service],
+    build: Callable[[Environment], WorkerRuntime],
     environment: Callable[[], Environment],
     *,
     role: str,
@@ -67,7 +67,7 @@ def run_process(
         return EXIT_INVARIANT
     except (Forbidden, BusForbidden, NotConfigured, SettingsError) as fault:
         log.error("process.cannot_start", code=fault.code, reason=str(fault))
-        return EXIT_FAULT if passes_with_a_grant(fault) else EXIT_SETTINGS  # its next start waits for the grant
+        return EXIT_FAULT if needs_grant(fault) else EXIT_SETTINGS  # its next start waits for the grant
     except Exception as fault:  # the last log line of the process
         log.critical(
             "process.died", code=getattr(fault, "code", type(fault).__name__), reason=str(fault), exc_info=True
@@ -78,7 +78,7 @@ def run_process(
 
 
 async def live(
-    build: Callable[[Environment], Service],
+    build: Callable[[Environment], WorkerRuntime],
     environment: Callable[[], Environment],
     *,
     http: tuple[str, int] | None = None,
@@ -104,12 +104,12 @@ async def live(
             await health.close()
 
 
-async def _freeze_when_ready(service: Service) -> None:
+async def _freeze_when_ready(service: WorkerRuntime) -> None:
     await service.ready.wait()
-    freeze_what_is_loaded()
+    freeze_loaded_objects()
 
 
-def freeze_what_is_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Freeze the objects that were loaded before readiness: they live as long as the process, so the collector need not
     traverse them. Call it once a server process is ready.
     """

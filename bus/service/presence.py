@@ -13,7 +13,7 @@ from bus.clock import event_or_time
 from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.port import BusError
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 
 MAX_NOT_READY = 16
 MAX_QUEUES = 64
@@ -21,18 +21,18 @@ MAX_TEXT = 255
 LEAVE_S = 1.0
 
 
-def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
+def add_heartbeat(service: WorkerRuntime, env: Environment, bus: Bus, role: str) -> None:
     """Have a service publish a heartbeat on this bus every `heartbeat_s` of `env`; where that is None, never."""
     if env.heartbeat_s is not None:
-        presence = Presence(service, bus, role=role, every_s=env.heartbeat_s)
+        presence = WorkerHeartbeats(service, bus, role=role, every_s=env.heartbeat_s)
         service.add_task("presence", presence.run)
         service.add_drain(presence.leave)
 
 
-class Presence:
+class WorkerHeartbeats:
     """One worker's heartbeats. One at a time: while the bus is away none gathers."""
 
-    def __init__(self, service: Service, bus: Bus, *, role: str, every_s: float) -> None:
+    def __init__(self, service: WorkerRuntime, bus: Bus, *, role: str, every_s: float) -> None:
         self._service = service
         self._bus = bus
         self._role = role
@@ -63,7 +63,7 @@ class Presence:
             await self._bus.publish(self._heartbeat(phase))
 
     def _heartbeat(self, phase: str) -> WorkerHeartbeat:
-        in_hand = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_hand().items())[:MAX_QUEUES]}
+        in_flight = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_flight().items())[:MAX_QUEUES]}
         return WorkerHeartbeat(
             role=self._role,
             worker=self._bus.process or self._service.name,
@@ -73,7 +73,7 @@ class Presence:
             started_at=self._started_at,
             phase=phase,
             not_ready=tuple(reason[:MAX_TEXT] for reason in self._service.not_ready()[:MAX_NOT_READY]),
-            in_hand=in_hand,
+            in_flight=in_flight,
             counts=self._service.counts(),
             every_s=self._every_s,
         )

@@ -15,7 +15,7 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.stall_watch import LOOK_S, StallWatch
 from bus.faults import Fault, first_fault
-from bus.retrying import RIGHTS, Retrying, passes_with_a_grant
+from bus.retrying import RIGHTS, Retrying, needs_grant
 
 if TYPE_CHECKING:
     from bus.consuming.consumer import Consumer
@@ -34,7 +34,7 @@ class SideTaskEnded(Fault):
     code = "service.task_ended"
 
 
-class Service:
+class WorkerRuntime:
     """The lifecycle of one worker. Register all parts, then call `run(stop)`; `ready` is set while the worker
     consumes.
     """
@@ -115,9 +115,9 @@ class Service:
         except TimeoutError:
             self.log.warning("metrics.refresh_too_slow", limit_s=REFRESH_TIMEOUT_S)
 
-    def in_hand(self) -> dict[str, int]:
+    def in_flight(self) -> dict[str, int]:
         """{queue: deliveries taken and not answered} of the consumers."""
-        return {one.queue: one.in_hand for one in self._consumers}
+        return {one.queue: one.in_flight for one in self._consumers}
 
     def add_counts(self, counting: Callable[[], Mapping[str, int]]) -> None:
         """Add counts that the heartbeats carry to the page: {what: count since the start}."""
@@ -191,7 +191,7 @@ class Service:
             self._refused = f"{code}: {error}"
             self.log.warning("service.rights_missing", code=code, reason=str(error), attempt=failures)
 
-        await Retrying(RIGHTS, self.clock).call(step, passes_with_a_grant, on_failure=say)
+        await Retrying(RIGHTS, self.clock).call(step, needs_grant, on_failure=say)
         self._refused = ""
 
     async def _watch_stalls(self, watch: StallWatch) -> None:

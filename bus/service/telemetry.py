@@ -51,12 +51,12 @@ def configure_logging(
     last: list[Processor] = (
         # Without the values of local variables, which the default prints: a request's have tokens and cookies.
         [
-            _cut,
+            _truncate,
             _escape,
             structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback),
         ]
         if pretty
-        else [structlog.processors.format_exc_info, _cut, structlog.processors.JSONRenderer(serializer=_dumps)]
+        else [structlog.processors.format_exc_info, _truncate, structlog.processors.JSONRenderer(serializer=_dumps)]
     )
     structlog.configure(
         processors=[*shared, *last],
@@ -130,7 +130,7 @@ def _escape(_logger: Any, _method: str, event: Any) -> Any:
     return event
 
 
-def _cut(_logger: Any, _method: str, event: Any) -> Any:
+def _truncate(_logger: Any, _method: str, event: Any) -> Any:
     for key, value in event.items():
         if isinstance(value, str) and len(value) > MAX_TEXT:
             event[key] = value[:MAX_TEXT] + "…"

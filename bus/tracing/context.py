@@ -94,7 +94,7 @@ class Scope(Struct, frozen=True, eq=False):
     otherwise: str = ""
     whole: bool = False
 
-    def of(self, cause: str) -> TraceContext | None:
+    def for_cause(self, cause: str) -> TraceContext | None:
         """The context of what this is the cause of, if it is sampled."""
         found = self.by_cause.get(cause)
         if found is None and self.whole and self.parent is not None and not self.parent.ended_ns:
@@ -106,10 +106,10 @@ class Scope(Struct, frozen=True, eq=False):
         # Of each message that leaves: nearly all are of causes that are not sampled.
         if not self.whole and cause not in self.by_cause:
             return self.otherwise
-        context = self.of(cause)
+        context = self.for_cause(cause)
         return self.otherwise if context is None else context.header
 
-    def begin(self, name: str, **attributes: str | int) -> Span | None:
+    def start_span(self, name: str, **attributes: str | int) -> Span | None:
         """A span of work that is done for all of it; end it with `Span.end`. None: that is over."""
         if self.parent is None or self.parent.ended_ns:
             return None
@@ -125,7 +125,7 @@ CURRENT: ContextVar[Scope | None] = ContextVar("trace", default=None)
 def context_of(cause: str) -> TraceContext | None:
     """The context of what this is the cause of, if it is handled here and sampled."""
     scope = CURRENT.get()
-    return None if scope is None else scope.of(cause)
+    return None if scope is None else scope.for_cause(cause)
 
 
 def traceparent_of(cause: str) -> str:

@@ -274,7 +274,7 @@ class Tracer:
 def work_for(name: str, cause: str, *, host: str = "", attempt: int = 0) -> Iterator[None]:
     """Work of its own task for one of the messages of a batch: a span below that message's, if it is sampled."""
     scope = CURRENT.get()
-    context = None if scope is None else scope.of(cause)
+    context = None if scope is None else scope.for_cause(cause)
     if scope is None or context is None:
         yield
         return

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 
 from . import departure_rules
-from .desires import DELETE_REQUESTED, desire_of, in_text
-from .events import DeleteRequested, InstanceArrives, MachineDecided, MoveRequested, TimedOut
+from .desires import DELETE_REQUESTED, desired_state_of, phase_to_text
+from .events import ActionRequested, DeleteRequested, InstanceTransferredIn, MachineDecided, TimedOut
 from .instance import BlockedReason, Instance
 from .move_events import refuse_request, repeat_end
-from .orders import repeat_at
+from .orders import next_resend_at
 from .reconcile import DESTROYING_DELETED
-from .steps import Step, StepContext, announce
+from .steps import Step, StepContext, emit_event
 
 INSTANCE_BLOCKED = "instance.blocked"
 
@@ -27,55 +27,55 @@ def block(instance: Instance, at: float) -> Instance:
 
 def decide(instance: Instance, event: MachineDecided, context: StepContext) -> Step:
     """By an operator's word a machine in quarantine is the instance's (`reconcile.adopt_decided`)."""
-    return Step(instance) if why_not_adoptable(instance) else Step(block(instance, event.at))
+    return Step(instance) if adoption_blocker(instance) else Step(block(instance, event.at))
 
 
-def why_not_adoptable(instance: Instance | None) -> str:
+def adoption_blocker(instance: Instance | None) -> str:
     """Why no machine may be given to this record by an operator's word; "": it may."""
     if instance is None or instance.spec is None or not instance.selections:
         return "the cell has no record of it"
     if instance.machine_exists:
         return "its build was refused, because the machine may be another project's"
-    if not desire_of(instance).takes_machine or instance.move is not None:
-        now = in_text(instance.phase)
+    if not desired_state_of(instance).may_adopt or instance.action is not None:
+        now = phase_to_text(instance.phase)
         return f"it is {now}: only what is active elsewhere by its record, or failed, takes a machine over"
     return ""
 
 
 def wait(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """It is looked at again, less and less often."""
-    return Step(replace(instance, deadline=repeat_at(instance, event.at, context)))
+    return Step(replace(instance, deadline=next_resend_at(instance, event.at, context)))
 
 
-def refuse(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+def refuse(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
     """Nothing is begun; a copy of a request that has ended is answered as it was, and one under way is awaited."""
-    move = instance.move
-    if move is not None and event.request.request_id in (move.request_id, move.by):
+    action = instance.action
+    if action is not None and event.request.request_id in (action.request_id, action.ending_request_id):
         return Step(instance)
     again = repeat_end(instance, event, context)
     return again or refuse_request(instance, event, context, INSTANCE_BLOCKED, instance.blocked_reason)
 
 
-def arrive(instance: Instance, event: InstanceArrives, context: StepContext) -> Step:
+def accept_transfer(instance: Instance, event: InstanceTransferredIn, context: StepContext) -> Step:
     """Another cell has given it up for this one, and has nothing of it any more: to refuse it would lose it. By the
     later attempt nothing was left here when it left. One that is late begins nothing.
     """
-    departure = event.request.departure
+    departure = event.request.transfer
     assert departure is not None
     is_late = departure.attempt < instance.last_attempt
-    return Step(instance) if is_late else departure_rules.arrive(instance, event, context)
+    return Step(instance) if is_late else departure_rules.accept_transfer(instance, event, context)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """It is on record from now on, and carried out by the next reconciliation. It is of the attempt that it names: the
     record may be older.
     """
-    (state, then), move, cause = DESTROYING_DELETED, instance.move, event.cause or instance.cause
-    instance = replace(instance, newest=max(instance.last_attempt, event.attempt))
-    if move is not None and not move.delete:
-        recorded = replace(instance, move=replace(move, delete=True), cause=cause, deadline=event.at)
-    elif move is None and instance.phase not in DELETE_REQUESTED:
-        recorded = replace(instance, state=state, then=then, cause=cause, deadline=event.at)
+    (state, then), action, cause = DESTROYING_DELETED, instance.action, event.cause or instance.cause
+    instance = replace(instance, highest_attempt=max(instance.last_attempt, event.attempt))
+    if action is not None and not action.delete:
+        recorded = replace(instance, action=replace(action, delete=True), cause=cause, deadline=event.at)
+    elif action is None and instance.phase not in DELETE_REQUESTED:
+        recorded = replace(instance, state=state, next_state=then, cause=cause, deadline=event.at)
     else:
         recorded = instance
-    return announce(recorded, BuildState.DELETING, event.at, context)
+    return emit_event(recorded, BuildState.DELETING, event.at, context)

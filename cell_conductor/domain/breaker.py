@@ -30,9 +30,9 @@ from bus.contracts.cell import (
     Running,
 )
 
-from .events import Event, HostMissing
+from .events import Event, MachineMissing
 from .instance import Instance
-from .report import Unexplained, UnexplainedKind
+from .report import UnknownMachine, UnknownMachineKind
 
 # Machines named in the record of a breaker; the others are counted.
 MAX_NAMED = 10_000
@@ -43,15 +43,16 @@ def key_of(uuid: str, host_uuid: str) -> str:
     return f"{uuid}@{host_uuid}"
 
 
-class Finding(Struct, frozen=True):
+class DestructiveDifference(Struct, frozen=True):
     """One event that ends or destroys a machine because of a report and not of a client's request.
 
-    ordered: the record has commanded that itself (`report.is_ordered`): the report only repeats it, and is not counted.
+    commanded: the record has commanded that itself (`report.is_commanded`): the report only repeats it, and is not
+    counted.
     """
 
     uuid: str
     event: Event
-    ordered: bool = False
+    commanded: bool = False
 
     @property
     def key(self) -> str:
@@ -100,27 +101,27 @@ class Breaker(Struct, frozen=True, kw_only=True):
         return replace(self, machines=tuple(machines))
 
 
-class BreakerVerdict(Struct, frozen=True):
+class BreakerAssessment(Struct, frozen=True):
     """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now, or is open
     and names too few. counted: the machines that take effect and count for the reports that follow within the window.
     """
 
-    go: tuple[Finding, ...] = ()
-    held: int = 0
+    effective: tuple[DestructiveDifference, ...] = ()
+    blocked: int = 0
     tripped: Breaker | None = None
     counted: Mapping[str, CountedAs] = {}
 
 
 def assess(
     service: str,
-    findings: Sequence[Finding],
-    quarantined: Sequence[Unexplained],
+    findings: Sequence[DestructiveDifference],
+    quarantined: Sequence[UnknownMachine],
     breaker: Breaker | None,
     *,
     limit: int,
     now: float,
     recent: Mapping[str, CountedAs] = NONE_COUNTED,
-) -> BreakerVerdict:
+) -> BreakerAssessment:
     """Which findings of one report take effect. quarantined: machines that were put on record with this report.
     recent: what earlier reports of the window counted.
 
@@ -134,13 +135,13 @@ def assess(
         before = Breaker(service=service, tripped_at=now)
         earlier = {key: kind for key, kind in recent.items() if key not in new and key not in passed}
     if before is not breaker and (not new or len(new) + len(earlier) <= limit):
-        return BreakerVerdict(go=tuple(findings), counted=new)
+        return BreakerAssessment(effective=tuple(findings), counted=new)
     # Findings that were passed before count, too: one reset is for all that is lost, or the next report would need
     # another.
-    named = {*before.machines, *(finding.key for finding in findings if not finding.ordered), *new}
+    named = {*before.machines, *(finding.key for finding in findings if not finding.commanded), *new}
     machines = tuple(sorted(named)[:MAX_NAMED])
     if machines == before.machines:
-        return BreakerVerdict(held=len(findings))
+        return BreakerAssessment(blocked=len(findings))
     kinds = Counter([*new.values(), *earlier.values()])
     tripped = replace(
         before,
@@ -150,20 +151,20 @@ def assess(
         over=before.over + kinds[CountedAs.OVER],
         machines=machines,
     )
-    return BreakerVerdict(held=len(findings), tripped=tripped)
+    return BreakerAssessment(blocked=len(findings), tripped=tripped)
 
 
 def _counted(
-    findings: Sequence[Finding], quarantined: Sequence[Unexplained], passed: Collection[str]
+    findings: Sequence[DestructiveDifference], quarantined: Sequence[UnknownMachine], passed: Collection[str]
 ) -> Iterator[tuple[str, CountedAs]]:
     for finding in findings:
-        if not finding.ordered and finding.key not in passed:
-            yield finding.key, CountedAs.LOST if isinstance(finding.event, HostMissing) else CountedAs.OVER
+        if not finding.commanded and finding.key not in passed:
+            yield finding.key, CountedAs.LOST if isinstance(finding.event, MachineMissing) else CountedAs.OVER
     for one in quarantined:
         yield key_of(one.uuid, one.host_uuid), CountedAs.QUARANTINED
 
 
-class RecentFindings:
+class RecentDifferences:
     """The machines that the reports of each service have counted within the window, in one conductor's memory.
 
     A service reports a host as soon as it changes: machines that vanish within a minute come in many reports.
@@ -192,33 +193,33 @@ class RecentFindings:
         self._of.pop(service, None)
 
 
-class PageFindings(Struct):
+class PageDifferences(Struct):
     """The findings of one page of a scan, and the machines that it has newly put in quarantine."""
 
-    findings: Sequence[Finding] = ()
-    quarantined: tuple[Unexplained, ...] = ()
+    differences: Sequence[DestructiveDifference] = ()
+    quarantined: tuple[UnknownMachine, ...] = ()
 
 
-class ScanFindings(Struct):
+class ScanDifferences(Struct):
     """The findings of the pages of one scan of a service's hosts, by their sequences. A scan is assessed as a whole.
 
     key: the epoch, and the sequence of the first page.
     """
 
     key: tuple[int, int]
-    pages: dict[int, PageFindings] = {}
+    pages: dict[int, PageDifferences] = {}
 
 
-def first_of(report: ComputeHosts) -> int:
+def first_page_of(report: ComputeHosts) -> int:
     """The sequence of the first page of the report of all hosts that this page is of; 0: it is of none."""
     return report.first_sequence or (report.sequence if report.complete else 0)
 
 
-def is_whole(report: ComputeHosts, pages: Collection[int]) -> bool:
+def is_complete(report: ComputeHosts, pages: Collection[int]) -> bool:
     """Whether a report has come as a whole with this page. pages: the sequences of those that have come: one that comes
     again is no other page. One that is not of all hosts is whole by itself.
     """
-    return not first_of(report) or (report.complete and len(pages) == report.pages)
+    return not first_page_of(report) or (report.complete and len(pages) == report.pages)
 
 
 # At most this many hosts of all services are remembered; one that lists more counts as not having listed all.
@@ -230,14 +231,14 @@ class _Listed(Struct):
     """The listing of one service. hosts: by uuid, the first sequence of the last report that had it.
 
     first, pages: of the report of all its hosts that is being received, and the sequences of its pages that came.
-    whole: one has come completely. ring: by which it shares its free hosts with others.
+    complete: one has come completely. ring: by which it shares its free hosts with others.
     """
 
     epoch: int
     hosts: dict[str, int]
     first: int = 0
     pages: set[int] = set()
-    whole: bool = False
+    complete: bool = False
     ring: tuple[int, int] = NO_RING
 
 
@@ -248,7 +249,7 @@ class Listings:
         self._services: dict[str, _Listed] = {}
         self._listers: dict[str, dict[str, None]] = {}  # by host
 
-    def note(self, report: ComputeHosts) -> None:
+    def record(self, report: ComputeHosts) -> None:
         """Apply one page of a report, newer than all earlier ones of its service."""
         listed = self._services.get(report.service)
         if listed is None or listed.epoch != report.epoch:
@@ -256,7 +257,7 @@ class Listings:
                 self._drop(report.service, listed, list(listed.hosts))
             listed = self._services[report.service] = _Listed(report.epoch, {})
         listed.ring = (report.ring_term, report.ring_number)
-        first = first_of(report)
+        first = first_page_of(report)
         if first and first != listed.first:
             listed.first, listed.pages = first, set()
         for host in report.hosts:
@@ -267,16 +268,16 @@ class Listings:
         if not first:
             return
         listed.pages.add(report.sequence)
-        if is_whole(report, listed.pages):
-            listed.whole = True
+        if is_complete(report, listed.pages):
+            listed.complete = True
             self._drop(report.service, listed, [uuid for uuid, at in listed.hosts.items() if at != first])
 
     def may_have(self, service: str, host: str) -> bool:
         """Whether the service lists the host, or has not listed all its hosts yet."""
         listed = self._services.get(service)
-        return listed is None or not listed.whole or host in listed.hosts
+        return listed is None or not listed.complete or host in listed.hosts
 
-    def has_heard(self, service: str) -> bool:
+    def has_report(self, service: str) -> bool:
         """Whether the service has listed any hosts to this conductor."""
         return service in self._services
 
@@ -284,7 +285,7 @@ class Listings:
         """The services that list this host."""
         return tuple(self._listers.get(host, ()))
 
-    def contested(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
+    def conflicts(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
         """{host of this report: another service that is up and lists it}, unless both are in a ring."""
         found: dict[str, str] = {}
         shares = (report.ring_term, report.ring_number) != NO_RING
@@ -307,11 +308,11 @@ class Listings:
 Reserved = Mapping[str, Sequence[Running]]  # by host
 
 
-def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Reserved:
+def wrong_reservations(report: ComputeHosts, unexplained: Sequence[UnknownMachine]) -> Reserved:
     """For each host where the report disagrees, all machines that are to be reserved; most reports agree.
 
     Machines in quarantine are reserved: no claim of theirs is proved, and they stay. A reserved machine stays reserved
-    while it is being destroyed, and when its mark is removed: it is still there. A machine that a record explains has
+    while it is being destroyed, and when its tag is removed: it is still there. A machine that a record explains has
     its claim.
     """
     kind_of = {(one.host_uuid, one.uuid): one.kind for one in unexplained}
@@ -320,7 +321,7 @@ def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Res
         wanted = [
             one
             for one in host.running or ()
-            if (kind := kind_of.get((host.uuid, one.instance_uuid))) is UnexplainedKind.QUARANTINED
+            if (kind := kind_of.get((host.uuid, one.instance_uuid))) is UnknownMachineKind.QUARANTINED
             or (one.reserved and (one.destroying or kind is not None))
         ]
         if {one.instance_uuid for one in wanted} != {one.instance_uuid for one in host.running or () if one.reserved}:

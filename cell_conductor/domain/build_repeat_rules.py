@@ -9,17 +9,17 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import Condition
 
 from . import rules
-from .desires import Work, desire_of
+from .desires import Work, desired_state_of
 from .events import BuildRequested, ClaimRefused, DeleteRequested
 from .instance import Instance
-from .report import followed_by
+from .report import next_attempt_record
 from .rules import DESTROY_CODES
-from .steps import Step, StepContext, announce
+from .steps import Step, StepContext, emit_event
 
 
-def is_held(selection: Selection, event: ClaimRefused) -> bool:
+def is_allocated(selection: Selection, event: ClaimRefused) -> bool:
     """Whether the consumer holds just this already: the audit has claimed it, or a record that is forgotten."""
-    return event.consumer_generation is not None and event.holding == selection.allocations
+    return event.consumer_generation is not None and event.allocations == selection.allocations
 
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -29,27 +29,27 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     is_over = 1 < event.attempt <= instance.last_attempt
     if event.is_query or event.requested_at <= instance.requested_at or is_over:
         was_active = any(record.outcome == "active" for record in instance.history)
-        return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
-    kept = followed_by(instance)
-    again = replace(kept, newest=max(kept.newest, event.attempt))
+        return _reemit(instance, event, BuildState.FAILED, context, terminal=not was_active)
+    kept = next_attempt_record(instance)
+    again = replace(kept, highest_attempt=max(kept.highest_attempt, event.attempt))
     return rules.start_build(again, event, context)
 
 
 def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A second build, or a query of it, of an instance that is on record, by what the record has come to."""
-    desire = desire_of(instance)
+    desire = desired_state_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
     if desire.work is Work.BUILD or desire.condition is Condition.FAILED:
         return report_building(instance, event, context)
-    return _announce_again(instance, event, BuildState.ACTIVE, context)
+    return _reemit(instance, event, BuildState.ACTIVE, context)
 
 
 def report_building(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A query of a build that is under way is answered; a second command of it changes nothing."""
     if not event.is_query:
         return Step(instance)
-    return announce(_numbered_above(instance, event), BuildState.BUILDING, event.at, context)
+    return emit_event(_numbered_above(instance, event), BuildState.BUILDING, event.at, context)
 
 
 def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
@@ -57,19 +57,19 @@ def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested,
     if isinstance(event, BuildRequested) and not event.is_query:
         return Step(instance)
     why = (instance.code, instance.reason) if instance.code.startswith(DESTROY_CODES) else ("", "")
-    return announce(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
+    return emit_event(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
 
 
-def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
+def reemit_deleted(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
     """A build or a delete of a deleted instance: its schedulers may have forgotten the first, and wait. Its claim is
     left to the audit.
     """
     if instance.spec is None:
         return Step(instance)
-    return _announce_again(instance, event, BuildState.DELETED, context)
+    return _reemit(instance, event, BuildState.DELETED, context)
 
 
-def _announce_again(
+def _reemit(
     instance: Instance,
     event: BuildRequested | DeleteRequested,
     state: BuildState,
@@ -84,9 +84,9 @@ def _announce_again(
     """
     number = instance.build_sequence or instance.sequence - 1
     if isinstance(event, BuildRequested) and event.is_query and number <= event.sequence:
-        return announce(_numbered_above(instance, event), state, event.at, context, terminal=terminal)
-    last = replace(instance, sequence=number, stamps=None)
-    return Step(instance, announce(last, state, instance.since, context, terminal=terminal).commands)
+        return emit_event(_numbered_above(instance, event), state, event.at, context, terminal=terminal)
+    last = replace(instance, sequence=number, stage_times=None)
+    return Step(instance, emit_event(last, state, instance.since, context, terminal=terminal).commands)
 
 
 def _numbered_above(instance: Instance, event: BuildRequested | DeleteRequested) -> Instance:

@@ -8,30 +8,17 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.cell import InstanceSpec
-from bus.contracts.moves import Condition, MoveState
+from bus.contracts.moves import ActionState, Condition
 
 from . import blocked_rules, rules, steps
 from .build_repeat_rules import report_deleting
-from .departure_rules import refer
-from .desires import WANTED, Ask, Wish, desire_of
-from .events import (
-    BuildRequested,
-    DeleteRequested,
-    Destroyed,
-    HostMissing,
-    SpawnFailed,
-)
+from .departure_rules import refer_to_next_cell
+from .desires import DESIRED, MachineTarget, PlacementCall, desired_state_of
+from .events import BuildRequested, DeleteRequested, Destroyed, MachineMissing, SpawnFailed
 from .instance import Instance, State
-from .move_events import (
-    DELETED,
-    MoveEnd,
-    after,
-    answer,
-    answer_other,
-    move_of,
-)
-from .move_steps import leave
-from .report import followed_by
+from .move_events import DELETED, ActionEnd, action_of, after, answer, answer_other
+from .move_steps import delete_during_action
+from .report import next_attempt_record
 from .steps import Step, StepContext
 
 
@@ -41,18 +28,18 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     What this cell has announced has been here and is not any more: its claim is released, and the delete is answered;
     but first what a host has of it that no record explains is destroyed.
     """
-    if not event.begun:
+    if not event.may_have_started:
         return rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     gone = replace(
         instance,
         spec=InstanceSpec(instance_uuid=instance.uuid, project_id=event.project_id),
-        newest=max(instance.last_attempt, event.attempt),
+        highest_attempt=max(instance.last_attempt, event.attempt),
         cause=event.cause or instance.cause,
     )
-    if instance.uuid in context.unexplained:
+    if instance.uuid in context.quarantined:
         return blocked_rules.delete(blocked_rules.block(gone, event.at), event, context)
-    queried = steps.releasing(gone, State.DELETED, event.at, context)
-    return steps.announce(queried, BuildState.DELETING, event.at, context)
+    queried = steps.enter_releasing(gone, State.DELETED, event.at, context)
+    return steps.emit_event(queried, BuildState.DELETING, event.at, context)
 
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
@@ -60,10 +47,10 @@ def refuse_build(instance: Instance, event: BuildRequested, context: StepContext
     if event.is_query:
         return Step(instance)  # as its delete: nothing is released
     adopted = replace(rules.with_request(instance, event), cause=instance.cause)
-    return Step(steps.releasing(adopted, State.DELETED, event.at, context))
+    return Step(steps.enter_releasing(adopted, State.DELETED, event.at, context))
 
 
-def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:
+def is_other_project(instance: Instance, event: DeleteRequested) -> bool:
     """Whether the instance is of another project than the delete names: nothing is deleted for it.
 
     Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.
@@ -71,31 +58,31 @@ def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:
     return instance.spec is not None and event.project_id not in ("", instance.spec.project_id)
 
 
-def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
+def report_destroy_failure(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
-    if desire_of(instance).condition is not Condition.DELETED or not event.code.startswith(rules.DESTROY_CODES):
-        return rules.destroy_leftover(instance, event, context)
-    why = (event.code, steps.cut(event.reason))
+    if desired_state_of(instance).condition is not Condition.DELETED or not event.code.startswith(rules.DESTROY_CODES):
+        return rules.destroy_failed_attempt(instance, event, context)
+    why = (event.code, steps.truncate(event.reason))
     is_current = steps.is_current(instance, event.attempt, event.host_uuid)
     if not is_current or why == (instance.code, instance.reason):
         return Step(instance)
     code, reason = why
     held = replace(instance, code=code, reason=reason)
-    return steps.announce(held, BuildState.DELETING, event.at, context, why=why)
+    return steps.emit_event(held, BuildState.DELETING, event.at, context, why=why)
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """A client's delete of an instance that is under way: what it waits for is awaited, and then it is deleted."""
-    desire = desire_of(instance)
+    desire = desired_state_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    if instance.move is not None and desire.condition is not Condition.FAILED:
+    if instance.action is not None and desire.condition is not Condition.FAILED:
         return delete_moving(instance, event, context)
-    if desire.here in WANTED:
+    if desire.current in DESIRED:
         return rules.destroy(instance, event, context)
     # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
-    leaving = replace(instance, then=State.DELETED, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, context)
+    leaving = replace(instance, next_state=State.DELETED, cause=event.cause or instance.cause)
+    return steps.emit_event(leaving, BuildState.DELETING, event.at, context)
 
 
 def delete_moving(
@@ -108,51 +95,51 @@ def delete_moving(
     While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
     anything.
     """
-    move = move_of(instance)
-    if move.delete:
-        return steps.announce(instance, BuildState.DELETING, event.at, context)
-    deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
+    action = action_of(instance)
+    if action.delete:
+        return steps.emit_event(instance, BuildState.DELETING, event.at, context)
+    deleted = ActionEnd(ActionState.FAILED, DELETED, "the instance was deleted")
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
-    desire = desire_of(named)
+    desire = desired_state_of(named)
     # The answer of placement shows which consumer holds what.
-    if desire.asks is Ask.CLAIM:
-        waiting = replace(named, move=replace(move_of(named), delete=True))
-        return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
-    left = leave(named, event.at, context)
-    move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
-    return after(earlier, move_event)
+    if desire.placement_call is PlacementCall.CLAIM:
+        waiting = replace(named, action=replace(action_of(named), delete=True))
+        return after(earlier, steps.emit_event(waiting, BuildState.DELETING, event.at, context))
+    left = delete_during_action(named, event.at, context)
+    action_event = steps.emit_event(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
+    return after(earlier, action_event)
 
 
-def delete_departed(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+def delete_transferred(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """It has left: the departure is announced again. If it is here by the schedulers' record it has come back since,
     and the record of that is lost.
     """
     if event.attempt <= instance.last_attempt:
-        return refer(instance, event, context)
-    return delete_unknown(followed_by(instance), event, context)
+        return refer_to_next_cell(instance, event, context)
+    return delete_unknown(next_attempt_record(instance), event, context)
 
 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = steps.releasing(leaving, State.DELETED, event.at, context)
-    return steps.announce(queried, BuildState.DELETING, event.at, context)
+    queried = steps.enter_releasing(leaving, State.DELETED, event.at, context)
+    return steps.emit_event(queried, BuildState.DELETING, event.at, context)
 
 
-def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
+def release_destroyed(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
     """A host has destroyed its machine, or reports that it has none: when nothing is left that was
     to be destroyed, what it takes is released.
     """
-    desire, move = desire_of(instance), instance.move
-    is_here_due = desire.here is Wish.DESTROY and not (move is not None and move.here_gone)
-    is_source_due = instance.source_host_uuid is not None and not move_of(instance).source_gone
-    here = is_here_due and steps.here_gone(instance, event)
-    source = is_source_due and steps.source_gone(instance, event)
+    desire, action = desired_state_of(instance), instance.action
+    is_here_due = desire.current is MachineTarget.DESTROYED and not (action is not None and action.current_destroyed)
+    is_source_due = instance.source_host_uuid is not None and not action_of(instance).source_destroyed
+    here = is_here_due and steps.current_destroyed(instance, event)
+    source = is_source_due and steps.source_destroyed(instance, event)
     if not here and not source:
         return Step(instance)
     if here is is_here_due and source is is_source_due:
-        return Step(steps.released_after(instance, event.at, context))
+        return Step(steps.release_after_destroy(instance, event.at, context))
     # Both are due, and one is gone.
-    return Step(replace(instance, move=replace(move_of(instance), here_gone=here, source_gone=source)))
+    return Step(replace(instance, action=replace(action_of(instance), current_destroyed=here, source_destroyed=source)))

@@ -6,9 +6,9 @@ from msgspec import Struct
 
 from bus.contracts.base import Allocations, Refusal
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import CellMove, MoveKind
+from bus.contracts.moves import ActionKind, CellAction
 from bus.contracts.placement import ClaimOutcome, ServerGroup
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -20,9 +20,9 @@ class Event(Struct, frozen=True, kw_only=True):
 class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
-    given_up: why the message's retries are exhausted, or are about to be; None: they are not. is_query: nothing is to
-    be begun; the scheduler
-    queries the state of the build, of which its newest event has the number `sequence`.
+    dead_letter_reason: why the message's retries are exhausted, or are about to be; None: they are not. is_query:
+    nothing is to be begun; the scheduler queries the state of the build, of which its newest event has the number
+    `sequence`.
     """
 
     spec: InstanceSpec
@@ -31,34 +31,34 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     build_timeout_s: float
     requested_at: float = 0.0
     cause: str = ""
-    stamps: Stamps | None = None
+    stage_times: StageTimes | None = None
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
-    given_up: Refusal | None = None
+    dead_letter_reason: Refusal | None = None
     attempt: int = 1
     is_query: bool = False
     sequence: int = 0
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):
-    """The instance is to be deleted. begun, attempt: as in CellDelete."""
+    """The instance is to be deleted. may_have_started, attempt: as in CellDelete."""
 
     cause: str = ""
     project_id: str = ""
-    begun: bool = False
+    may_have_started: bool = False
     attempt: int = 0
 
 
 class Spawned(Event, frozen=True, kw_only=True):
     """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
-    remark: the driver's, for the timeline.
+    warning: the driver's, for the timeline.
     """
 
     attempt: int
     host_uuid: str
     service: str
-    remark: str = ""
+    warning: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
 
@@ -98,13 +98,13 @@ class Claimed(Answer, frozen=True, kw_only=True):
 class ClaimRefused(Answer, frozen=True, kw_only=True):
     """Placement claimed nothing for `attempt`, and holds no allocation of ours any more.
 
-    consumer_changed: another client owns the consumer now; this build must stop. consumer_generation, holding: what
-    that consumer is in the book then (None: it holds nothing).
+    consumer_conflict: another client owns the consumer now; this build must stop. consumer_generation, allocations:
+    what that consumer is in placement then (None: it holds nothing).
     """
 
-    consumer_changed: bool = False
+    consumer_conflict: bool = False
     consumer_generation: int | None = None
-    holding: Allocations = {}
+    allocations: Allocations = {}
     outcomes: tuple[ClaimOutcome, ...] = ()
     reason: str = ""
 
@@ -136,51 +136,51 @@ class RevertRefused(Answer, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class MoveRequested(Event, frozen=True, kw_only=True):
+class ActionRequested(Event, frozen=True, kw_only=True):
     """A request about the instance."""
 
-    request: CellMove
+    request: CellAction
     cause: str = ""
-    given_up: Refusal | None = None
+    dead_letter_reason: Refusal | None = None
     is_query: bool = False
 
 
-class MoveQueried(MoveRequested, frozen=True, kw_only=True):
-    """A request of which nothing is to be begun: the scheduler queries its state, or its message was given up, for the
-    reason `given_up`, as of a BuildRequested.
+class ActionQueried(ActionRequested, frozen=True, kw_only=True):
+    """A request of which nothing is to be may_have_started: the scheduler queries its state, or its message was given
+    up, for the reason `dead_letter_reason`, as of a BuildRequested.
     """
 
 
-class InstanceArrives(MoveRequested, frozen=True, kw_only=True):
-    """The instance comes from another cell, with a request, or with one that is not begun, as of a MoveQueried."""
+class InstanceTransferredIn(ActionRequested, frozen=True, kw_only=True):
+    """The instance comes from another cell, with a request, or with one that is not begun, as of a ActionQueried."""
 
 
-class DepartRequested(MoveRequested, frozen=True, kw_only=True):
+class TransferRequested(ActionRequested, frozen=True, kw_only=True):
     """The instance is to leave for another cell by the request. attempt: its newest one, as its schedulers know it."""
 
     attempt: int
 
 
-class DepartureEnded(Event, frozen=True, kw_only=True):
+class TransferEnded(Event, frozen=True, kw_only=True):
     """The build in the cell that the instance has left for has ended. attempt: the last one of this cell. The others:
     of the request by which it has left.
     """
 
     attempt: int
     request_id: str
-    kind: MoveKind
+    kind: ActionKind
     to_cell: str
 
 
-def move_event(
-    request: CellMove, at: float, cause: str, *, given_up: Refusal | None = None, is_query: bool = False
-) -> MoveRequested:
+def action_event(
+    request: CellAction, at: float, cause: str, *, dead_letter_reason: Refusal | None = None, is_query: bool = False
+) -> ActionRequested:
     """The event of a command to the cell, or of a query about one."""
-    is_begun = given_up is None and not is_query
-    kind = MoveRequested if is_begun else MoveQueried
-    if request.departure is not None:
-        kind = InstanceArrives
-    return kind(at=at, request=request, cause=cause, given_up=given_up, is_query=is_query)
+    is_begun = dead_letter_reason is None and not is_query
+    kind = ActionRequested if is_begun else ActionQueried
+    if request.transfer is not None:
+        kind = InstanceTransferredIn
+    return kind(at=at, request=request, cause=cause, dead_letter_reason=dead_letter_reason, is_query=is_query)
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ class ChangeEnded(Event, frozen=True, kw_only=True):
     """
 
     attempt: int
-    order: int
+    change_number: int
     host_uuid: str
     service: str
     done: bool
@@ -200,11 +200,11 @@ class ChangeEnded(Event, frozen=True, kw_only=True):
     code: str = ""
     reason: str = ""
     refused: bool = False
-    elsewhere: bool = False
+    retry_other_host: bool = False
 
 
-class HostRuns(Event, frozen=True, kw_only=True):
-    """A host's report lists this instance, with the mark of this deployment.
+class MachineRunning(Event, frozen=True, kw_only=True):
+    """A host's report lists this instance, with the tag of this database.
 
     built: the machine is certainly complete. rescans: those that the scan which found it began after.
     """
@@ -216,7 +216,7 @@ class HostRuns(Event, frozen=True, kw_only=True):
     rescans: tuple[str, ...] = ()
 
 
-class HostMissing(Event, frozen=True, kw_only=True):
+class MachineMissing(Event, frozen=True, kw_only=True):
     """A host's report does not list an instance that should be there.
 
     service: whose report. rescans: those that the scan which missed it began after.
@@ -243,14 +243,14 @@ class MachineDecided(Event, frozen=True, kw_only=True):
 
 
 class SourceQuery(Struct, frozen=True):
-    """The query for the source of a move, before the move is undone. order: of this query in the record; a later one
-    has a higher number. service: that manages its host, by the record.
+    """The query for the source of a move, before the move is undone. change_number: of this query in the record; a
+    later one has a higher number. service: that manages its host, by the record.
     """
 
     host_uuid: str
     service: str
     attempt: int
-    order: int
+    change_number: int
 
 
 class SourceAnswered(Event, frozen=True, kw_only=True):
@@ -281,14 +281,14 @@ EVENTS: tuple[type[Event], ...] = (
     ClaimRefused,
     Destroyed,
     Released,
-    HostRuns,
-    HostMissing,
+    MachineRunning,
+    MachineMissing,
     ServiceLost,
-    MoveRequested,
-    MoveQueried,
-    InstanceArrives,
-    DepartRequested,
-    DepartureEnded,
+    ActionRequested,
+    ActionQueried,
+    InstanceTransferredIn,
+    TransferRequested,
+    TransferEnded,
     ChangeEnded,
     Reverted,
     RevertRefused,

@@ -11,23 +11,23 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.cell import Selection
-from bus.contracts.moves import Condition, MoveState
+from bus.contracts.moves import ActionState, Condition
 from bus.contracts.operations import EvacuationPolicy
 
 from . import delete_rules, rules, steps, way_back
-from .desires import desire_of
+from .desires import desired_state_of
 from .events import Destroyed, HostFenced
 from .instance import FENCED, Instance, State
-from .move_events import MoveEnd, close, move_of
-from .move_steps import end_undone, note, over, revert_book, try_next, undo
+from .move_events import ActionEnd, action_of, close
+from .move_steps import add_history, end_rolled_back, enter_active, revert_allocations, roll_back, try_next
 from .steps import Step, StepContext
 
 
-def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+def fail_over_fenced(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A build there: its attempt is over, and the next alternate is claimed, or the build has failed."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    return rules.next_after(instance, event, context, code=FENCED, reason=_reason(instance.here.host))
+    return rules.claim_next_or_fail(instance, event, context, code=FENCED, reason=_reason(instance.current.host))
 
 
 def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -38,7 +38,7 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
     is_here = event.host_uuid == instance.host_uuid and context.is_off(event.host_uuid)
     if not is_here or instance.spec.on_host_failure is not EvacuationPolicy.FAIL:
         return Step(instance)
-    return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
+    return rules.fail_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.current.host))
 
 
 def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -46,19 +46,19 @@ def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -
     where = _where(instance, event)
     gone = Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=where.service)
     ended = delete_rules.release_destroyed(instance, gone, context)
-    if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
+    if ended.instance is instance or desired_state_of(instance).condition is not Condition.DELETED:
         return ended
     reason = "the delete did not wait for this host's word"
-    tried = steps.tried(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
+    tried = steps.attempt_record(instance, instance.attempt, "fenced", event.at, code=FENCED, reason=reason)
     record = replace(tried, host=where.host)
     return Step(replace(ended.instance, history=(*ended.instance.history, record)), ended.commands)
 
 
-def leave_checked_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+def skip_checked_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A destination that was only checked: the next one is tried."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    failed = note(instance, "failed", event.at, FENCED, _reason(instance.here.host))
+    failed = add_history(instance, "failed", event.at, FENCED, _reason(instance.current.host))
     return try_next(failed, event.at, context)
 
 
@@ -66,10 +66,10 @@ def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) 
     """The source was commanded to hand over, and cannot: the move is undone."""
     if event.host_uuid != instance.source_host_uuid:
         return Step(instance)
-    return undo(instance, event.at, context, FENCED, "the source was fenced before it had handed over")
+    return roll_back(instance, event.at, context, FENCED, "the source was fenced before it had handed over")
 
 
-def give_up_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+def abandon_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
 
     Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
@@ -78,17 +78,17 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
     if instance.state is State.FINISHING:
-        return leave_checked_destination(instance, event, context)
+        return skip_checked_destination(instance, event, context)
     if instance.state is State.RESIZED:
-        return way_back.leave_fenced(instance, event.at, context, FENCED, _reason(instance.here.host))
-    return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
+        return way_back.leave_fenced(instance, event.at, context, FENCED, _reason(instance.current.host))
+    return roll_back(instance, event.at, context, FENCED, _reason(instance.current.host))
 
 
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    return Step(revert_book(instance, event.at, context))
+    return Step(revert_allocations(instance, event.at, context))
 
 
 def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -97,23 +97,23 @@ def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -
     """
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    move = move_of(instance)
-    why = steps.cut(f"{move.lost_reason}; its host was fenced before it was started again".strip("; "))
-    return end_undone(replace(instance, move=replace(move, lost_reason=why)), event.at, context)
+    action = action_of(instance)
+    why = steps.truncate(f"{action.rollback_reason}; its host was fenced before it was started again".strip("; "))
+    return end_rolled_back(replace(instance, action=replace(action, rollback_reason=why)), event.at, context)
 
 
 def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """A change of a machine that is off: the change has failed, and the machine is on record as it was."""
     if event.host_uuid != instance.host_uuid:
         return Step(instance)
-    back = replace(instance, spec=move_of(instance).spec)
-    ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
-    return close(over(back, event.at, context), ending, event.at, context)
+    back = replace(instance, spec=action_of(instance).spec)
+    ending = ActionEnd(ActionState.FAILED, FENCED, _reason(instance.current.host))
+    return close(enter_active(back, event.at, context), ending, event.at, context)
 
 
 def _where(instance: Instance, event: HostFenced) -> Selection:
-    source = instance.source_elsewhere
-    return source if source is not None and source.host_uuid == event.host_uuid else instance.here
+    source = instance.separate_source
+    return source if source is not None and source.host_uuid == event.host_uuid else instance.current
 
 
 def _reason(host: str) -> str:

@@ -14,10 +14,10 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running, Selection
 from bus.contracts.operations import CellFence, FenceState
 
-from .desires import ANSWERED_FOR, WANTED, desire_of
-from .instance import FENCED, NOT_TRIED, Brief, Instance, State
+from .desires import DESIRED, DESTROY_ANSWERED, desired_state_of
+from .instance import FENCED, NOT_COMMANDED, Instance, InstanceSummary, State
 from .leases import Lease
-from .report import is_over, rescan_of
+from .report import is_provably_ended, rescan_of
 
 
 class RunningAfterFence(Struct, frozen=True):
@@ -30,7 +30,7 @@ class RunningAfterFence(Struct, frozen=True):
     attempts: dict[str, int]
 
 
-class GivenUp(Struct, frozen=True):
+class AbandonedMachines(Struct, frozen=True):
     """How many machines of a service records have given up on a fenced host, without its answer, since it last showed
     that it has none of them. at: the last time, seconds since the epoch.
     """
@@ -43,8 +43,8 @@ class Fence(Struct, frozen=True, kw_only=True):
     """An operator's statement that a host is off. version: of the decision. at: when it was made, or the fence lifted;
     seconds since the epoch. A lifted one is no fence any more: its record refuses older decisions that are delivered
     late, and goes when none can be under way. running: by service, the machines that its last scan from after the fence
-    has found to run there. since: when this cell had the first of its decisions without a lift in between. given_up: by
-    the service that managed the host by the records.
+    has found to run there. since: when this cell had the first of its decisions without a lift in between. abandoned:
+    by the service that managed the host by the records.
     """
 
     host_uuid: str
@@ -56,17 +56,17 @@ class Fence(Struct, frozen=True, kw_only=True):
     at: float = 0.0
     running: dict[str, RunningAfterFence] = {}
     since: float = 0.0
-    given_up: dict[str, GivenUp] = {}
+    abandoned: dict[str, AbandonedMachines] = {}
 
     @property
-    def losses(self) -> int:
+    def stale_machines(self) -> int:
         """The machines that it may still have, at most."""
-        return sum(one.count for one in self.given_up.values())
+        return sum(one.count for one in self.abandoned.values())
 
     @property
-    def lifting(self) -> bool:
+    def unfencing(self) -> bool:
         """Whether the host may be used again, once it has destroyed its losses."""
-        return self.state is FenceState.LIFTING
+        return self.state is FenceState.UNFENCING
 
     def with_running(self, service: str, attempts: dict[str, int], passed: Collection[str]) -> Fence:
         """What a scan of this service from after this decision shows, instead of what it, or one of those that have
@@ -83,25 +83,25 @@ class Fence(Struct, frozen=True, kw_only=True):
 
     def rescan_for(self, service: str) -> str:
         """Of the rescan that shows whether the host still has what was given up there as this service's."""
-        one = self.given_up[service]
+        one = self.abandoned[service]
         return rescan_of("loss", self.host_uuid, service, one.count, one.at)
 
-    def with_given_up(self, services: Iterable[str], at: float) -> Fence:
+    def with_abandoned(self, services: Iterable[str], at: float) -> Fence:
         """A machine more of each of these."""
-        counts = {name: one.count for name, one in self.given_up.items()}
-        more = {name: GivenUp(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
-        return replace(self, given_up={**self.given_up, **more})
+        counts = {name: one.count for name, one in self.abandoned.items()}
+        more = {name: AbandonedMachines(counts.get(name, 0) + n, at) for name, n in Counter(services).items()}
+        return replace(self, abandoned={**self.abandoned, **more})
 
 
 def fence_of(decision: CellFence, now: float) -> Fence:
     """By a decision. A lift has a time in any case, by which its record goes; a fence without one proves less."""
-    state = FenceState.LIFTING if decision.lift else FenceState.FENCED
-    at = decision.at or (now if decision.lift else 0.0)
+    state = FenceState.UNFENCING if decision.unfence else FenceState.FENCED
+    at = decision.at or (now if decision.unfence else 0.0)
     fence: Fence = convert(decision, Fence, from_attributes=True)
     return replace(fence, state=state, at=at, since=now)
 
 
-def given_up_on(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
+def abandoned_services(before: Instance, after: Instance, host_uuid: str) -> tuple[str, ...]:
     """The services of the machines of an instance that this host may have by the previous record, and that the new
     record gave up.
 
@@ -109,22 +109,26 @@ def given_up_on(before: Instance, after: Instance, host_uuid: str) -> tuple[str,
     answered by now.
     """
     proof = replace(after, proves_from=0)
-    machines, desire, is_answered = [], desire_of(before), before.phase in ANSWERED_FOR
-    if before.host_uuid == host_uuid and (not is_answered or desire.here in WANTED):
-        machines.append((before.attempt, before.here.service))
-    if before.source_host_uuid == host_uuid and (not is_answered or desire.source in WANTED):
+    machines, desire, is_answered = [], desired_state_of(before), before.phase in DESTROY_ANSWERED
+    if before.host_uuid == host_uuid and (not is_answered or desire.current in DESIRED):
+        machines.append((before.attempt, before.current.service))
+    if before.source_host_uuid == host_uuid and (not is_answered or desire.source in DESIRED):
         machines.append((before.source_attempt, before.source_service))
-    return tuple(service for attempt, service in machines if is_over(proof, attempt, host_uuid))
+    return tuple(service for attempt, service in machines if is_provably_ended(proof, attempt, host_uuid))
 
 
-def holds_fence(record: Brief | None, one: Running, host_uuid: str) -> bool:
+def prevents_unfencing(record: InstanceSummary | None, one: Running, host_uuid: str) -> bool:
     """Whether the fence stays for it: it may be one that was given up there, also where an operator decides about it,
     because its number may have been given out twice, or is not known, or its record cannot be read.
     """
-    if record is None or host_uuid in record.kept:
+    if record is None or host_uuid in record.protected_hosts:
         return False
     known = replace(record, proves_from=0, code="")
-    return one.attempt == UNKNOWN_ATTEMPT or record.state is State.ABSENT or is_over(known, one.attempt, host_uuid)
+    return (
+        one.attempt == UNKNOWN_ATTEMPT
+        or record.state is State.ABSENT
+        or is_provably_ended(known, one.attempt, host_uuid)
+    )
 
 
 def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
@@ -132,7 +136,7 @@ def fenced_hosts(instance: Instance, fences: Mapping[str, Fence]) -> Iterable[st
     return [host for host in filter(None, (instance.host_uuid, instance.source_host_uuid)) if host in fences]
 
 
-class Closed(Struct, frozen=True):
+class Closure(Struct, frozen=True):
     """Why a host is passed over: a stable code, and a sentence."""
 
     code: str
@@ -145,17 +149,17 @@ class ClosedHosts(Struct, frozen=True):
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
 
-    def why(self, selection: Selection) -> Closed | None:
+    def closure_of(self, selection: Selection) -> Closure | None:
         """Why nothing is begun on this host now; None: it may be tried."""
         if (fence := self.fences.get(selection.host_uuid)) is not None:
-            return Closed(FENCED, f"host {fence.host} is fenced")
+            return Closure(FENCED, f"host {fence.host} is fenced")
         down = self.down.get(selection.service)
-        return None if down is None else Closed(down.code, down.reason)
+        return None if down is None else Closure(down.code, down.reason)
 
-    def passed_over(self, selections: Sequence[Selection], attempt: int, at: float) -> tuple[AttemptRecord, ...]:
+    def skipped(self, selections: Sequence[Selection], attempt: int, at: float) -> tuple[AttemptRecord, ...]:
         """The closed ones among these, as records of the history."""
         return tuple(
-            AttemptRecord(attempt=attempt, host=selection.host, outcome=NOT_TRIED, code=closed.code, at=at)
+            AttemptRecord(attempt=attempt, host=selection.host, outcome=NOT_COMMANDED, code=closed.code, at=at)
             for selection in selections
-            if (closed := self.why(selection)) is not None
+            if (closed := self.closure_of(selection)) is not None
         )

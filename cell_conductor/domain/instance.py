@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import Departure, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellTransfer
 from bus.contracts.placement import ClaimOutcome, ServerGroup
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 
 from .events import ClaimRefused
 
@@ -36,7 +36,7 @@ class State(StrEnum):
     ACTIVE = "active"
     FAILED = "failed"
     DELETED = "deleted"
-    # A move: two machines, of which at most one runs. `Move` names them.
+    # A action: two machines, of which at most one runs. `Move` names them.
     PREPARING = "preparing"  # the destination checks whether it can build the instance
     HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
@@ -47,7 +47,9 @@ class State(StrEnum):
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
-    DEPARTED = "departed"  # another cell has it: this one knows where to; then `absent`: the build there has ended
+    TRANSFERRED = (
+        "transferred"  # another cell has it: this one knows where to; then `absent`: the build there has ended
+    )
 
 
 # A state, and the one that follows when the answer has come which it waits for (None: it waits for none of those).
@@ -70,9 +72,11 @@ FIRST_SEQUENCE = 10
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
 MACHINE_EXISTS = "build.machine_exists"
 FENCED = "host.fenced"  # the code of what ended because its host was fenced
-KEPT = "host.machine_kept"  # the code of a host that was passed over, as an operator keeps a machine of the instance
+PROTECTED = (
+    "host.machine_protected"  # the code of a host that was passed over, as an operator keeps a machine of the instance
+)
 # Of an alternate, or a first host, whose service was down when its turn came.
-NOT_TRIED = "not_tried"
+NOT_COMMANDED = "not_commanded"
 
 
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
@@ -91,39 +95,41 @@ class BlockedReason(StrEnum):
     CONFLICT = "conflict"  # two words contradict each other
 
 
-class EndedMove(Struct, frozen=True, omit_defaults=True):
+class EndedAction(Struct, frozen=True, omit_defaults=True):
     """A request that has ended, with its result."""
 
     request_id: str
-    kind: MoveKind
-    state: MoveState
+    kind: ActionKind
+    state: ActionState
     code: str = ""
     reason: str = ""
 
 
-class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ActionInProgress(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The request under way, and the state of the instance when it began.
 
-    request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none, it
-    was offloaded). book_attempt: the attempt that the book had it under. spec, power, image: as they were. order: of
-    the change that was last commanded and is awaited. handed_over: the source was commanded to hand over, so it is
-    started when the move is undone. finishing: the current destination was commanded to build. refreshed: the book
-    had the source under a newer generation than the record, which has it by now. resizing_back: a resize in place has
-    failed, and its host was commanded to restore the old size. lost_code, lost_reason: why the move is being undone
-    ("": it is not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm,
-    revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
-    book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
-    instance_released: of an instance that is being deleted, or whose release is under way.
-    failure: of one that has come home: why no host of the other cell has taken it, which is its end.
-    to_cell: that it leaves for once it holds nothing here (None: it rests offloaded).
-    fenced, force, fenced_hosts: as in the request, of an evacuation.
+    request_id: also the migration's uuid in placement. source, source_attempt: the machine that it had (None: none, it
+    was offloaded). allocation_attempt: the attempt that placement had it under. spec, power, image: as they were.
+    order: of the change that was last commanded and is awaited. handed_over: the source was commanded to hand over, so
+    it is started when the move is undone. finishing: the current destination was commanded to build. refreshed:
+    placement had the source under a newer generation than the record, which has it by now. restoring_size: a resize in
+    place has failed, and its host was commanded to restore the old size. rollback_code, rollback_reason: why the move
+    is being undone ("": it is not). answered: the request has had its terminal event. ending_request_id, ending_kind:
+    the request that ends it
+    (confirm, revert, abort), to be answered at its end. history: hosts tried. claimed: the
+    migration holds the source
+    in the book. delete: the instance was deleted while a request to placement was under way.
+    source_destroyed, current_destroyed, instance_released: of an instance that is being deleted, or whose release is
+    under way. failure: of one that has come home: why no host of the other cell has taken it, which is its end.
+    to_cell: that it leaves for once it holds nothing here (None: it rests offloaded). fenced, force, fenced_hosts: as
+    in the request, of an evacuation.
     """
 
     request_id: str
-    kind: MoveKind
+    kind: ActionKind
     source: Selection | None = None
     source_attempt: int = 0
-    book_attempt: int = 0
+    allocation_attempt: int = 0
     spec: InstanceSpec
     power: Power = Power.RUNNING
     image: str = ""
@@ -131,23 +137,23 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_timeout_s: float = 300.0
     offload: bool = False
     rescue_password: str = ""
-    order: int = 0
+    change_number: int = 0
     handed_over: bool = False
     finishing: bool = False
     refreshed: bool = False
-    resizing_back: bool = False
-    lost_code: str = ""
-    lost_reason: str = ""
+    restoring_size: bool = False
+    rollback_code: str = ""
+    rollback_reason: str = ""
     failure: Refusal | None = None
     answered: bool = False
-    by: str = ""
-    by_kind: MoveKind | None = None
+    ending_request_id: str = ""
+    ending_kind: ActionKind | None = None
     history: tuple[AttemptRecord, ...] = ()
-    began: float = 0.0
+    started_at: float = 0.0
     claimed: bool = False
     delete: bool = False
-    source_gone: bool = False
-    here_gone: bool = False
+    source_destroyed: bool = False
+    current_destroyed: bool = False
     instance_released: bool = False
     to_cell: str | None = None
     fenced: bool = False
@@ -158,31 +164,30 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The record of one instance in its cell.
 
-    then: of claiming, releasing and destroying, the state that it comes to. position: the selection of the current
-    attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's generation in
-    placement as last received. sequence: the number of the next announcement. build_sequence: that of the last
-    announcement of its build (0: none); those of moves are numbered on from there.
-    deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered:
-    the build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has
-    passed, and its host was queried. stamps: when each stage of the build ended, until it is answered.
-    server_group: the group whose rule its alternates obey; limits: its project's quota, which they obey as well.
-    newest: the highest attempt number that was ever given out, if that is not `attempt`: an undone move has used
-    numbers under which nothing runs. power: whether it is meant to run. image: of a shelved one, its snapshot.
-    order: the highest number given to a change of its machine. move: the request under way. ended: requests that
-    have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
-    steps that a deadline leads to. departure: the record with which it left for another cell; departed_by: the
-    request by which it left. ended_attempts: the attempts whose machines its moves have ended, the newest last.
-    blocked_reason: why nothing is begun with it since a recovery ("": nothing prevents that); see BlockedReason.
-    proves_from: the first attempt number of the incarnation in which that was; a lower one proves only what the
-    record names.
+    next_state: of claiming, releasing and destroying, the state that it comes to. selection_index: the selection of the
+    current attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's
+    generation in placement as last received. sequence: the number of the next announcement. build_sequence: that of the
+    last announcement of its build (0: none); those of moves are numbered on from there. deadline: when the sweep looks
+    at it again (None: never). since: when the current state was entered. answered: the build request got its terminal
+    event. cause: the last request about it. queried: the attempt's deadline has passed, and its host was queried.
+    stage_times: when each stage of the build ended, until it is answered. server_group: the group whose rule its
+    alternates obey; limits: its project's quota, which they obey as well. highest_attempt: the highest attempt number
+    that was ever given out, if that is not `attempt`: an undone move has used numbers under which nothing runs. power:
+    whether it is meant to run. image: of a shelved one, its snapshot. change_number: the highest number given to a
+    change of its machine. action: the request under way. ended: requests that have ended, the newest last. traceparent:
+    the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. transfer: the
+    record with which it left for another cell; transferred_by: the request by which it left. ended_attempts: the
+    attempts whose machines its moves have ended, the newest last. blocked_reason: why nothing is begun with it since a
+    recovery ("": nothing prevents that); see BlockedReason. proves_from: the first attempt number of the incarnation in
+    which that was; a lower one proves only what the record names.
     """
 
     uuid: str
     state: State = State.ABSENT
-    then: State | None = None
+    next_state: State | None = None
     spec: InstanceSpec | None = None
     selections: tuple[Selection, ...] = ()
-    position: int = 0
+    selection_index: int = 0
     attempt: int = 0
     consumer_generation: int | None = None
     sequence: int = FIRST_SEQUENCE
@@ -197,31 +202,31 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
     cause: str = ""
-    stamps: Stamps | None = None
+    stage_times: StageTimes | None = None
     server_group: ServerGroup | None = None
     limits: dict[str, int] = {}
-    newest: int = 0
+    highest_attempt: int = 0
     power: Power = Power.RUNNING
     image: str = ""
-    order: int = 0
-    move: Move | None = None
-    ended: tuple[EndedMove, ...] = ()
+    change_number: int = 0
+    action: ActionInProgress | None = None
+    ended: tuple[EndedAction, ...] = ()
     traceparent: str = ""
-    departure: Departure | None = None
-    departed_by: str = ""
-    ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
+    transfer: CellTransfer | None = None
+    transferred_by: str = ""
+    ended_attempts: tuple[int, ...] = ()
     blocked_reason: str = ""
     proves_from: int = 0
 
     @property
     def phase(self) -> Phase:
         """Its state, and what follows."""
-        return self.state, self.then
+        return self.state, self.next_state
 
     @property
     def last_attempt(self) -> int:
         """The highest attempt number that was ever given out."""
-        return max(self.attempt, self.newest)
+        return max(self.attempt, self.highest_attempt)
 
     @property
     def next_attempt(self) -> int:
@@ -231,46 +236,46 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_in_place(self) -> bool:
         """Whether the destination of the move is the source's own host: then there is one machine."""
-        source = self.move.source if self.move is not None else None
-        return source is not None and self.position > 0 and self.here.host_uuid == source.host_uuid
+        source = self.action.source if self.action is not None else None
+        return source is not None and self.selection_index > 0 and self.current.host_uuid == source.host_uuid
 
     @property
-    def source_elsewhere(self) -> Selection | None:
+    def separate_source(self) -> Selection | None:
         """The move's source, if that is not on the current host."""
-        source = self.move.source if self.move is not None and self.position > 0 else None
-        return source if source is not None and self.here.host_uuid != source.host_uuid else None
+        source = self.action.source if self.action is not None and self.selection_index > 0 else None
+        return source if source is not None and self.current.host_uuid != source.host_uuid else None
 
     @property
     def source_host_uuid(self) -> str | None:
         """The host of the move's source, if that is not the current host."""
-        source = self.source_elsewhere
+        source = self.separate_source
         return None if source is None else source.host_uuid
 
     @property
     def source_service(self) -> str:
         """The compute service of the host of the move's source ("": there is none)."""
-        source = self.move.source if self.move is not None else None
+        source = self.action.source if self.action is not None else None
         return "" if source is None else source.service
 
     @property
     def source_attempt(self) -> int:
         """The attempt that the move's source carries."""
-        return self.move.source_attempt if self.move is not None else 0
+        return self.action.source_attempt if self.action is not None else 0
 
     @property
-    def here(self) -> Selection:
+    def current(self) -> Selection:
         """The selection of the current attempt."""
-        return self.selections[self.position]
+        return self.selections[self.selection_index]
 
     @property
     def service(self) -> str:
         """The compute service of the current host ("": there is none)."""
-        return self.here.service if self.selections else ""
+        return self.current.service if self.selections else ""
 
     @property
     def host_uuid(self) -> str | None:
         """The host of the current attempt, once there was one."""
-        return self.selections[self.position].host_uuid if self.selections else None
+        return self.selections[self.selection_index].host_uuid if self.selections else None
 
     @property
     def machine_exists(self) -> bool:
@@ -278,24 +283,23 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.code == MACHINE_EXISTS
 
     @property
-    def alternates_and_here(self) -> tuple[Selection, ...]:
+    def current_and_alternates(self) -> tuple[Selection, ...]:
         """The selection of the current attempt, and those not tried yet."""
-        return self.selections[self.position :]
+        return self.selections[self.selection_index :]
 
     @property
     def alternates(self) -> tuple[Selection, ...]:
         """The selections not tried yet, in order."""
-        return self.selections[self.position + 1 :]
+        return self.selections[self.selection_index + 1 :]
 
 
-class Brief(Struct, frozen=True):
+class InstanceSummary(Struct, frozen=True):
     """The part of an instance that its comparison with a host's report needs.
 
-    newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
+    highest_attempt: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as
+    Instance has them. next_state: as Instance has it, and code of one that has failed or is to be deleted.
+    protected_hosts: the hosts on which an operator keeps a machine of it. blocked_reason, proves_from: as Instance has
     them.
-    then: as Instance has it, and code of one that has failed or is to be deleted. kept: the hosts on which an operator
-    keeps a machine of it.
-    blocked_reason, proves_from: as Instance has them.
     """
 
     uuid: str
@@ -304,52 +308,52 @@ class Brief(Struct, frozen=True):
     service: str
     attempt: int
     since: float
-    newest: int = 0
+    highest_attempt: int = 0
     source_host_uuid: str | None = None
     source_service: str = ""
     source_attempt: int = 0
     code: str = ""
-    kept: Sequence[str] = ()
-    then: State | None = None
+    protected_hosts: Sequence[str] = ()
+    next_state: State | None = None
     blocked_reason: str = ""
     proves_from: int = 0
 
     @property
     def phase(self) -> Phase:
         """Its state, and what follows."""
-        return self.state, self.then
+        return self.state, self.next_state
 
     @property
     def last_attempt(self) -> int:
         """The highest attempt number that was ever given out."""
-        return max(self.attempt, self.newest)
+        return max(self.attempt, self.highest_attempt)
 
 
-def unreadable_brief(uuid: str, kept: Sequence[str]) -> Brief:
+def unreadable_summary(uuid: str, kept: Sequence[str]) -> InstanceSummary:
     """Of an instance whose record cannot be read: it expects no machine, explains none, and none is over by it."""
-    return Brief(uuid, State.ABSENT, None, "", 0, 0.0, kept=kept)
+    return InstanceSummary(uuid, State.ABSENT, None, "", 0, 0.0, protected_hosts=kept)
 
 
 NO_HOST = "max_retries_exceeded"
 OVER_QUOTA = "quota.exceeded"
 
 
-def why_not_claimed(event: ClaimRefused, tries: str) -> tuple[str, str]:
+def claim_failure_reason(event: ClaimRefused, tries: str) -> tuple[str, str]:
     """Code and reason of a request that ends as no further host could be claimed. tries: how each host's try ended.
 
     A project's limit is the same on every host: where it was met, it is the reason.
     """
-    if ClaimOutcome.OVER_LIMIT in event.outcomes:
+    if ClaimOutcome.OVER_QUOTA in event.outcomes:
         return OVER_QUOTA, event.reason or "the project may not hold so much"
     return NO_HOST, tries
 
 
-def summary_of(instance: Instance) -> str:
+def summary_of_attempts(instance: Instance) -> str:
     """One sentence for people: the tries, and how each ended."""
     tries = "; ".join(
         ", ".join(filter(None, (f"{record.host}: {record.outcome}", record.code, record.reason)))
         for record in instance.history
     )
-    passed = sum(record.outcome == NOT_TRIED for record in instance.history)
+    passed = sum(record.outcome == NOT_COMMANDED for record in instance.history)
     hosts = {selection.host for selection in instance.selections} | {record.host for record in instance.history}
     return f"{len(instance.history) - passed} of {len(hosts)} hosts tried, none is left. {tries}"

@@ -28,7 +28,7 @@ _DELETED = (BuildState.DELETING, BuildState.DELETED)
 _MAPPED = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, *_DELETED)
 
 
-class Told(Struct, frozen=True):
+class PageContents(Struct, frozen=True):
     """What one page says. last: it ends with this uuid ("": nothing follows). marks: that were heard above."""
 
     instances: Mapping[str, KnownInstance]
@@ -37,26 +37,26 @@ class Told(Struct, frozen=True):
     marks: tuple[DatabaseMark, ...] = ()
 
 
-def told(question: CellRecovering, page: CellKnown) -> Told | None:
+def contents_of(question: CellRecovering, page: CellKnown) -> PageContents | None:
     """What a page says; None: it answers another question, or does not say what was asked. What it has beside is not
     taken.
     """
-    names = (page.cell, page.process, page.database_incarnation, page.question)
-    if names != (question.cell, question.process, question.database_incarnation, question.question):
+    names = (page.cell, page.process, page.database_incarnation, page.query_id)
+    if names != (question.cell, question.process, question.database_incarnation, question.query_id):
         return None
     asked, last = set(question.asked), page.last
     if asked:
         found = {one.instance_uuid: one for one in page.instances if one.instance_uuid in asked}
         if any(uuid not in found for uuid in asked if not last or uuid <= last) or not found:
             return None
-        return Told({uuid: known_instance(one, page) for uuid, one in found.items()}, last=last)
+        return PageContents({uuid: known_instance(one, page) for uuid, one in found.items()}, last=last)
     if last and last <= question.after:
         return None
 
     def is_within(uuid: str) -> bool:
         return question.after < uuid and (not last or uuid <= last)
 
-    return Told(
+    return PageContents(
         {one.instance_uuid: known_instance(one, page) for one in page.instances if is_within(one.instance_uuid)},
         tuple(one for one in page.fences if is_within(one.host_uuid)),
         last,
@@ -75,7 +75,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         exists=is_mapped,
         is_active=is_mapped and state is BuildState.ACTIVE,
         is_deleted=state in _DELETED,
-        is_elsewhere=is_mapped and record.cell != page.cell,
+        is_in_other_cell=is_mapped and record.cell != page.cell,
         cell=record.cell or "",
         attempt=record.attempt,
         sequence=record.sequence,
@@ -86,7 +86,7 @@ def known_instance(record: KnownRecord, page: CellKnown) -> KnownInstance:
         power=_POWERS.get(record.condition) if state is BuildState.ACTIVE else None,
         request_id=record.request_id,
         kind=record.kind,
-        arrives=record.arrives,
+        is_transferred_in=record.transferred_in,
         own_count=sum(one.migration is None for one in record.places),
         migrations=tuple(dict.fromkeys(one.migration for one in record.places if one.migration is not None)),
     )

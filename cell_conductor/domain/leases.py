@@ -21,12 +21,12 @@ from bus.contracts.cell import Heartbeat
 # The most that a pause between two deliveries counts. The keeper's digests arrive more often than that.
 STEP_S = 2.0
 # The interval of a service that does not state how often it sends a heartbeat.
-DEFAULT_BEAT_S = 10.0
+DEFAULT_HEARTBEAT_S = 10.0
 # A service that misses this many heartbeats in a row leaves its ring: its free nodes go to the others. That does no
 # harm if the service lives, so it is sooner than silence.
 RING_MISSED = 3
 # This many heartbeats of the slowest service have to have been due before it is known which services are up.
-LISTEN_BEATS = 1.5
+LISTEN_HEARTBEATS = 1.5
 # A service may send one an hour. What it states later still begins a recovery.
 MAX_LISTEN_S = 30.0
 # At most this many services are kept; further ones are never suspected.
@@ -44,7 +44,7 @@ class LeaseState(StrEnum):
     STOPPED = "stopped"  # it announced that it stops
 
 
-Stretch: TypeAlias = tuple[int, LeaseState, float]
+StatePeriod: TypeAlias = tuple[int, LeaseState, float]
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,13 +56,13 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: str
     epoch: int
-    interval_s: float = DEFAULT_BEAT_S
+    interval_s: float = DEFAULT_HEARTBEAT_S
     state: LeaseState = LeaseState.UP
     since: float = 0.0
     reason: str = ""
 
     @property
-    def stretch(self) -> Stretch:
+    def state_period(self) -> StatePeriod:
         """For how long its service is in this state: of which process, and since when."""
         return self.epoch, self.state, self.since
 
@@ -72,7 +72,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {LeaseState.UP: "", LeaseState.SILENT: SILENT, LeaseState.STOPPED: STOPPED}[self.state]
 
 
-class Keeper(Struct, frozen=True):
+class Leader(Struct, frozen=True):
     """The conductor that records and publishes the leases, and until when. Its term rises with each change of keeper:
     the digests of a former one that has not noticed yet are ignored, and its writes are refused.
     """
@@ -82,7 +82,7 @@ class Keeper(Struct, frozen=True):
     until: float = 0.0
 
 
-def next_keeper(before: Keeper, process: str, term: int | None, now: float, for_s: float) -> Keeper | None:
+def next_leader(before: Leader, process: str, term: int | None, now: float, for_s: float) -> Leader | None:
     """The record by which this process becomes or remains the keeper; None: another one is. term: its own (None: it is
     not the keeper). now: by the database's clock, as `before` was read.
 
@@ -94,21 +94,21 @@ def next_keeper(before: Keeper, process: str, term: int | None, now: float, for_
         return None
     is_own = is_held and before.term == term
     newest = before.term if is_own else max(before.term + 1, (term or 0) + 1, int(now * 1000))
-    return Keeper(process, newest, now + for_s)
+    return Leader(process, newest, now + for_s)
 
 
-class _Held(Struct):
+class _TrackedLease(Struct):
     """A lease as this conductor holds it.
 
-    sequence: of the last message of its epoch (_NONE: none was received here); beat_at: the clock's value then. ring:
-    with whom it shares its free nodes. stated: by the newest digest that had it (None: none had it).
+    sequence: of the last message of its epoch (_NONE: none was received here); heartbeat_at: the clock's value then.
+    ring: with whom it shares its free nodes. stated: by the newest digest that had it (None: none had it).
     """
 
     lease: Lease
     sequence: int
-    beat_at: float
+    heartbeat_at: float
     ring: str | None = None
-    stated: Stretch | None = None
+    stated: StatePeriod | None = None
 
 
 class LeaseTable:
@@ -116,77 +116,79 @@ class LeaseTable:
 
     def __init__(self, missed_heartbeats: int) -> None:
         self._missed_heartbeats = missed_heartbeats
-        self._held: dict[str, _Held] = {}
+        self._tracked: dict[str, _TrackedLease] = {}
         self._clock = 0.0
-        self._listens_since: float | None = None  # by the clock, when the record was adopted
+        self._listening_since: float | None = None  # by the clock, when the record was adopted
         self._delivered: float | None = None
-        self._outdated: dict[str, int] = {}
-        self._digest = (0, 0)  # the newest one's term and number
-        self._forgotten: dict[str, Stretch | None] = {}  # services that are gone for good, as the keeper had them then
+        self._superseded: dict[str, int] = {}
+        self._service_states = (0, 0)  # the newest one's term and number
+        self._deleted: dict[
+            str, StatePeriod | None
+        ] = {}  # services that are gone for good, as the keeper had them then
         self._unheard = set[str]()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tracked)
 
     @property
     def leases(self) -> Mapping[str, Lease]:
         """All of them, by service."""
-        return {service: held.lease for service, held in self._held.items()}
+        return {service: held.lease for service, held in self._tracked.items()}
 
     @property
     def down(self) -> dict[str, Lease]:
         """Services that take no builds now."""
-        return {service: held.lease for service, held in self._held.items() if held.lease.state is not LeaseState.UP}
+        return {service: held.lease for service, held in self._tracked.items() if held.lease.state is not LeaseState.UP}
 
     @property
     def up(self) -> tuple[str, ...] | None:
         """Services that are up; None: that is not known yet. This conductor has not adopted the record, or has not
         listened long enough since to have received a heartbeat of each.
         """
-        if self._listens_since is None or self._clock - self._listens_since < self.listens_s:
+        if self._listening_since is None or self._clock - self._listening_since < self.listening_s:
             return None
-        return tuple(service for service, held in self._held.items() if held.lease.state is LeaseState.UP)
+        return tuple(service for service, held in self._tracked.items() if held.lease.state is LeaseState.UP)
 
     @property
-    def listens_s(self) -> float:
+    def listening_s(self) -> float:
         """How long until a heartbeat of each would have come. A service whose interval is unknown is assumed to send
         its heartbeats about as often as the others.
         """
-        intervals = [held.lease.interval_s for held in self._held.values() if held.sequence >= 0]
-        return LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S)
+        intervals = [held.lease.interval_s for held in self._tracked.values() if held.sequence >= 0]
+        return LISTEN_HEARTBEATS * max(intervals, default=DEFAULT_HEARTBEAT_S)
 
     @property
-    def beats_s(self) -> float:
+    def heartbeats_s(self) -> float:
         """How long until a heartbeat of each service that is up on record would have come, but those that send few;
         0: there is none.
         """
-        up = (one.lease.interval_s for one in self._held.values() if one.lease.state is LeaseState.UP)
-        return min(LISTEN_BEATS * max(up, default=0.0), MAX_LISTEN_S)
+        up = (one.lease.interval_s for one in self._tracked.values() if one.lease.state is LeaseState.UP)
+        return min(LISTEN_HEARTBEATS * max(up, default=0.0), MAX_LISTEN_S)
 
     @property
     def unheard(self) -> frozenset[str]:
         """Services that are up on record, and have sent nothing since `hear_anew`."""
-        return frozenset(one for one in self._unheard if one in self._held and one not in self.down)
+        return frozenset(one for one in self._unheard if one in self._tracked and one not in self.down)
 
     def hear_anew(self) -> None:
         """What services have sent before proves nothing any more about the database."""
-        self._unheard = set(self._held)
+        self._unheard = set(self._tracked)
 
     @property
-    def heard(self) -> frozenset[str]:
+    def alive_services(self) -> frozenset[str]:
         """Services that are certainly up: they have sent something here, and are not down since."""
-        held = self._held.items()
+        held = self._tracked.items()
         return frozenset(name for name, one in held if one.sequence >= 0 and one.lease.state is LeaseState.UP)
 
     @property
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         """Whether the record was adopted."""
-        return self._listens_since is not None
+        return self._listening_since is not None
 
     @property
-    def forgotten(self) -> frozenset[str]:
+    def deleted(self) -> frozenset[str]:
         """Services that are gone for good, as an operator has stated since this conductor started."""
-        return frozenset(self._forgotten)
+        return frozenset(self._deleted)
 
     @property
     def abandoned(self) -> dict[str, Lease]:
@@ -194,28 +196,28 @@ class LeaseTable:
         return {
             service: lease
             for service, lease in self.down.items()
-            if lease.state is LeaseState.SILENT or self._is_overdue(self._held[service])
+            if lease.state is LeaseState.SILENT or self._is_overdue(self._tracked[service])
         }
 
-    def is_gone(self, service: str, at: float, takeover_s: float) -> bool:
+    def is_removed(self, service: str, at: float, takeover_s: float) -> bool:
         """Whether a service is gone for good, as far as its cell can know: stopped and not back within its lease,
         silent for `takeover_s`, or not on record any more. at: seconds since the epoch. No service is gone before it is
         known who is up.
         """
         if self.up is None:
             return False
-        held = self._held.get(service)
+        held = self._tracked.get(service)
         if held is None or held.lease.state is LeaseState.STOPPED:
             return held is None or self._is_overdue(held)
         return held.lease.state is LeaseState.SILENT and at - held.lease.since >= takeover_s
 
-    def adopt_record(self, recorded: Iterable[Lease]) -> None:
+    def load_record(self, recorded: Iterable[Lease]) -> None:
         """Adopt all the leases on record, and listen from then on: a service that was down before sends nothing."""
-        self.adopt(recorded)
-        if self._listens_since is None:
-            self._listens_since = self._clock
+        self.load(recorded)
+        if self._listening_since is None:
+            self._listening_since = self._clock
 
-    def adopt(self, recorded: Iterable[Lease]) -> None:
+    def load(self, recorded: Iterable[Lease]) -> None:
         """Adopt the recorded leases of services that have sent nothing to this conductor yet.
 
         A service that was up has a whole lease from now on to send something; one that was down stays down until it
@@ -223,40 +225,40 @@ class LeaseTable:
         records of instances, count its messages as older than those of the recorded epoch.
         """
         for lease in recorded:
-            held = self._held.get(lease.service)
+            held = self._tracked.get(lease.service)
             if held is not None and held.lease.epoch < lease.epoch:
-                self.note_outdated(lease.service, lease.epoch)
-            is_forgotten = self._forgotten.get(lease.service) == lease.stretch
-            if held is None and not is_forgotten and len(self._held) < MAX_SERVICES:
+                self.record_superseded(lease.service, lease.epoch)
+            is_forgotten = self._deleted.get(lease.service) == lease.state_period
+            if held is None and not is_forgotten and len(self._tracked) < MAX_SERVICES:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else _NONE
-                self._held[lease.service] = _Held(lease, sequence, self._clock)
+                self._tracked[lease.service] = _TrackedLease(lease, sequence, self._clock)
                 self._unheard.add(lease.service)
-                self._forgotten.pop(lease.service, None)  # it was back
+                self._deleted.pop(lease.service, None)  # it was back
 
-    def follow(self, digest: tuple[int, int], down: Sequence[Lease]) -> None:
+    def apply_service_states(self, digest: tuple[int, int], down: Sequence[Lease]) -> None:
         """Adopt what a page of the keeper's digest states, unless a newer digest came. digest: its term and number."""
-        if digest < self._digest:
+        if digest < self._service_states:
             return
-        self._digest = digest
-        self.adopt(down)
+        self._service_states = digest
+        self.load(down)
         for lease in down:
-            if (held := self._held.get(lease.service)) is not None:
-                held.stated = lease.stretch
+            if (held := self._tracked.get(lease.service)) is not None:
+                held.stated = lease.state_period
 
-    def forget(self, service: str) -> None:
+    def delete(self, service: str) -> None:
         """Drop a service that an operator has stated to be gone.
 
         A digest from before that may come later, which states of it what the last one did: that is not adopted. One
         that is up is kept: it sends heartbeats.
         """
-        held = self._held.get(service)
+        held = self._tracked.get(service)
         self.remove([service])
         if held is None:
-            if len(self._forgotten) < MAX_SERVICES:
-                self._forgotten.setdefault(service, None)
-        elif service not in self._held and len(self._forgotten) < MAX_SERVICES:
-            self._forgotten[service] = held.stated or held.lease.stretch
+            if len(self._deleted) < MAX_SERVICES:
+                self._deleted.setdefault(service, None)
+        elif service not in self._tracked and len(self._deleted) < MAX_SERVICES:
+            self._deleted[service] = held.stated or held.lease.state_period
 
     def advance_clock(self, now_s: float) -> None:
         """Record that the bus has delivered a message; now_s: monotonic."""
@@ -271,12 +273,12 @@ class LeaseTable:
         A conductor that has just started would leave that service out of its ring, and its nodes would move needlessly.
         """
         members: dict[str, list[str]] = {}
-        for service, held in sorted(self._held.items()):
+        for service, held in sorted(self._tracked.items()):
             if held.lease.state is not LeaseState.UP:
                 continue
             if held.sequence < 0:
                 return None
-            if held.ring and self._clock - held.beat_at <= RING_MISSED * held.lease.interval_s:
+            if held.ring and self._clock - held.heartbeat_at <= RING_MISSED * held.lease.interval_s:
                 members.setdefault(held.ring, []).append(service)
         return {ring: tuple(services) for ring, services in members.items()}
 
@@ -284,19 +286,19 @@ class LeaseTable:
         """Apply one message of a service; at: seconds since the epoch. True: its state or its epoch has changed."""
         service, epoch, sequence = beat.service, beat.epoch, beat.sequence
         self._unheard.discard(service)
-        held = self._held.get(service)
+        held = self._tracked.get(service)
         if held is None:
-            if len(self._held) >= MAX_SERVICES:
+            if len(self._tracked) >= MAX_SERVICES:
                 return False
-            held = self._held[service] = _Held(Lease(service=service, epoch=_NONE), _NONE, self._clock)
-            self._forgotten.pop(service, None)
+            held = self._tracked[service] = _TrackedLease(Lease(service=service, epoch=_NONE), _NONE, self._clock)
+            self._deleted.pop(service, None)
         before = held.lease
         if epoch < before.epoch:
-            self.note_outdated(service, before.epoch)
+            self.record_superseded(service, before.epoch)
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
         interval_s = beat.interval_s if beat.interval_s > 0 else before.interval_s
-        held.sequence, held.beat_at, held.ring = sequence, self._clock, beat.ring
+        held.sequence, held.heartbeat_at, held.ring = sequence, self._clock, beat.ring
         if beat.stopping:
             held.sequence = _LAST
             held.lease = replace(
@@ -306,23 +308,23 @@ class LeaseTable:
             held.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)
         return held.lease is not before
 
-    def note_outdated(self, service: str, epoch: int) -> None:
+    def record_superseded(self, service: str, epoch: int) -> None:
         """A message of this service came with an epoch below this one."""
-        if service in self._outdated or len(self._outdated) < MAX_SERVICES:
-            self._outdated[service] = max(epoch, self._outdated.get(service, epoch))
+        if service in self._superseded or len(self._superseded) < MAX_SERVICES:
+            self._superseded[service] = max(epoch, self._superseded.get(service, epoch))
 
-    def outdated(self) -> dict[str, int]:
+    def superseded(self) -> dict[str, int]:
         """{service: epoch} of those recorded since the last call."""
-        outdated, self._outdated = self._outdated, {}
+        outdated, self._superseded = self._superseded, {}
         return outdated
 
     def assess(self, at: float) -> list[Lease]:
         """Services that have fallen silent by now, in order of their names."""
         silent: list[Lease] = []
-        for _, held in sorted(self._held.items()):
+        for _, held in sorted(self._tracked.items()):
             if held.lease.state is LeaseState.UP and self._is_overdue(held):
                 reason = (
-                    f"nothing came from it for {self._clock - held.beat_at:.1f} s while others were;"
+                    f"nothing came from it for {self._clock - held.heartbeat_at:.1f} s while others were;"
                     f" it sends a heartbeat every {held.lease.interval_s:g} s"
                 )
                 held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)
@@ -337,12 +339,12 @@ class LeaseTable:
     def remove(self, services: Iterable[str]) -> None:
         """Drop these: they are not on record any more. A service that is up is kept: it will be recorded again."""
         for service in services:
-            held = self._held.get(service)
+            held = self._tracked.get(service)
             if held is not None and held.lease.state is not LeaseState.UP:
-                del self._held[service]
+                del self._tracked[service]
 
-    def _is_overdue(self, held: _Held) -> bool:
-        return self._clock - held.beat_at > self._missed_heartbeats * held.lease.interval_s
+    def _is_overdue(self, held: _TrackedLease) -> bool:
+        return self._clock - held.heartbeat_at > self._missed_heartbeats * held.lease.interval_s
 
 
 _LAST = 2**63 - 1

@@ -9,108 +9,89 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.cell import InstanceSpec, Origin, Selection, Spawn
-from bus.contracts.moves import (
-    RESCUE_FAILED,
-    CellMove,
-    ChangeKind,
-    Condition,
-    MoveKind,
-    MoveState,
-)
+from bus.contracts.moves import RESCUE_FAILED, ActionKind, ActionState, CellAction, ChangeKind, Condition
 from bus.contracts.placement import ClaimOutcome
 
 from . import steps
-from .desires import EVACUATED, MAY_BE_THERE, Ask, Wish, desire_of
-from .events import (
-    ChangeEnded,
-    MoveRequested,
-)
+from .desires import EVACUATED, MAY_HAVE_MACHINE, MachineTarget, PlacementCall, desired_state_of
+from .events import ActionRequested, ChangeEnded
 from .fences import Fence, RunningAfterFence
-from .instance import FENCED, NO_HOST, Instance, Move, Power, State
+from .instance import FENCED, NO_HOST, ActionInProgress, Instance, Power, State
 from .leases import Lease, LeaseState
-from .move_events import (
-    DONE,
-    MoveEnd,
-    after,
-    answer_or_tell,
-    close,
-    move_of,
-    refuse_request,
-    report_progress,
-)
-from .orders import change_of, numbered, step_s
+from .move_events import DONE, ActionEnd, action_of, after, answer_or_notify, close, refuse_request, report_progress
+from .orders import change_of, step_s, with_change_number
 from .steps import Step, StepContext
 
-LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
-CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
-AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
+LEAVES_HOST = frozenset({ActionKind.MIGRATE, ActionKind.LIVE_MIGRATE, ActionKind.EVACUATE})
+CLAIMS = frozenset({*LEAVES_HOST, ActionKind.RESIZE})
+AWAITS_CONFIRM = frozenset({ActionKind.MIGRATE, ActionKind.RESIZE})
 NO_IMAGE = "snapshot.no_image"
 
 
-def leave(instance: Instance, at: float, context: StepContext) -> Step:
-    """The instance is deleted in the middle of a move: have both hosts destroy their machines of it. The claims are
+def delete_during_action(instance: Instance, at: float, context: StepContext) -> Step:
+    """The instance is deleted in the middle of a action: have both hosts destroy their machines of it. The claims are
     held until they have.
     """
-    desire = desire_of(instance)
-    here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance))
-    source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
+    desire = desired_state_of(instance)
+    here_gone = not (desire.current in MAY_HAVE_MACHINE or is_at_source(instance))
+    source_gone = instance.source_host_uuid is None or desire.source is MachineTarget.ABSENT_AFTER_DESTROY
     # A revert that is under way has used the next number: the release comes after it.
-    newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
-    gone = replace(move_of(instance), here_gone=here_gone, source_gone=source_gone)
-    enters = steps.releasing if here_gone and source_gone else steps.destroying
-    return Step(enters(replace(instance, newest=newest, move=gone), State.DELETED, at, context))
+    newest = instance.next_attempt if desire.placement_call is PlacementCall.REVERT else instance.highest_attempt
+    gone = replace(action_of(instance), current_destroyed=here_gone, source_destroyed=source_gone)
+    enters = steps.enter_releasing if here_gone and source_gone else steps.enter_destroying
+    return Step(enters(replace(instance, highest_attempt=newest, action=gone), State.DELETED, at, context))
 
 
 def is_at_source(instance: Instance) -> bool:
     """Whether `here` is the source's own host: no destination on another one has been claimed."""
-    return instance.source_host_uuid is None and move_of(instance).source is not None
+    return instance.source_host_uuid is None and action_of(instance).source is not None
 
 
-def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+def start_with_claim(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
     """A request that needs a destination: the first that fits is requested of placement."""
-    request, here = event.request, instance.here
-    if request.kind is MoveKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
+    request, here = event.request, instance.current
+    if request.kind is ActionKind.LIVE_MIGRATE and instance.power is not Power.RUNNING:
         return refuse_request(
             instance, event, context, "instance.not_running", "only a running instance can be live-migrated"
         )
-    if request.kind is MoveKind.EVACUATE:
-        unproved = why_not_evacuated(instance, context, fenced=request.fenced, force=request.force)
+    if request.kind is ActionKind.EVACUATE:
+        unproved = evacuation_blocker(instance, context, fenced=request.fenced, force=request.force)
         if unproved is not None:
             return refuse_request(instance, event, context, unproved.code, unproved.reason)
         if instance.power is Power.SHELVED:  # nothing is to be started elsewhere: its image is kept
-            return offload(adopt(instance, event, source=None, selections=(here,)), event.at, context)
+            return offload(enter_action(instance, event, source=None, selections=(here,)), event.at, context)
     hosts = request.selections
-    if request.kind in LEAVES:
+    if request.kind in LEAVES_HOST:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)
     if not hosts:
-        return refuse_request(instance, event, context, "move.no_host", "no host was named that it can go to")
-    return claim(adopt(instance, event, source=here, selections=(here, *hosts)), event.at, context)
+        return refuse_request(instance, event, context, "action.no_host", "no host was named that it can go to")
+    return claim(enter_action(instance, event, source=here, selections=(here, *hosts)), event.at, context)
 
 
-def begin_in_place(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+def start_in_place(instance: Instance, event: ActionRequested, context: StepContext) -> Step:
     """A request about the machine on its present host."""
     kind = event.request.kind
-    begun = adopt(instance, event, source=None, selections=(instance.here,))
+    begun = enter_action(instance, event, source=None, selections=(instance.current,))
     is_there = {
-        MoveKind.START: instance.power is Power.RUNNING,
-        MoveKind.STOP: instance.power is Power.STOPPED,
-        MoveKind.UNSHELVE: instance.power is not Power.SHELVED,
-        MoveKind.SHELVE: instance.power is Power.SHELVED and not event.request.offload,
-        MoveKind.RESCUE: instance.power is Power.RESCUED,
+        ActionKind.START: instance.power is Power.RUNNING,
+        ActionKind.STOP: instance.power is Power.STOPPED,
+        ActionKind.UNSHELVE: instance.power is not Power.SHELVED,
+        ActionKind.SHELVE: instance.power is Power.SHELVED and not event.request.offload,
+        ActionKind.RESCUE: instance.power is Power.RESCUED,
     }
-    if kind is MoveKind.UNRESCUE and instance.power is Power.STOPPED:
+    if kind is ActionKind.UNRESCUE and instance.power is Power.STOPPED:
         return refuse_request(instance, event, context, "instance.not_rescued")
     if is_there.get(kind):
-        if kind is MoveKind.UNSHELVE:
+        if kind is ActionKind.UNSHELVE:
             return refuse_request(instance, event, context, "instance.not_shelved")
         return close(replace(begun, spec=instance.spec), DONE, event.at, context)
-    if kind is MoveKind.OFFLOAD or (instance.power is Power.SHELVED and kind is MoveKind.SHELVE):
+    if kind is ActionKind.OFFLOAD or (instance.power is Power.SHELVED and kind is ActionKind.SHELVE):
         return offload(begun, event.at, context)
     return change(begun, State.CHANGING, event.at, context)
 
 
-def adopt(
-    instance: Instance, event: MoveRequested, *, source: Selection | None, selections: tuple[Selection, ...]
+def enter_action(
+    instance: Instance, event: ActionRequested, *, source: Selection | None, selections: tuple[Selection, ...]
 ) -> Instance:
     """The request is under way, and the previous state of the instance is kept.
 
@@ -118,12 +99,12 @@ def adopt(
     """
     request = event.request
     assert instance.spec is not None
-    move = Move(
+    action = ActionInProgress(
         request_id=request.request_id,
         kind=request.kind,
         source=source,
         source_attempt=instance.attempt if source is not None else 0,
-        book_attempt=instance.last_attempt,
+        allocation_attempt=instance.last_attempt,
         spec=instance.spec,
         power=instance.power,
         image=instance.image,
@@ -134,31 +115,31 @@ def adopt(
         fenced=request.fenced,
         force=request.force,
         fenced_hosts=request.fenced_hosts,
-        began=event.at,
+        started_at=event.at,
         to_cell=request.to_cell,
     )
     return replace(
         instance,
-        move=move,
+        action=action,
         spec=spec_after(instance.spec, request),
         selections=selections,
-        position=0,
+        selection_index=0,
         server_group=request.server_group or instance.server_group,
-        limits=request.limits if request.kind in CLAIMS or request.kind is MoveKind.UNSHELVE else instance.limits,
+        limits=request.limits if request.kind in CLAIMS or request.kind is ActionKind.UNSHELVE else instance.limits,
         cause=event.cause,
         queried=False,
         sequence=max(instance.sequence, request.sequence + 1),
     )
 
 
-def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
+def spec_after(spec: InstanceSpec, request: CellAction) -> InstanceSpec:
     """What the machine is to be: a rebuild changes its image, and every other request that names a target the flavor,
     which its hosts were chosen for. Its owner, networks and volumes never change.
     """
     target = request.spec
     if target is None:
         return spec
-    if request.kind is MoveKind.REBUILD:
+    if request.kind is ActionKind.REBUILD:
         kept = spec.image_source if target.image == spec.image else None
         return replace(spec, image=target.image, image_source=target.image_source or kept)
     return replace(
@@ -173,31 +154,31 @@ def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
 
 def claim(instance: Instance, at: float, context: StepContext) -> Step:
     """Request the first remaining destination of placement, or go back when there is none."""
-    move = move_of(instance)
+    action = action_of(instance)
     closed = context.closed(instance)
-    notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
-    move = replace(move, history=move.history + notes)
+    notes = closed.skipped(instance.alternates, instance.next_attempt, at)
+    action = replace(action, history=action.history + notes)
     # A machine that was commanded to stop is handed over, not changed in place.
     kept = tuple(
         one
         for one in instance.alternates
-        if closed.why(one) is None
-        and not (move.handed_over and move.source is not None and one.host_uuid == move.source.host_uuid)
+        if closed.closure_of(one) is None
+        and not (action.handed_over and action.source is not None and one.host_uuid == action.source.host_uuid)
     )
-    tried = instance.selections[: instance.position + 1]
-    left = replace(instance, selections=(*tried, *kept), move=move)
+    tried = instance.selections[: instance.selection_index + 1]
+    left = replace(instance, selections=(*tried, *kept), action=action)
     if not kept:
-        return undo(left, at, context, NO_HOST, summary_of_hosts(left))
-    return report_progress(steps.claiming(left, State.PREPARING, at, context), MoveState.CLAIMING, at, context)
+        return roll_back(left, at, context, NO_HOST, summary_of_hosts(left))
+    return report_progress(steps.enter_claiming(left, State.PREPARING, at, context), ActionState.CLAIMING, at, context)
 
 
 def try_next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a destination that failed: its remains are destroyed, and the next is claimed, if there is one."""
-    move = move_of(instance)
-    clean: tuple[Message, ...] = (steps.destroy_here(instance, context),) if move.finishing else ()
+    action = action_of(instance)
+    clean: tuple[Message, ...] = (steps.destroy_current(instance, context),) if action.finishing else ()
     claimed = claim(replace(instance, queried=False), at, context)
     if claimed.instance.state is State.CLAIMING:
-        left = replace(claimed.instance, move=replace(move_of(claimed.instance), finishing=False))
+        left = replace(claimed.instance, action=replace(action_of(claimed.instance), finishing=False))
         return Step(left, (*clean, *claimed.commands))
     return claimed
 
@@ -205,139 +186,139 @@ def try_next(instance: Instance, at: float, context: StepContext) -> Step:
 def finish(instance: Instance, at: float, context: StepContext) -> Step:
     """Command the destination to build and start it."""
     assert instance.spec is not None
-    move, here = move_of(instance), instance.here
-    handed = move.source if move.handed_over else None
+    action, here = action_of(instance), instance.current
+    handed = action.source if action.handed_over else None
     order = Spawn(
         spec=instance.spec,
         attempt=instance.attempt,
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
-        deployment=context.deployment,
+        database_id=context.database_id,
         origin=Origin(
-            migration=move.request_id,
+            migration=action.request_id,
             host_uuid=None if handed is None else handed.host_uuid,
-            image=instance.image if move.source is None else "",
-            runs=move.power is not Power.STOPPED,
+            image=instance.image if action.source is None else "",
+            runs=action.power is not Power.STOPPED,
         ),
     )
     earlier = replace(
         instance,
         state=State.FINISHING,
-        then=None,
-        deadline=at + move.step_timeout_s,
+        next_state=None,
+        deadline=at + action.step_timeout_s,
         since=at,
         queried=False,
-        move=replace(move, finishing=True),
+        action=replace(action, finishing=True),
     )
-    return after(Step(earlier, (order,)), report_progress(earlier, MoveState.FINISHING, at, context))
+    return after(Step(earlier, (order,)), report_progress(earlier, ActionState.FINISHING, at, context))
 
 
-def arrived(instance: Instance, at: float, context: StepContext) -> Step:
+def complete_at_destination(instance: Instance, at: float, context: StepContext) -> Step:
     """The destination is on record as active.
 
     The request has its end; the source waits for a confirm, or is given up.
     """
-    move = move_of(instance)
+    action = action_of(instance)
     up = replace(
         instance,
-        selections=(instance.selections[0], instance.here),  # alternates have no use any more
-        position=1,
+        selections=(instance.selections[0], instance.current),  # alternates have no use any more
+        selection_index=1,
         deadline=None,
         since=at,
         answered=True,
         queried=False,
-        power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
+        power=Power.STOPPED if action.power is Power.STOPPED else Power.RUNNING,
         image="",
     )
-    if move.kind in AWAITS_CONFIRM and move.source is not None and move.auto_confirm_s != 0:
-        deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
-        waiting = replace(up, state=State.RESIZED, then=None, deadline=deadline)
-        return answer_or_tell(waiting, DONE, at, context)
-    if move.source is None:
-        return close(over(up, at, context), DONE, at, context)
-    earlier = answer_or_tell(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
+    if action.kind in AWAITS_CONFIRM and action.source is not None and action.auto_confirm_s != 0:
+        deadline = None if action.auto_confirm_s is None else at + action.auto_confirm_s
+        waiting = replace(up, state=State.RESIZED, next_state=None, deadline=deadline)
+        return answer_or_notify(waiting, DONE, at, context)
+    if action.source is None:
+        return close(enter_active(up, at, context), DONE, at, context)
+    earlier = answer_or_notify(steps.enter_destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
     """The source is given up: destroyed on its host, then released. In place there is no other machine."""
-    enters = steps.releasing if instance.is_in_place else steps.destroying
+    enters = steps.enter_releasing if instance.is_in_place else steps.enter_destroying
     return Step(enters(instance, State.ACTIVE, at, context))
 
 
-def over(instance: Instance, at: float, context: StepContext) -> Instance:
+def enter_active(instance: Instance, at: float, context: StepContext) -> Instance:
     """At rest: active, on its present host."""
     return replace(
         instance,
         state=State.ACTIVE,
-        then=None,
-        selections=(instance.here,),
-        position=0,
+        next_state=None,
+        selections=(instance.current,),
+        selection_index=0,
         deadline=None,
         since=at,
         queried=False,
     )
 
 
-def undo(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
+def roll_back(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
     """Give the destination up: its machine, then its allocation; then the source is continued."""
-    lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
-    undone = replace(instance, move=lost, queried=False)
+    lost = replace(action_of(instance), rollback_code=code, rollback_reason=steps.truncate(reason))
+    undone = replace(instance, action=lost, queried=False)
     if undone.is_in_place:
-        earlier = resize_back(steps.destroying(undone, State.REVERTING, at, context), at, context)
-        return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
+        earlier = restore_size(steps.enter_destroying(undone, State.REVERTING, at, context), at, context)
+        return after(earlier, report_progress(earlier.instance, ActionState.ROLLING_BACK, at, context))
     if not lost.finishing:  # no destination has a machine
-        return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
-    leaving = steps.destroying(undone, State.REVERTING, at, context)
-    return report_progress(leaving, MoveState.UNDOING, at, context)
+        return report_progress(revert_allocations(undone, at, context), ActionState.ROLLING_BACK, at, context)
+    leaving = steps.enter_destroying(undone, State.REVERTING, at, context)
+    return report_progress(leaving, ActionState.ROLLING_BACK, at, context)
 
 
-def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
+def revert_allocations(instance: Instance, at: float, context: StepContext) -> Instance:
     """Request the source's allocation for the instance again; if there was none, the release of the claim."""
-    if move_of(instance).source is None:  # no source to go back to: the claim is released
-        return steps.releasing(instance, State.OFFLOADED, at, context)
-    return steps.ask(instance, State.REVERTING, at, context)
+    if action_of(instance).source is None:  # no source to go back to: the claim is released
+        return steps.enter_releasing(instance, State.OFFLOADED, at, context)
+    return steps.await_placement(instance, State.REVERTING, at, context)
 
 
-def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
+def restore_size(instance: Instance, at: float, context: StepContext) -> Step:
     """Command the machine's old size, where it is."""
-    return Step(replace(numbered(instance, at), deadline=at + context.destroy_retry_s))
+    return Step(replace(with_change_number(instance, at), deadline=at + context.destroy_retry_s))
 
 
-def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
+def end_rolled_back(instance: Instance, at: float, context: StepContext) -> Step:
     """The instance is on its source again, and the request has failed, or was reverted."""
-    back = replace(instance, image=move_of(instance).image)
-    return close(over(back, at, context), ending_of(move_of(instance)), at, context)
+    back = replace(instance, image=action_of(instance).image)
+    return close(enter_active(back, at, context), ending_of(action_of(instance)), at, context)
 
 
-def ending_of(move: Move) -> MoveEnd:
+def ending_of(action: ActionInProgress) -> ActionEnd:
     """The end of a move that was undone."""
-    return MoveEnd(MoveState.FAILED, move.lost_code, move.lost_reason)
+    return ActionEnd(ActionState.FAILED, action.rollback_code, action.rollback_reason)
 
 
 def offload(instance: Instance, at: float, context: StepContext) -> Step:
     """Have the host destroy the shelved machine."""
-    leaving = steps.destroying(instance, State.OFFLOADED, at, context)
-    return report_progress(leaving, MoveState.CHANGING, at, context)
+    leaving = steps.enter_destroying(instance, State.OFFLOADED, at, context)
+    return report_progress(leaving, ActionState.CHANGING, at, context)
 
 
 def change(instance: Instance, state: State, at: float, context: StepContext) -> Step:
     """Enter a state that waits for one change of one machine, under a new number."""
-    entered = numbered(replace(instance, state=state, then=None, since=at, queried=False), at)
+    entered = with_change_number(replace(instance, state=state, next_state=None, since=at, queried=False), at)
     kind = change_of(entered)
     assert kind is not None, state
-    waiting = replace(entered, deadline=at + step_s(move_of(entered), kind, context))
-    return report_progress(waiting, desire_of(waiting).progress, at, context)
+    waiting = replace(entered, deadline=at + step_s(action_of(entered), kind, context))
+    return report_progress(waiting, desired_state_of(waiting).progress, at, context)
 
 
 def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:
     """Whether this answers the change that was last commanded: that of the service that has the host now."""
-    answered = (event.order, event.attempt, event.host_uuid, event.service)
-    return answered == (move_of(instance).order, attempt, where.host_uuid, where.service)
+    answered = (event.change_number, event.attempt, event.host_uuid, event.service)
+    return answered == (action_of(instance).change_number, attempt, where.host_uuid, where.service)
 
 
-def answered(instance: Instance, event: ChangeEnded) -> ChangeEnded:
+def checked_answer(instance: Instance, event: ChangeEnded) -> ChangeEnded:
     """The host's answer to the change that was last commanded. A snapshot that names no image is not done: a machine is
     given up for an image that is kept. One that boots from a volume has none.
     """
@@ -349,11 +330,11 @@ def answered(instance: Instance, event: ChangeEnded) -> ChangeEnded:
     return replace(event, done=False, code=NO_IMAGE, reason="the host has not named the image that it has kept")
 
 
-def as_left(instance: Instance, event: ChangeEnded) -> Instance:
+def after_failed_change(instance: Instance, event: ChangeEnded) -> Instance:
     """The instance after a change that was not done. The host's answer about the machine counts: a rebuild that failed
     half-way leaves nothing that runs, and a shelved machine that runs is not shelved any more.
     """
-    left = replace(instance, spec=move_of(instance).spec)
+    left = replace(instance, spec=action_of(instance).spec)
     if event.runs is None:  # nothing was begun
         return left
     if instance.power is Power.RESCUED or event.code == RESCUE_FAILED:
@@ -363,25 +344,27 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
 
 
-def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
+def add_history(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:
     """Record how the current destination has ended."""
-    move = move_of(instance)
-    record = steps.tried(instance, instance.last_attempt, outcome, at, code=code, reason=reason)
-    return replace(instance, move=replace(move, history=(*move.history, record)))
+    action = action_of(instance)
+    record = steps.attempt_record(instance, instance.last_attempt, outcome, at, code=code, reason=reason)
+    return replace(instance, action=replace(action, history=(*action.history, record)))
 
 
-def note_not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
+def add_unclaimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
     """Record the destinations that could not be claimed."""
-    move = move_of(instance)
-    return replace(instance, move=replace(move, history=move.history + steps.not_claimed(instance, outcomes, at)))
+    action = action_of(instance)
+    return replace(
+        instance, action=replace(action, history=action.history + steps.unclaimed_records(instance, outcomes, at))
+    )
 
 
 def summary_of_hosts(instance: Instance) -> str:
     """One sentence: the tries, and how each ended."""
     tries = "; ".join(
-        f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in move_of(instance).history
+        f"{one.host}: {one.outcome}" + (f" ({one.code})" if one.code else "") for one in action_of(instance).history
     )
-    return steps.cut(f"no host is left. {tries}")
+    return steps.truncate(f"no host is left. {tries}")
 
 
 # --- The proof that an evacuation needs: the instance's host is off, so no machine of the instance runs there.
@@ -401,13 +384,13 @@ class NotProved(Struct, frozen=True):
     reason: str
 
 
-def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool, force: bool) -> NotProved | None:
+def evacuation_blocker(instance: Instance, context: StepContext, *, fenced: bool, force: bool) -> NotProved | None:
     """Why this instance is not evacuated from its host, or the source of its move; None: the host is proved to be off.
 
     fenced: the client states that the host is off. force: also if the host has reported the machine since its fence.
     """
-    where, attempt = instance.here, instance.attempt
-    if (source := instance.source_elsewhere) is not None:
+    where, attempt = instance.current, instance.attempt
+    if (source := instance.separate_source) is not None:
         where, attempt = source, instance.source_attempt
     fence = context.fences.get(where.host_uuid)
     if not context.is_off(where.host_uuid):
@@ -440,36 +423,36 @@ def _still_runs(
     """
     if found.attempts.get(instance.uuid) != attempt:
         return False
-    if fence is None or fence.lifting or lease is None:
+    if fence is None or fence.unfencing or lease is None:
         return True
     return lease.since > fence.at or found.version == fence.version
 
 
-def misses_proof(before: Instance, after: Instance) -> bool:
+def lacks_proof(before: Instance, after: Instance) -> bool:
     """Whether this step has undone an evacuation because its host is not proved to be off."""
-    return before.state is State.PREPARING and after.move is not None and after.move.lost_code in _UNPROVED
+    return before.state is State.PREPARING and after.action is not None and after.action.rollback_code in _UNPROVED
 
 
-def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
+def may_run_after_evacuation(instance: Instance, host_uuid: str) -> bool:
     """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
     stays until the record gives up the source, or the destination has answered that nothing of it is left there.
     """
-    move = instance.move
-    is_going = move is not None and move.kind is MoveKind.EVACUATE and instance.phase in EVACUATED
+    action = instance.action
+    is_going = action is not None and action.kind is ActionKind.EVACUATE and instance.phase in EVACUATED
     # Before a destination is claimed it is still at its source.
     return is_going and (instance.source_host_uuid or instance.host_uuid) == host_uuid
 
 
-def relied_on(before: Instance, after: Instance, context: StepContext) -> Iterable[str]:
+def fences_relied_on(before: Instance, after: Instance, context: StepContext) -> Iterable[str]:
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
     host of a shelved instance up; of an instance that was active there, and fails by its policy; and of a move that has
     arrived there, and is confirmed by no client.
     """
-    relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
-    begins = relies and not relied and move_of(after).kind is MoveKind.EVACUATE
-    was, now = desire_of(before).condition, desire_of(after).condition
-    fails = desire_of(before).here is Wish.RUN and now is Condition.FAILED
-    stays = was is Condition.RESIZED and now is None and move_of(after).by_kind is None
+    relied, relies = desired_state_of(before).relies_on_fence, desired_state_of(after).relies_on_fence
+    begins = relies and not relied and action_of(after).kind is ActionKind.EVACUATE
+    was, now = desired_state_of(before).condition, desired_state_of(after).condition
+    fails = desired_state_of(before).current is MachineTarget.RUNNING and now is Condition.FAILED
+    stays = was is Condition.RESIZED and now is None and action_of(after).ending_kind is None
     hosts: tuple[str | None, ...] = ()
     if begins:
         hosts = (after.source_host_uuid or after.host_uuid,)

@@ -12,24 +12,24 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_ATTEMPT
 from bus.contracts.cell import Selection
 from bus.contracts.listing import ListedMachine
-from bus.contracts.moves import CHOOSES_HOSTS, Condition, MoveKind, MoveState
+from bus.contracts.moves import CHOOSES_HOSTS, ActionKind, ActionState, Condition
 
-from .departure_rules import left_for
+from .departure_rules import transferred_to
 from .desires import (
     AT_REST,
     DELETE_REQUESTED,
-    ELSEWHERE,
-    MAY_BE_THERE,
-    Ask,
-    Desire,
-    Wish,
+    IN_OTHER_CELL,
+    MAY_HAVE_MACHINE,
+    DesiredState,
+    MachineTarget,
+    PlacementCall,
     Work,
-    desire_of,
-    states_where,
+    desired_state_of,
+    phases_matching,
 )
-from .instance import MAX_ENDED, BlockedReason, EndedMove, Instance, Phase, Power, State
-from .move_events import MOVE_LOST
-from .recovery_facts import Action, KnownInstance, OperatorDecision, Reconciled, RecoveryOrder, Verb
+from .instance import MAX_ENDED, BlockedReason, EndedAction, Instance, Phase, Power, State
+from .move_events import ACTION_LOST
+from .recovery_facts import KnownInstance, OperatorDecision, Reconciled, RecoveryCommand, RecoveryCommandKind, Verb
 from .rules import LOST
 
 BUILD_LOST = "build.lost"
@@ -37,13 +37,19 @@ BUILD_LOST = "build.lost"
 NO_SERVICE = "unknown"
 ATTEMPTS_PER_INCARNATION = 1000
 
-(RELEASING_FAILED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.FAILED)
-(RELEASING_DELETED,) = states_where(lambda row: row.asks is Ask.RELEASE and row.condition is Condition.DELETED)
-(DESTROYING_DELETED,) = states_where(lambda row: row.here is Wish.DESTROY and row.condition is Condition.DELETED)
+(RELEASING_FAILED,) = phases_matching(
+    lambda row: row.placement_call is PlacementCall.RELEASE and row.condition is Condition.FAILED
+)
+(RELEASING_DELETED,) = phases_matching(
+    lambda row: row.placement_call is PlacementCall.RELEASE and row.condition is Condition.DELETED
+)
+(DESTROYING_DELETED,) = phases_matching(
+    lambda row: row.current is MachineTarget.DESTROYED and row.condition is Condition.DELETED
+)
 
 
 class InstanceFacts:
-    """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's mark
+    """All that is known of the instance. known: the top's word, if that counts. own: the machines with the cell's tag
     about which no operator has decided, the newest last. record: on record. base: that, or what the top knows newer.
     """
 
@@ -55,28 +61,28 @@ class InstanceFacts:
         absent: Collection[str],
         decision: OperatorDecision | None,
         *,
-        kept: Collection[str],
+        protected: Collection[str],
         off: Collection[str],
     ) -> None:
         self.known = None if known is None or known.is_old else known
         destroyed = decision.host_uuid if decision is not None and decision.verb is Verb.DESTROY else None
-        ours = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
-        self.kept = [one for one in ours if one.host_uuid in kept]
-        self.decided = [one for one in ours if one.host_uuid == destroyed and one not in self.kept]
-        self.own = [one for one in ours if one not in self.kept and one not in self.decided]
+        own = sorted((one for one in machines if not one.foreign), key=lambda one: (one.attempt, one.host_uuid))
+        self.protected = [one for one in own if one.host_uuid in protected]
+        self.decided = [one for one in own if one.host_uuid == destroyed and one not in self.protected]
+        self.own = [one for one in own if one not in self.protected and one not in self.decided]
         self.decision, self.off = decision, off
-        # A machine without our mark is not proved to be another's: the mark may have been removed from the instance's.
+        # A machine without our tag is not proved to be another's: the mark may have been removed from the instance's.
         self.unseen = {*absent, *(one.host_uuid for one in machines if one.foreign)}
-        self.record = None if record is None or desire_of(record).here is Wish.UNKNOWN else record
+        self.record = None if record is None or desired_state_of(record).current is MachineTarget.UNKNOWN else record
         self.base = _base(self.record, known)
         if self.base is None and self.known is not None and self.known.is_deleted:
             self.base = _to_destroy(self.known, self.own, self.unseen)
 
     @cached_property
-    def desire(self) -> Desire:
+    def desired_state(self) -> DesiredState:
         """Of the base."""
         assert self.base is not None
-        return desire_of(self.base)
+        return desired_state_of(self.base)
 
     @cached_property
     def complete(self) -> list[ListedMachine]:
@@ -99,7 +105,11 @@ class InstanceFacts:
     @property
     def is_off_as_recorded(self) -> bool:
         """Whether its host is off, and the top has it there, too: by a fence alone no instance ends."""
-        places = None if self.known is None else {one.host_uuid for one in self.known.selections if self.known.is_here}
+        places = (
+            None
+            if self.known is None
+            else {one.host_uuid for one in self.known.selections if self.known.is_in_this_cell}
+        )
         at = None if self.base is None else self.base.host_uuid
         return at in self.off and (places is None or at in places)
 
@@ -114,22 +124,28 @@ class InstanceFacts:
         found = {one.host_uuid for one in self.known.selections} if self.known is not None else set[str]()
         if self.base is None:
             return found
-        row = self.desire
-        if self.base.selections and row.here not in (Wish.NONE, Wish.GONE):
-            found.add(self.base.here.host_uuid)
-        if self.base.move is not None and self.base.move.source is not None and row.source is not Wish.GONE:
-            found.add(self.base.move.source.host_uuid)
+        row = self.desired_state
+        if self.base.selections and row.current not in (MachineTarget.ABSENT, MachineTarget.ABSENT_AFTER_DESTROY):
+            found.add(self.base.current.host_uuid)
+        if (
+            self.base.action is not None
+            and self.base.action.source is not None
+            and row.source is not MachineTarget.ABSENT_AFTER_DESTROY
+        ):
+            found.add(self.base.action.source.host_uuid)
         return found
 
-    def orders(self, *wanted: ListedMachine) -> tuple[RecoveryOrder, ...]:
+    def commands(self, *wanted: ListedMachine) -> tuple[RecoveryCommand, ...]:
         """About the machines that are not wanted: no complete one is destroyed."""
         return tuple(
-            RecoveryOrder(Action.QUARANTINE if one.complete else Action.DESTROY_IF_INCOMPLETE, one)
+            RecoveryCommand(
+                RecoveryCommandKind.QUARANTINE if one.complete else RecoveryCommandKind.DESTROY_IF_INCOMPLETE, one
+            )
             for one in self.own
             if one not in wanted
         )
 
-    def blocked(self, reason: BlockedReason, orders: tuple[RecoveryOrder, ...] = ()) -> Reconciled:
+    def blocked(self, reason: BlockedReason, orders: tuple[RecoveryCommand, ...] = ()) -> Reconciled:
         """Nothing changes."""
         return Reconciled(self.base, orders, blocked_reason=reason)
 
@@ -162,36 +178,43 @@ def wait_until_quiet(facts: InstanceFacts) -> Reconciled | None:
     return facts.blocked(BlockedReason.BUSY) if any(one.busy for one in facts.own) else None
 
 
-def depart(facts: InstanceFacts) -> Reconciled | None:
+def follow_transfer(facts: InstanceFacts) -> Reconciled | None:
     """3: another cell has it by a later attempt. The request by which it left ends there."""
     known, base = facts.known, facts.base
-    if known is None or not known.is_elsewhere or known.attempt <= (0 if base is None else base.last_attempt):
+    if known is None or not known.is_in_other_cell or known.attempt <= (0 if base is None else base.last_attempt):
         return None
     if facts.complete:
         return facts.blocked(BlockedReason.CONFLICT)
-    if base is None or base.phase in ELSEWHERE | DELETE_REQUESTED or not base.selections:
-        return Reconciled(base, facts.orders())
-    return Reconciled(_left(base, known), facts.orders())
+    if base is None or base.phase in IN_OTHER_CELL | DELETE_REQUESTED or not base.selections:
+        return Reconciled(base, facts.commands())
+    return Reconciled(_transferred(base, known), facts.commands())
 
 
 def await_command(facts: InstanceFacts) -> Reconciled | None:
     """Of 3: they have given it to this cell, which has nothing of it yet: the command waits, or is queried."""
     known, record = facts.known, facts.record
-    if known is None or not known.is_here or facts.own or facts.may_be_absent:
+    if known is None or not known.is_in_this_cell or facts.own or facts.may_be_absent:
         return None
     if record is None:
         is_first = not known.is_active and known.attempt <= 1
-        return Reconciled(None) if known.arrives or is_first else None
-    is_begun = record.move is not None and record.move.request_id == known.request_id
-    if not known.arrives or is_begun or known.attempt <= record.last_attempt or record.phase in DELETE_REQUESTED:
+        return Reconciled(None) if known.is_transferred_in or is_first else None
+    is_begun = record.action is not None and record.action.request_id == known.request_id
+    if (
+        not known.is_transferred_in
+        or is_begun
+        or known.attempt <= record.last_attempt
+        or record.phase in DELETE_REQUESTED
+    ):
         return None
-    return Reconciled(record if record.phase in ELSEWHERE or not record.selections else _left(record, known))
+    return Reconciled(record if record.phase in IN_OTHER_CELL or not record.selections else _transferred(record, known))
 
 
 def delete(facts: InstanceFacts) -> Reconciled | None:
     """4: its client has requested that, by one of the two, and the other has nothing later."""
     known, base = facts.known, facts.base
-    is_by_record = base is not None and (base.phase in DELETE_REQUESTED or (base.move is not None and base.move.delete))
+    is_by_record = base is not None and (
+        base.phase in DELETE_REQUESTED or (base.action is not None and base.action.delete)
+    )
     is_by_top = known is not None and known.is_deleted
     if not (is_by_record or is_by_top):
         return None
@@ -202,19 +225,19 @@ def delete(facts: InstanceFacts) -> Reconciled | None:
         (numbers if is_by_top else others).append(known.attempt)
     if max(others, default=0) > max(numbers):
         return facts.blocked(BlockedReason.CONFLICT)
-    orders = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.own)
+    orders = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.own)
     if base is None:
         return Reconciled(None, orders)
     ended, may_be_absent = _ends_of(facts), bool(facts.unseen & facts.places)
-    if may_be_absent and base.selections and base.here.service == NO_SERVICE:
+    if may_be_absent and base.selections and base.current.service == NO_SERVICE:
         return facts.blocked(BlockedReason.HOST_ABSENT, orders)  # nobody could be commanded
     if base.phase not in AT_REST or facts.own or not is_by_record:
         is_gone = not facts.own and not may_be_absent
         base = _in(base, RELEASING_DELETED if is_gone else DESTROYING_DELETED)
     if may_be_absent:  # its places, the source's among them, are waited for
-        base = replace(base, move=base.move and replace(base.move, delete=True))
+        base = replace(base, action=base.action and replace(base.action, delete=True))
     else:
-        base = replace(base, move=None, **(_place(facts.own[-1], base) if facts.own else {}))
+        base = replace(base, action=None, **(_place(facts.own[-1], base) if facts.own else {}))
     return _ended(Reconciled(base, orders, ended))
 
 
@@ -223,19 +246,21 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
     base, known = facts.base, facts.known
     if base is None:
         return None
-    row = facts.desire
-    if not (row.ends or row.elsewhere or row.condition in (Condition.FAILED, Condition.RESIZED)):
+    row = facts.desired_state
+    if not (row.ends or row.in_other_cell or row.condition in (Condition.FAILED, Condition.RESIZED)):
         return None
     newest = max((one.attempt for one in facts.own if not one.complete or one in facts.proved), default=0)
-    if newest > base.last_attempt or (known is not None and known.is_here and known.attempt > base.last_attempt):
+    if newest > base.last_attempt or (
+        known is not None and known.is_in_this_cell and known.attempt > base.last_attempt
+    ):
         return None
     again = tuple(one for one in base.ended if known is not None and one.request_id == known.request_id)
-    if row.here not in MAY_BE_THERE:
+    if row.current not in MAY_HAVE_MACHINE:
         if facts.may_be_absent:
             return None
         if known is None and row.condition is Condition.OFFLOADED:  # another cell may have it
             return facts.blocked(BlockedReason.TOP_SILENT)
-        return Reconciled(base, facts.orders(), again)
+        return Reconciled(base, facts.commands(), again)
     found = [one for one in facts.complete if (one.host_uuid, one.attempt) == (base.host_uuid, base.attempt)]
     if (found[0].runs != should_run(base.power)) if found else not facts.is_off_as_recorded:
         return None
@@ -244,7 +269,7 @@ def keep(facts: InstanceFacts) -> Reconciled | None:
     if any(one.runs for one in sources):
         return None
     found += sources
-    return Reconciled(base, facts.orders(*found), again)
+    return Reconciled(base, facts.commands(*found), again)
 
 
 def wait_for_hosts(facts: InstanceFacts) -> Reconciled | None:
@@ -271,11 +296,11 @@ def build_on(facts: InstanceFacts) -> Reconciled | None:
     base, incomplete = facts.base, [one for one in facts.own if not one.complete]
     if base is None or not incomplete:
         return None
-    if facts.desire.work is not Work.BUILD:
-        return facts.blocked(BlockedReason.INCOMPLETE, facts.orders())
+    if facts.desired_state.work is not Work.BUILD:
+        return facts.blocked(BlockedReason.INCOMPLETE, facts.commands())
     newest = incomplete[-1]
-    building = replace(base, state=State.BUILDING, then=None, attempt=newest.attempt, **_place(newest, base))
-    return Reconciled(building, facts.orders(newest))
+    building = replace(base, state=State.BUILDING, next_state=None, attempt=newest.attempt, **_place(newest, base))
+    return Reconciled(building, facts.commands(newest))
 
 
 def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
@@ -285,37 +310,37 @@ def end_without_machine(facts: InstanceFacts) -> Reconciled | None:
     base, known = facts.base, facts.known
     if base is None:
         return None
-    is_build = facts.desire.work is Work.BUILD
-    image = base.image or (base.move.image if base.move is not None else "") or (known.snapshot if known else "")
-    ended, orders = _ends_of(facts), facts.orders()
+    is_build = facts.desired_state.work is Work.BUILD
+    image = base.image or (base.action.image if base.action is not None else "") or (known.snapshot if known else "")
+    ended, orders = _ends_of(facts), facts.commands()
     if not is_build and (image or (known is not None and known.is_offloaded)):
-        offloaded = replace(base, state=State.OFFLOADED, then=None, power=Power.SHELVED, image=image, move=None)
+        offloaded = replace(base, state=State.OFFLOADED, next_state=None, power=Power.SHELVED, image=image, action=None)
         return _ended(Reconciled(offloaded, orders, ended))
     if not is_build and any(kind in LEAVES_AN_IMAGE for _, kind in _requests(facts)):
         return facts.blocked(BlockedReason.TOP_SILENT if known is None else BlockedReason.CONFLICT, orders)
-    if any(one.complete for one in facts.kept):  # it may have been given to it since, and that word is lost
+    if any(one.complete for one in facts.protected):  # it may have been given to it since, and that word is lost
         return facts.blocked(BlockedReason.CONFLICT, orders)
     code = BUILD_LOST if is_build else LOST
-    lost = replace(_in(base, RELEASING_FAILED), code=code, move=None)
+    lost = replace(_in(base, RELEASING_FAILED), code=code, action=None)
     return _ended(Reconciled(lost, orders, ended))
 
 
 def take_up_unrecorded(facts: InstanceFacts) -> Reconciled:
     """12: neither record nor map has it. Its spec and the project of its allocations prove it."""
     project = "" if facts.known is None else facts.known.project_id
-    if facts.known is None or not facts.complete or (facts.known.exists and not facts.known.is_here):
-        return Reconciled(None, facts.orders() if facts.known is not None else _quarantine(facts.complete))
+    if facts.known is None or not facts.complete or (facts.known.exists and not facts.known.is_in_this_cell):
+        return Reconciled(None, facts.commands() if facts.known is not None else _quarantine(facts.complete))
     newest = facts.complete[-1]
     is_proved = newest.attempt > 0 and newest.spec is not None and newest.spec.project_id == project
     is_unique = sum(one.attempt == newest.attempt for one in facts.complete) == 1
     if not is_proved or not is_unique or newest.allocations is None or facts.unseen & facts.places:
-        return Reconciled(None, facts.orders())
+        return Reconciled(None, facts.commands())
     return _active(facts, Instance(uuid=newest.instance_uuid, spec=newest.spec), newest)
 
 
 Rule = Callable[[InstanceFacts], Reconciled | None]
 RULES: tuple[Rule, ...] = (
-    adopt_decided, wait_until_quiet, depart, await_command, delete, keep, wait_for_hosts, activate, build_on,
+    adopt_decided, wait_until_quiet, follow_transfer, await_command, delete, keep, wait_for_hosts, activate, build_on,
     end_without_machine, take_up_unrecorded,
 )  # fmt: skip
 
@@ -328,19 +353,19 @@ def reconcile(
     decision: OperatorDecision | None,
     *,
     incarnation: int,
-    kept: Collection[str] = (),
+    protected: Collection[str] = (),
     off: Collection[str] = (),
 ) -> Reconciled:
-    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced. kept: where
-    an operator keeps a machine, which is then none of the instance's. off: fenced hosts that have not listed.
+    """Decide. machines: all that are listed of it. absent: hosts that have not listed and are not fenced. protected:
+    where an operator keeps a machine, which is then none of the instance's. off: fenced hosts that have not listed.
     """
-    facts = InstanceFacts(record, machines, known, absent, decision, kept=kept, off=off)
+    facts = InstanceFacts(record, machines, known, absent, decision, protected=protected, off=off)
     result = next(found for rule in RULES if (found := rule(facts)) is not None)
     if facts.known is None and _ends(facts, result):  # rule 0
         result = facts.blocked(BlockedReason.TOP_SILENT)
-    decided = tuple(RecoveryOrder(Action.DESTROY, one) for one in facts.decided)
+    decided = tuple(RecoveryCommand(RecoveryCommandKind.DESTROY, one) for one in facts.decided)
     numbered = result.record if result.blocked_reason else _numbered(facts, result.record, incarnation)
-    return replace(result, record=numbered, orders=(*decided, *result.orders))
+    return replace(result, record=numbered, commands=(*decided, *result.commands))
 
 
 def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
@@ -348,7 +373,10 @@ def _ends(facts: InstanceFacts, result: Reconciled) -> bool:
     base, record = facts.base, result.record
     if base is None or record is None:
         return False
-    is_released = record.phase != base.phase and desire_of(record).here in (Wish.GONE, Wish.NONE)
+    is_released = record.phase != base.phase and desired_state_of(record).current in (
+        MachineTarget.ABSENT_AFTER_DESTROY,
+        MachineTarget.ABSENT,
+    )
     return is_released or any(one not in base.ended for one in result.ended)
 
 
@@ -356,23 +384,27 @@ def _numbered(facts: InstanceFacts, record: Instance | None, incarnation: int) -
     """Above all numbers that were seen, and the floor of the incarnation. Of one that waits, or has left or is deleted,
     the numbers stay comparable with the top's.
     """
-    if record is None or record.phase in ELSEWHERE:
+    if record is None or record.phase in IN_OTHER_CELL:
         return record
     seen = [record.last_attempt, *(one.attempt for one in facts.own)]
-    if facts.known is not None and not facts.known.is_elsewhere:
+    if facts.known is not None and not facts.known.is_in_other_cell:
         seen.append(facts.known.attempt)
     if record.phase not in DELETE_REQUESTED:
         seen.append(incarnation * ATTEMPTS_PER_INCARNATION)
     newest = min(max(seen), MAX_ATTEMPT)
-    return record if newest == record.last_attempt else replace(record, newest=newest)
+    return record if newest == record.last_attempt else replace(record, highest_attempt=newest)
 
 
 def _base(record: Instance | None, known: KnownInstance | None) -> Instance | None:
     """The record. Where it has no machine, and the map has one under a later attempt, what the map has."""
-    if known is None or not known.is_here or known.spec is None or not known.selections:
+    if known is None or not known.is_in_this_cell or known.spec is None or not known.selections:
         return record
     if record is not None:
-        is_over = desire_of(record).here is Wish.NONE and record.move is None and record.phase not in DELETE_REQUESTED
+        is_over = (
+            desired_state_of(record).current is MachineTarget.ABSENT
+            and record.action is None
+            and record.phase not in DELETE_REQUESTED
+        )
         if known.is_old or not is_over or known.attempt <= record.last_attempt:
             return record
     of_map = record or Instance(uuid=known.spec.instance_uuid, power=known.power or Power.RUNNING)
@@ -380,14 +412,14 @@ def _base(record: Instance | None, known: KnownInstance | None) -> Instance | No
     if known.is_active:
         state = State.ACTIVE
     return replace(
-        of_map, state=state, then=None, spec=known.spec, selections=known.selections[:1], position=0,
-        attempt=known.attempt, code="", departure=None,
+        of_map, state=state, next_state=None, spec=known.spec, selections=known.selections[:1], selection_index=0,
+        attempt=known.attempt, code="", transfer=None,
     )  # fmt: skip
 
 
-def _left(record: Instance, known: KnownInstance) -> Instance:
-    kind, request_id = known.kind or MoveKind.UNSHELVE, known.request_id or record.uuid
-    return left_for(record, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=record.since)
+def _transferred(record: Instance, known: KnownInstance) -> Instance:
+    kind, request_id = known.kind or ActionKind.UNSHELVE, known.request_id or record.uuid
+    return transferred_to(record, known.cell, known.attempt - 1, kind=kind, request_id=request_id, at=record.since)
 
 
 def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Collection[str]) -> Instance | None:
@@ -399,7 +431,7 @@ def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Coll
     if spec is None or not (own or known.selections):  # it may hold those under a later attempt than its delete names
         return None
     state, then = DESTROYING_DELETED
-    made = Instance(uuid=spec.instance_uuid, state=state, then=then, spec=spec, attempt=known.attempt)
+    made = Instance(uuid=spec.instance_uuid, state=state, next_state=then, spec=spec, attempt=known.attempt)
     places = absent or known.selections
     return replace(made, **_place(own[-1], made)) if own and not absent else replace(made, selections=places[:1])
 
@@ -407,9 +439,11 @@ def _to_destroy(known: KnownInstance, own: Sequence[ListedMachine], unseen: Coll
 def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reconciled:
     """On this machine. What is incomplete and newer comes first: it may be complete by the time it is ordered away."""
     known = facts.known
-    others = facts.orders(chosen)
+    others = facts.commands(chosen)
     if any(not one.complete and one.attempt > chosen.attempt for one in facts.own):
-        return facts.blocked(BlockedReason.INCOMPLETE, tuple(o for o in others if o.action is not Action.QUARANTINE))
+        return facts.blocked(
+            BlockedReason.INCOMPLETE, tuple(o for o in others if o.kind is not RecoveryCommandKind.QUARANTINE)
+        )
     is_stopping = any(kind in STOPPING for _, kind in _requests(facts))
     wanted = known.power if known is not None and not is_stopping else None
     starts = not chosen.runs and wanted is not None and should_run(wanted)
@@ -421,37 +455,45 @@ def _active(facts: InstanceFacts, base: Instance, chosen: ListedMachine) -> Reco
     power = power or (Power.RUNNING if runs else Power.STOPPED)
     image = image if power is Power.SHELVED else ""
     record = replace(
-        base, state=State.ACTIVE, then=None, attempt=chosen.attempt, spec=chosen.spec or base.spec, move=None, code="",
-        power=power, image=image, **_place(chosen, base),
-    )  # fmt: skip
-    started = (RecoveryOrder(Action.START, chosen),) if starts else ()
+        base,
+        state=State.ACTIVE,
+        next_state=None,
+        attempt=chosen.attempt,
+        spec=chosen.spec or base.spec,
+        action=None,
+        code="",
+        power=power,
+        image=image,
+        **_place(chosen, base),
+    )
+    started = (RecoveryCommand(RecoveryCommandKind.START, chosen),) if starts else ()
     return _ended(Reconciled(record, (*started, *others), _ends_of(facts, chosen)))
 
 
-STOPPING = frozenset({MoveKind.STOP, MoveKind.SHELVE, MoveKind.OFFLOAD})
-LEAVES_AN_IMAGE = frozenset({MoveKind.SHELVE, MoveKind.OFFLOAD, MoveKind.MIGRATE, MoveKind.RESIZE})
+STOPPING = frozenset({ActionKind.STOP, ActionKind.SHELVE, ActionKind.OFFLOAD})
+LEAVES_AN_IMAGE = frozenset({ActionKind.SHELVE, ActionKind.OFFLOAD, ActionKind.MIGRATE, ActionKind.RESIZE})
 
 
-def _has_arrived(kind: MoveKind, base: Instance, chosen: ListedMachine) -> bool:
+def _has_arrived(kind: ActionKind, base: Instance, chosen: ListedMachine) -> bool:
     if kind in STOPPING:
         return not chosen.runs
-    if kind in (MoveKind.START, MoveKind.UNSHELVE):
+    if kind in (ActionKind.START, ActionKind.UNSHELVE):
         return chosen.runs
-    before = base.attempt if base.move is None else base.move.source_attempt
+    before = base.attempt if base.action is None else base.action.source_attempt
     return kind in CHOOSES_HOSTS and chosen.attempt > before
 
 
-def _requests(facts: InstanceFacts) -> tuple[tuple[str, MoveKind], ...]:
+def _requests(facts: InstanceFacts) -> tuple[tuple[str, ActionKind], ...]:
     """Those under way, by the record and by the top: the record may be from before."""
-    found: dict[str, MoveKind] = {}
-    if facts.base is not None and facts.base.move is not None:
-        found[facts.base.move.request_id] = facts.base.move.kind
+    found: dict[str, ActionKind] = {}
+    if facts.base is not None and facts.base.action is not None:
+        found[facts.base.action.request_id] = facts.base.action.kind
     if facts.known is not None and facts.known.request_id and facts.known.kind is not None:
         found[facts.known.request_id] = facts.known.kind
     return tuple(found.items())
 
 
-def _ends_of(facts: InstanceFacts, chosen: ListedMachine | None = None) -> tuple[EndedMove, ...]:
+def _ends_of(facts: InstanceFacts, chosen: ListedMachine | None = None) -> tuple[EndedAction, ...]:
     """As they are on record; else they have arrived with this machine, or failed."""
     base = facts.base
     if base is None:
@@ -460,9 +502,9 @@ def _ends_of(facts: InstanceFacts, chosen: ListedMachine | None = None) -> tuple
     return tuple(
         before.get(request_id)
         or (
-            EndedMove(request_id, kind, MoveState.DONE)
+            EndedAction(request_id, kind, ActionState.DONE)
             if chosen is not None and _has_arrived(kind, base, chosen)
-            else EndedMove(request_id, kind, MoveState.FAILED, MOVE_LOST)
+            else EndedAction(request_id, kind, ActionState.FAILED, ACTION_LOST)
         )
         for request_id, kind in _requests(facts)
     )
@@ -477,11 +519,11 @@ def _ended(result: Reconciled) -> Reconciled:
 
 
 def _in(record: Instance, phase: Phase) -> Instance:
-    return replace(record, state=phase[0], then=phase[1])
+    return replace(record, state=phase[0], next_state=phase[1])
 
 
 def _place(machine: ListedMachine, base: Instance) -> dict[str, object]:
-    return {"selections": (_selection(machine, base),), "position": 0}
+    return {"selections": (_selection(machine, base),), "selection_index": 0}
 
 
 def _selection(machine: ListedMachine, base: Instance) -> Selection:
@@ -496,5 +538,5 @@ def _selection(machine: ListedMachine, base: Instance) -> Selection:
     )  # fmt: skip
 
 
-def _quarantine(machines: Sequence[ListedMachine]) -> tuple[RecoveryOrder, ...]:
-    return tuple(RecoveryOrder(Action.QUARANTINE, one) for one in machines)
+def _quarantine(machines: Sequence[ListedMachine]) -> tuple[RecoveryCommand, ...]:
+    return tuple(RecoveryCommand(RecoveryCommandKind.QUARANTINE, one) for one in machines)

@@ -16,12 +16,12 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from bus.contracts.moves import ChangeKind, ChangeMachine, Condition
 from bus.contracts.placement import MAX_RESTATED, Restate
 
-from .desires import PURGED, PURGED_FAILED, WANTED, Wish, Work, desire_of
+from .desires import DESIRED, PURGED, PURGED_FAILED, MachineTarget, Work, desired_state_of
 from .instance import FIRST_SEQUENCE, Instance
-from .move_events import after, tell_condition, tell_end
+from .move_events import after, notify_condition, notify_end
 from .reconcile import ATTEMPTS_PER_INCARNATION
-from .recovery_facts import Action, KnownInstance, Reconciled, RecoveryOrder
-from .steps import Step, StepContext, announce
+from .recovery_facts import KnownInstance, Reconciled, RecoveryCommand, RecoveryCommandKind
+from .steps import Step, StepContext, emit_event
 
 
 def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | None:
@@ -32,24 +32,25 @@ def restatement(result: Reconciled, known: KnownInstance | None) -> Restate | No
     record = result.record
     if record is None or record.spec is None or result.blocked_reason or known is None or known.is_old:
         return None
-    row, allocations = desire_of(record), None
-    if row.here in WANTED and row.condition is not Condition.RESIZED:
+    row, allocations = desired_state_of(record), None
+    if row.current in DESIRED and row.condition is not Condition.RESIZED:
         # The host may report the same inventories of other providers by now, where placement has moved it to.
         wanted = next(
             (
                 one.allocations
                 for one in known.selections
-                if one.host_uuid == record.host_uuid and _amounts(one.allocations) == _amounts(record.here.allocations)
+                if one.host_uuid == record.host_uuid
+                and _amounts(one.allocations) == _amounts(record.current.allocations)
             ),
-            record.here.allocations,
+            record.current.allocations,
         )
         own = [(one.host_uuid, one.allocations) for one in known.selections[: known.own_count]]
         allocations = None if own == [(record.host_uuid, wanted)] else wanted
     elif row.condition is Condition.OFFLOADED:
         allocations = {}
-    elif row.source is not Wish.UNKNOWN or row.elsewhere:
+    elif row.source is not MachineTarget.UNKNOWN or row.in_other_cell:
         return None
-    if not known.migrations and row.here not in WANTED and not (allocations == {} and known.selections):
+    if not known.migrations and row.current not in DESIRED and not (allocations == {} and known.selections):
         return None
     return Restate(
         consumer=record.uuid,
@@ -78,13 +79,13 @@ class Loss(Enum):
 def loss_of(before: Instance | None, result: Reconciled, known: KnownInstance | None) -> Loss | None:
     """What of it is lost. before: on record."""
     record, failed = result.record, Condition.FAILED
-    if record is None or result.blocked_reason is not None or desire_of(record).condition is not failed:
+    if record is None or result.blocked_reason is not None or desired_state_of(record).condition is not failed:
         return None
-    row = None if before is None else desire_of(before)
+    row = None if before is None else desired_state_of(before)
     if row is not None and row.condition is failed:
         return None
-    was_active = known is not None and known.is_here and known.is_active
-    if was_active or (row is not None and row.work is not Work.BUILD and row.here is not Wish.UNKNOWN):
+    was_active = known is not None and known.is_in_this_cell and known.is_active
+    if was_active or (row is not None and row.work is not Work.BUILD and row.current is not MachineTarget.UNKNOWN):
         return Loss.INSTANCE
     return Loss.BUILD
 
@@ -103,13 +104,13 @@ def recovered(
     """
     record = result.record
     if record is None:
-        ordered = [one.machine.instance_uuid for one in result.orders]
-        return _with_orders(Instance(uuid=ordered[0]), result.orders, at, context) if ordered else None
+        ordered = [one.machine.instance_uuid for one in result.commands]
+        return _with_commands(Instance(uuid=ordered[0]), result.commands, at, context) if ordered else None
     floor = incarnation * ATTEMPTS_PER_INCARNATION
     if result.blocked_reason is not None:
         since = before.since if before is not None and before.blocked_reason else at
         record = replace(record, blocked_reason=result.blocked_reason.value, since=since, proves_from=floor)
-        return _with_orders(replace(record, deadline=at + context.destroy_retry_s), result.orders, at, context)
+        return _with_commands(replace(record, deadline=at + context.destroy_retry_s), result.commands, at, context)
     sequence = max(record.sequence, FIRST_SEQUENCE if known is None else known.sequence + 1, int(at * 1000))
     proves_from = max(floor, record.next_attempt) if record.last_attempt > floor else floor  # the others are unknown
     record = replace(record, blocked_reason="", sequence=sequence, proves_from=proves_from, queried=False)
@@ -117,81 +118,84 @@ def recovered(
     if is_new:
         record = replace(record, since=at, requested_at=at if before is None else record.requested_at)
     record = replace(record, deadline=_deadline(record, at, context))
-    step = _with_orders(record, result.orders, at, context)
-    if (state := _told(record, known)) is not None:
-        step = after(step, announce(replace(step.instance, answered=True), state, at, context, terminal=True))
+    step = _with_commands(record, result.commands, at, context)
+    if (state := _unreported_state(record, known)) is not None:
+        step = after(step, emit_event(replace(step.instance, answered=True), state, at, context, terminal=True))
     for ended in result.ended if record.spec is not None else ():  # of a tombstone the top asks
-        step = after(step, tell_end(step.instance, ended, at, context))
+        step = after(step, notify_end(step.instance, ended, at, context))
     if not result.ended and _is_otherwise(record, known):
-        step = after(step, tell_condition(step.instance, at, context))
+        step = after(step, notify_condition(step.instance, at, context))
     return step
 
 
 def _is_otherwise(record: Instance, known: KnownInstance | None) -> bool:
     """Whether the map has this instance in another condition than it is in."""
-    if known is None or known.is_old or not (known.is_here and known.is_active):
+    if known is None or known.is_old or not (known.is_in_this_cell and known.is_active):
         return False
-    row = desire_of(record)
+    row = desired_state_of(record)
     if row.condition is Condition.OFFLOADED:
         return not known.is_offloaded
-    return row.here is Wish.RUN and record.move is None and record.power is not known.power
+    return row.current is MachineTarget.RUNNING and record.action is None and record.power is not known.power
 
 
 def _deadline(record: Instance, at: float, context: StepContext) -> float | None:
-    row = desire_of(record)
+    row = desired_state_of(record)
     if row.work is Work.BUILD:
         return at + (record.build_timeout_s or context.destroy_retry_s)
     if row.condition is Condition.RESIZED:
-        confirm_s = None if record.move is None else record.move.auto_confirm_s
+        confirm_s = None if record.action is None else record.action.auto_confirm_s
         return None if confirm_s is None else at + confirm_s
     if row.ends or record.phase in PURGED | PURGED_FAILED:
         return None
     return at  # what it waits for is commanded, or asked of placement, once more
 
 
-def _told(record: Instance, known: KnownInstance | None) -> BuildState | None:
+def _unreported_state(record: Instance, known: KnownInstance | None) -> BuildState | None:
     """What of its build the map does not have."""
     if record.spec is None or known is None or known.is_deleted:
         return None
-    row, host = desire_of(record), known.selections[0].host_uuid if known.selections else None
-    if row.here is Wish.RUN:
+    row, host = desired_state_of(record), known.selections[0].host_uuid if known.selections else None
+    if row.current is MachineTarget.RUNNING:
         return None if known.is_active and host == record.host_uuid else BuildState.ACTIVE
-    if not row.ends or not known.is_here:
+    if not row.ends or not known.is_in_this_cell:
         return None
     if row.condition is Condition.FAILED:
         return BuildState.FAILED
     return BuildState.DELETED if row.condition is Condition.DELETED else None
 
 
-def _with_orders(record: Instance, orders: Sequence[RecoveryOrder], at: float, context: StepContext) -> Step:
+def _with_commands(record: Instance, orders: Sequence[RecoveryCommand], at: float, context: StepContext) -> Step:
     """A quarantine is no order: what the record does not name stays, and is reported."""
     commands: list[Message] = []
     for order in orders:
         machine = order.machine
-        if order.action in (Action.DESTROY, Action.DESTROY_IF_INCOMPLETE) and machine.attempt > UNKNOWN_ATTEMPT:
+        if (
+            order.kind in (RecoveryCommandKind.DESTROY, RecoveryCommandKind.DESTROY_IF_INCOMPLETE)
+            and machine.attempt > UNKNOWN_ATTEMPT
+        ):
             commands.append(
                 Destroy(
                     instance_uuid=machine.instance_uuid,
                     attempt=machine.attempt,
                     host_uuid=machine.host_uuid,
                     service=machine.service,
-                    deployment=context.deployment,
-                    unless_built=order.action is Action.DESTROY_IF_INCOMPLETE,
+                    database_id=context.database_id,
+                    keep_if_complete=order.kind is RecoveryCommandKind.DESTROY_IF_INCOMPLETE,
                 )
             )
-        elif order.action is Action.START:
-            record, spec = replace(record, order=max(record.order + 1, int(at * 1000))), record.spec
+        elif order.kind is RecoveryCommandKind.START:
+            record, spec = replace(record, change_number=max(record.change_number + 1, int(at * 1000))), record.spec
             assert spec is not None
             commands.append(
                 ChangeMachine(
                     change=ChangeKind.START,
                     spec=spec,
                     attempt=machine.attempt,
-                    order=record.order,
+                    change_number=record.change_number,
                     host_uuid=machine.host_uuid,
                     service=machine.service,
-                    allocations=record.here.allocations,
-                    deployment=context.deployment,
+                    allocations=record.current.allocations,
+                    database_id=context.database_id,
                     timeout_s=context.destroy_retry_max_s,
                 )
             )

@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.listing import ListedMachine
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 
-from .instance import BlockedReason, EndedMove, Instance, Power
+from .instance import BlockedReason, EndedAction, Instance, Power
 
 
 class KnownInstance(Struct, frozen=True, kw_only=True):
@@ -19,15 +19,15 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     cell: that has it in the map. attempt: the highest that map and placement have. sequence: of its newest event there.
     selections: where it has allocations, its own before those of its migration; project_id is theirs. power: in the
     map (None: not known). snapshot: the image that is kept of a shelved one. request_id, kind: of the request under
-    way; arrives: by that another cell has given it up for this one. own_count: how many of the selections the instance
-    holds itself; migrations: that hold the others.
+    way; is_transferred_in: by that another cell has given it up for this one. own_count: how many of the selections the
+    instance holds itself; migrations: that hold the others.
     """
 
     is_old: bool = False
     exists: bool = True
     is_active: bool = True
     is_deleted: bool = False
-    is_elsewhere: bool = False
+    is_in_other_cell: bool = False
     cell: str = ""
     attempt: int = 0
     sequence: int = 0
@@ -37,15 +37,15 @@ class KnownInstance(Struct, frozen=True, kw_only=True):
     power: Power | None = None
     snapshot: str = ""
     request_id: str = ""
-    kind: MoveKind | None = None
-    arrives: bool = False
+    kind: ActionKind | None = None
+    is_transferred_in: bool = False
     own_count: int = 0
     migrations: tuple[str, ...] = ()
 
     @property
-    def is_here(self) -> bool:
+    def is_in_this_cell(self) -> bool:
         """Whether this cell is to have it."""
-        return self.exists and not self.is_deleted and not self.is_elsewhere
+        return self.exists and not self.is_deleted and not self.is_in_other_cell
 
     @property
     def is_offloaded(self) -> bool:
@@ -67,7 +67,7 @@ class OperatorDecision(Struct, frozen=True):
     host_uuid: str
 
 
-class Action(StrEnum):
+class RecoveryCommandKind(StrEnum):
     """What becomes of a machine. A start is ordered, and a quarantine is only recorded."""
 
     DESTROY = "destroy"
@@ -76,10 +76,10 @@ class Action(StrEnum):
     QUARANTINE = "quarantine"
 
 
-class RecoveryOrder(Struct, frozen=True):
+class RecoveryCommand(Struct, frozen=True):
     """One action on one machine."""
 
-    action: Action
+    kind: RecoveryCommandKind
     machine: ListedMachine
 
 
@@ -87,6 +87,6 @@ class Reconciled(Struct, frozen=True):
     """ended: the requests under way have these ends. blocked_reason: nothing is begun (None: it goes on as usual)."""
 
     record: Instance | None
-    orders: tuple[RecoveryOrder, ...] = ()
-    ended: tuple[EndedMove, ...] = ()
+    commands: tuple[RecoveryCommand, ...] = ()
+    ended: tuple[EndedAction, ...] = ()
     blocked_reason: BlockedReason | None = None

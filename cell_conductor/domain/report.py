@@ -14,18 +14,18 @@ from msgspec import Struct
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, Running
 
-from .desires import AT_REST, DELETE_REQUESTED, EXPECTED, OVER, WANTED, Wish, desire_of, in_text
-from .events import Event, HostMissing, HostRuns
-from .instance import MACHINE_EXISTS, BlockedReason, Brief, Instance, State
+from .desires import AT_REST, DELETE_REQUESTED, DESIRED, ENDED, EXPECTED, MachineTarget, desired_state_of, phase_to_text
+from .events import Event, MachineMissing, MachineRunning
+from .instance import MACHINE_EXISTS, BlockedReason, Instance, InstanceSummary, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
 
 # What a proof is read of.
-Facts: TypeAlias = Instance | Brief
+ProofInput: TypeAlias = Instance | InstanceSummary
 
 
-def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
+def is_provably_ended(record: ProofInput, attempt: int, host_uuid: str) -> bool:
     """Whether the record proves that this attempt, run by this host, is not wanted any more.
 
     An attempt above all that were given out, or a machine's own attempt on another host, was commanded by a record that
@@ -41,39 +41,39 @@ def is_over(record: Facts, attempt: int, host_uuid: str) -> bool:
     if record.phase in DELETE_REQUESTED:
         return True
     if record.source_host_uuid is not None and attempt == record.source_attempt:
-        return host_uuid == record.source_host_uuid and desire_of(record).source in OVER
+        return host_uuid == record.source_host_uuid and desired_state_of(record).source in ENDED
     if attempt == record.attempt:
-        is_kept = is_wanted_here(record) or desire_of(record).here is Wish.UNCOMMANDED
+        is_kept = is_desired_here(record) or desired_state_of(record).current is MachineTarget.NOT_COMMANDED
         return host_uuid == record.host_uuid and not is_kept
     return record.proves_from <= attempt <= record.last_attempt
 
 
-def followed_by(record: Instance) -> Instance:
+def next_attempt_record(record: Instance) -> Instance:
     """What a record that begins anew keeps of this one: by what it tells late messages from new ones, above which
     numbers it goes on, and that it proves no more about machines. One that this record keeps for another reason than
-    its number (`is_over`) may be of any.
+    its number (`is_provably_ended`) may be of any.
     """
     return Instance(
         uuid=record.uuid,
         sequence=record.sequence,
-        newest=record.next_attempt,  # a release has fenced it
+        highest_attempt=record.next_attempt,  # a release has fenced it
         proves_from=record.next_attempt if record.machine_exists else record.proves_from,
-        order=record.order,
+        change_number=record.change_number,
         ended=record.ended,
         traceparent=record.traceparent,
     )
 
 
-def is_wanted_here(record: Facts) -> bool:
+def is_desired_here(record: ProofInput) -> bool:
     """Whether the current attempt is wanted on its host."""
-    desire = desire_of(record)
+    desire = desired_state_of(record)
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
-    return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
+    return desire.current in DESIRED or (is_source and desire.source is MachineTarget.PRESENT)
 
 
-def rescan_id(record: Facts) -> str:
+def rescan_id(record: ProofInput) -> str:
     """The id of the rescan to request while the record is as it is now: a scan that names it began no earlier."""
-    return rescan_of(record.uuid, record.attempt, in_text(record.phase), record.since)
+    return rescan_of(record.uuid, record.attempt, phase_to_text(record.phase), record.since)
 
 
 def rescan_of(*facts: object) -> str:
@@ -81,7 +81,7 @@ def rescan_of(*facts: object) -> str:
     return str(uuid5(_RESCANS, " ".join(map(str, facts))))
 
 
-def is_later(event: HostMissing | HostRuns, record: Facts) -> bool:
+def is_newer_scan(event: MachineMissing | MachineRunning, record: ProofInput) -> bool:
     """Whether the scan of this report began after the record became what it is.
 
     No clock shows that, nor the number of a scan: a host's may be minutes from ours, or be set, and scans of two
@@ -90,7 +90,7 @@ def is_later(event: HostMissing | HostRuns, record: Facts) -> bool:
     return rescan_id(record) in event.rescans
 
 
-def has_just_changed(since: float, *, now: float, grace_s: float) -> bool:
+def changed_recently(since: float, *, now: float, grace_s: float) -> bool:
     """Whether what was recorded at `since` changed within the grace, so that what a report lacks may be under way.
 
     A time that is still to come is of a clock that was ahead, by a day perhaps: it shows nothing, and counts as old.
@@ -99,10 +99,10 @@ def has_just_changed(since: float, *, now: float, grace_s: float) -> bool:
 
 
 # How an attempt ended that the record has left, with an order to destroy it there.
-LEFT_WITH_ORDER = frozenset({"failed", "timed_out"})
+ENDED_BY_COMMAND = frozenset({"failed", "timed_out"})
 
 
-def is_ordered(instance: Instance, event: Event) -> bool:
+def is_commanded(instance: Instance, event: Event) -> bool:
     """Whether the record has commanded that destruction itself: of an attempt that failed or was out of time, or of a
     machine that a move has left.
 
@@ -111,51 +111,51 @@ def is_ordered(instance: Instance, event: Event) -> bool:
     by now. Their destruction is then no finding of the report: a drain may end more machines at once than a breaker
     allows.
     """
-    if not isinstance(event, HostRuns) or not is_over(instance, event.attempt, event.host_uuid):
+    if not isinstance(event, MachineRunning) or not is_provably_ended(instance, event.attempt, event.host_uuid):
         return False
     if (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid):
         return True
-    tried = instance.history if instance.move is None else (*instance.history, *instance.move.history)
+    tried = instance.history if instance.action is None else (*instance.history, *instance.action.history)
     return event.attempt in instance.ended_attempts or any(
-        one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in tried
+        one.attempt == event.attempt and one.outcome in ENDED_BY_COMMAND for one in tried
     )
 
 
-def is_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
+def has_machine_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
     """Whether it is on this service's hosts, or moves from one. Not on fenced ones: a machine there is a loss."""
-    places = [] if desire_of(instance).here is Wish.NONE else [(instance.service, instance.host_uuid)]
-    if instance.phase not in AT_REST and instance.move is not None and instance.move.source is not None:
-        places.append((instance.move.source.service, instance.move.source.host_uuid))
+    places = (
+        [] if desired_state_of(instance).current is MachineTarget.ABSENT else [(instance.service, instance.host_uuid)]
+    )
+    if instance.phase not in AT_REST and instance.action is not None and instance.action.source is not None:
+        places.append((instance.action.source.service, instance.action.source.host_uuid))
     return any(name == service and host not in fenced for name, host in places)
 
 
-class UnexplainedKind(StrEnum):
+class UnknownMachineKind(StrEnum):
     """Why no record explains a machine."""
 
-    FOREIGN = "foreign"  # it has no mark of this deployment: it is another deployment's, and never touched
-    QUARANTINED = (
-        "quarantined"  # it has our mark, and the record does not prove it over: kept until an operator decides
-    )
+    FOREIGN = "foreign"  # it has no tag of this database: it is another database's, and never touched
+    QUARANTINED = "quarantined"  # it has our tag, and the record does not prove it over: kept until an operator decides
 
 
-class Unexplained(Struct, frozen=True):
-    """A machine that a host carries and no record explains: reported, and left as it is. why: one of WHY."""
+class UnknownMachine(Struct, frozen=True):
+    """A machine that a host carries and no record explains: reported, and left as it is. reason: one of WHY."""
 
     uuid: str
     attempt: int
     host_uuid: str
-    kind: UnexplainedKind
-    why: str
+    kind: UnknownMachineKind
+    reason: str
 
 
-NO_MARK = "no mark of this deployment"
+NO_OWNER_TAG = "no tag of this database"
 NO_RECORD = "no record"
 UNREADABLE = "its record cannot be read"
-KEPT = "an operator keeps it"
+PROTECTED = "an operator keeps it"
 NEWER = "newer than its record"
 UNNUMBERED = "its compute service does not know its attempt"
-ELSEWHERE = "its record has this attempt on another host"
-RENUMBERED = "it is from before the cell's database was set back"
+ON_OTHER_HOST = "its record has this attempt on another host"
+REUSED_ATTEMPT = "it is from before the cell's database was set back"
 CONTRADICTED = "what is known of its instance contradicts itself"
 
 
@@ -165,24 +165,24 @@ Rescans: TypeAlias = Mapping[tuple[str, str], str]  # {(host, instance): rescan}
 class Differences(Struct, frozen=True):
     """The disagreements: events for instances, and machines that are only reported.
 
-    harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by (host,
-    instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
-    harmful_rescans: the same of machines that are missing, or over, and whose event would be harmful: while a breaker
-    holds those, no scan ends the demand.
+    destructive: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: by
+    (host, instance), of machines that are missing by a scan that may be older than the record: to be scanned again.
+    destructive_rescans: the same of machines that are missing, or over, and whose event would be destructive: while a
+    breaker holds those, no scan ends the demand.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
-    harmful: tuple[tuple[str, Event], ...] = ()
-    unexplained: tuple[Unexplained, ...] = ()
+    destructive: tuple[tuple[str, Event], ...] = ()
+    unknown_machines: tuple[UnknownMachine, ...] = ()
     rescans: Rescans = {}
-    harmful_rescans: Rescans = {}
+    destructive_rescans: Rescans = {}
 
 
 def differences(
     report: ComputeHosts,
-    recorded: Iterable[Brief],
+    recorded: Iterable[InstanceSummary],
     *,
-    deployment: str,
+    database_id: str,
     now: float,
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
@@ -200,13 +200,13 @@ def differences(
     running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
-    unexplained: list[Unexplained] = []
+    unexplained: list[UnknownMachine] = []
     rescans: dict[tuple[str, str], str] = {}
     harmful_rescans: dict[tuple[str, str], str] = {}
 
-    def is_proof(record: Brief, host_uuid: str, demands: dict[tuple[str, str], str]) -> bool:
+    def is_proof(record: InstanceSummary, host_uuid: str, demands: dict[tuple[str, str], str]) -> bool:
         rescan = rescan_id(record)
-        if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
+        if rescan not in report.rescans and not changed_recently(record.since, now=now, grace_s=grace_s):
             demands[host_uuid, record.uuid] = rescan
         return rescan in report.rescans
 
@@ -214,50 +214,50 @@ def differences(
         for one in running:
             record = by_uuid.get(one.instance_uuid)
             if record is not None and record.blocked_reason:  # a reconciliation judges it
-                if record.blocked_reason == BlockedReason.CONFLICT and one.deployment == deployment:  # by a word
-                    unexplained.append(_left(one, host_uuid, UnexplainedKind.QUARANTINED, CONTRADICTED))
+                if record.blocked_reason == BlockedReason.CONFLICT and one.database_id == database_id:  # by a word
+                    unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, CONTRADICTED))
                 continue
-            if one.deployment != deployment:
-                if not _is_known_at(record, host_uuid):
-                    unexplained.append(_left(one, host_uuid, UnexplainedKind.FOREIGN, NO_MARK))
-            elif not one.destroying and (why := _unexplained(record, one, host_uuid)):
-                unexplained.append(_left(one, host_uuid, UnexplainedKind.QUARANTINED, why))
+            if one.database_id != database_id:
+                if not _is_recorded_at(record, host_uuid):
+                    unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.FOREIGN, NO_OWNER_TAG))
+            elif not one.destroying and (why := _unknown_reason(record, one, host_uuid)):
+                unexplained.append(_unknown_machine(one, host_uuid, UnknownMachineKind.QUARANTINED, why))
             elif (
                 record is not None
                 and not one.destroying
-                and not _agrees(record, host_uuid, one, report.service, may_have)
+                and not _matches_record(record, host_uuid, one, report.service, may_have)
             ):
-                event = (one.instance_uuid, _runs(report, one, host_uuid, now))
-                if record.phase in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
+                event = (one.instance_uuid, _running_event(report, one, host_uuid, now))
+                if record.phase in DELETE_REQUESTED or not is_provably_ended(record, one.attempt, host_uuid):
                     events.append(event)
                 elif is_proof(record, host_uuid, rescans if host_uuid in fenced else harmful_rescans):
                     (events if host_uuid in fenced else harmful).append(event)
-    for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
-        is_harmful = desire_of(record).here is Wish.RUN
+    for place, record in _missing_machines(report.service, by_uuid.values(), running_on, may_have):
+        is_harmful = desired_state_of(record).current is MachineTarget.RUNNING
         if is_proof(record, place, harmful_rescans if is_harmful else rescans):
             into = harmful if is_harmful else events
-            into.append((record.uuid, _missing(report, place, now)))
+            into.append((record.uuid, _missing_event(report, place, now)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), rescans, harmful_rescans)
 
 
-def _left(machine: Running, host_uuid: str, kind: UnexplainedKind, why: str) -> Unexplained:
-    return Unexplained(machine.instance_uuid, machine.attempt, host_uuid, kind, why)
+def _unknown_machine(machine: Running, host_uuid: str, kind: UnknownMachineKind, why: str) -> UnknownMachine:
+    return UnknownMachine(machine.instance_uuid, machine.attempt, host_uuid, kind, why)
 
 
-def _not_listed(
+def _missing_machines(
     service: str,
-    records: Iterable[Brief],
+    records: Iterable[InstanceSummary],
     running_on: Mapping[str, Sequence[Running]],
     may_have: Callable[[str, str], bool],
-) -> Iterator[tuple[str, Brief]]:
+) -> Iterator[tuple[str, InstanceSummary]]:
     """(host, record) of what is expected there, is not listed, and is not another service's to list."""
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
         if record.blocked_reason:
             continue
-        desire = desire_of(record)
+        desire = desired_state_of(record)
         for place, owner, wish in (
-            (record.host_uuid, record.service, desire.here),
+            (record.host_uuid, record.service, desire.current),
             (record.source_host_uuid, record.source_service, desire.source),
         ):
             if place is None or wish not in EXPECTED or place not in running_on or (place, record.uuid) in listed:
@@ -266,46 +266,46 @@ def _not_listed(
                 yield place, record
 
 
-def _is_known_at(record: Brief | None, host_uuid: str) -> bool:
-    """Whether a machine without our mark is the one on record here: an operator may have removed its mark.
+def _is_recorded_at(record: InstanceSummary | None, host_uuid: str) -> bool:
+    """Whether a machine without our tag is the one on record here: an operator may have removed its tag.
 
     It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
     """
     if record is None:
         return False
-    is_built = desire_of(record).here is not Wish.BUILD
-    if record.host_uuid == host_uuid and is_built and (_is_deleting(record) or is_wanted_here(record)):
+    is_built = desired_state_of(record).current is not MachineTarget.BUILT
+    if record.host_uuid == host_uuid and is_built and (_is_deleting(record) or is_desired_here(record)):
         return True
     return record.source_host_uuid == host_uuid
 
 
-def _is_deleting(record: Brief) -> bool:
+def _is_deleting(record: InstanceSummary) -> bool:
     """Whether its host was commanded to destroy it by a client's word, and may list it until it has."""
-    return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
+    return desired_state_of(record).current is MachineTarget.DESTROYED and record.phase in DELETE_REQUESTED
 
 
-def _unexplained(record: Brief | None, one: Running, host_uuid: str) -> str:
-    """Why the record does not explain a machine that carries our mark; "": it does."""
+def _unknown_reason(record: InstanceSummary | None, one: Running, host_uuid: str) -> str:
+    """Why the record does not explain a machine that carries our tag; "": it does."""
     if record is None:
         return NO_RECORD
     if record.state is State.ABSENT:
         return UNREADABLE
-    if host_uuid in record.kept and is_over(record, one.attempt, host_uuid):
-        return KEPT
+    if host_uuid in record.protected_hosts and is_provably_ended(record, one.attempt, host_uuid):
+        return PROTECTED
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_commanded = is_here and desire_of(record).here is not Wish.UNCOMMANDED
+    is_commanded = is_here and desired_state_of(record).current is not MachineTarget.NOT_COMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
-    if is_commanded or is_source or is_over(record, one.attempt, host_uuid):
+    if is_commanded or is_source or is_provably_ended(record, one.attempt, host_uuid):
         return ""
     if one.attempt == UNKNOWN_ATTEMPT:
         return UNNUMBERED
     if one.attempt < record.proves_from:
-        return RENUMBERED
-    return ELSEWHERE if one.attempt in (record.attempt, record.source_attempt) else NEWER
+        return REUSED_ATTEMPT
+    return ON_OTHER_HOST if one.attempt in (record.attempt, record.source_attempt) else NEWER
 
 
-def _agrees(
-    record: Brief,
+def _matches_record(
+    record: InstanceSummary,
     host_uuid: str,
     one: Running,
     service: str,
@@ -320,14 +320,14 @@ def _agrees(
         # Followed at each report, the orders would go to one and to the other by turns.
         return may_have(owner, host_uuid)
     if is_source:
-        return desire_of(record).source is Wish.STAY
-    if desire_of(record).here is Wish.BUILD:
+        return desired_state_of(record).source is MachineTarget.PRESENT
+    if desired_state_of(record).current is MachineTarget.BUILT:
         return not one.built  # its result has not arrived yet
-    return _is_deleting(record) or is_wanted_here(record)
+    return _is_deleting(record) or is_desired_here(record)
 
 
-def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> HostRuns:
-    return HostRuns(
+def _running_event(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> MachineRunning:
+    return MachineRunning(
         at=now,
         attempt=one.attempt,
         host_uuid=host_uuid,
@@ -337,15 +337,15 @@ def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> Hos
     )
 
 
-def _missing(report: ComputeHosts, host_uuid: str, now: float) -> HostMissing:
-    return HostMissing(at=now, host_uuid=host_uuid, service=report.service, rescans=report.rescans)
+def _missing_event(report: ComputeHosts, host_uuid: str, now: float) -> MachineMissing:
+    return MachineMissing(at=now, host_uuid=host_uuid, service=report.service, rescans=report.rescans)
 
 
 # At most this many compute services are remembered; the one that has been quiet longest is dropped first.
 MAX_SERVICES = 100_000
 
 
-class Newest:
+class NewestReports:
     """Which report of each compute service is the newest handled: older ones are ignored (they come late, or twice)."""
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ class Newest:
         """The sequence of the newest report of this service that was handled; 0 before there is one."""
         return self._newest.get(service, (0, 0))[0]
 
-    def note(self, report: ComputeHosts) -> None:
+    def record(self, report: ComputeHosts) -> None:
         """Record that the report has been handled.
 
         Not earlier: a report that met an outage comes again, and is still new then.

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Spawn
-from bus.contracts.moves import MoveState
-from bus.contracts.stages import Stamps
+from bus.contracts.moves import ActionState
+from bus.contracts.stages import StageTimes
 
 from . import steps
-from .desires import DELETE_REQUESTED, ORDERED, desire_of
+from .desires import COMMANDED, DELETE_REQUESTED, desired_state_of
 from .events import (
     BuildRequested,
     Claimed,
@@ -23,22 +23,31 @@ from .events import (
     DeleteRequested,
     Destroyed,
     Event,
-    HostMissing,
-    HostRuns,
+    MachineMissing,
+    MachineRunning,
     Released,
     ServiceLost,
     Spawned,
     SpawnFailed,
     TimedOut,
 )
-from .fences import Closed
-from .instance import FENCED, MACHINE_EXISTS, NO_HOST, NOT_TRIED, Instance, State, summary_of, why_not_claimed
-from .move_events import DELETED, MoveEnd, after, end_with_instance
-from .report import is_later, is_over
+from .fences import Closure
+from .instance import (
+    FENCED,
+    MACHINE_EXISTS,
+    NO_HOST,
+    NOT_COMMANDED,
+    Instance,
+    State,
+    claim_failure_reason,
+    summary_of_attempts,
+)
+from .move_events import DELETED, ActionEnd, after, end_action_with_instance
+from .report import is_newer_scan, is_provably_ended
 from .steps import Step, StepContext
 
 # The codes of attempts that their host has ended: because they were out of time, or without a query.
-OUT_OF_TIME = "spawn.timeout"
+TIMED_OUT = "spawn.timeout"
 ENDED_BY_HOST = "spawn.destroyed"
 # The code of an active instance that its host does not run any more.
 LOST = "instance.lost"
@@ -56,131 +65,135 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     In a record that has had attempts nothing is: what the build was decided by may be one's claim, which was released.
     """
     adopted = with_request(instance, event)
-    why = event.given_up
-    if instance.uuid in context.unexplained:
+    why = event.dead_letter_reason
+    if instance.uuid in context.quarantined:
         why = Refusal(code=MACHINE_EXISTS, reason="a host has a machine of it that no record explains")
     if why is not None:
-        return _end_unbuilt(adopted, event, why, context)
+        return _end_without_machine(adopted, event, why, context)
     if instance.last_attempt:
-        return _claim_anew(adopted, event.at, context)
-    closed = closed_to(adopted, context)
+        return _reclaim(adopted, event.at, context)
+    closed = closure_reason(adopted, context)
     if closed is None:
         return _spawn(adopted, event.at, context)
     # This record has commanded nothing there, so nothing has to be destroyed.
-    passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
+    passed = _with_attempt(adopted, NOT_COMMANDED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
-        return Step(steps.claiming(left, State.BUILDING, event.at, context))
+        return Step(steps.enter_claiming(left, State.BUILDING, event.at, context))
     return _without_host(left, event.at, context)
 
 
-def _claim_anew(instance: Instance, at: float, context: StepContext) -> Step:
+def _reclaim(instance: Instance, at: float, context: StepContext) -> Step:
     """Its hosts are claimed above every number that was given out, the first one too, and what it may hold is released
     with that. Nothing is commanded before: `here` has no number, and no machine.
     """
-    unnumbered = replace(instance, selections=(instance.here, *instance.selections), attempt=UNKNOWN_ATTEMPT)
-    anew = _with_attempt(unnumbered, NOT_TRIED, at=at, reason="it is claimed anew")
-    return Step(steps.claiming(anew, State.BUILDING, at, context))
+    unnumbered = replace(instance, selections=(instance.current, *instance.selections), attempt=UNKNOWN_ATTEMPT)
+    anew = _with_attempt(unnumbered, NOT_COMMANDED, at=at, reason="it is claimed anew")
+    return Step(steps.enter_claiming(anew, State.BUILDING, at, context))
 
 
 def _without_host(instance: Instance, at: float, context: StepContext) -> Step:
-    over = replace(instance, code=NO_HOST, reason=steps.cut(summary_of(instance)))
-    return Step(steps.releasing(over, State.FAILED, at, context))
+    over = replace(instance, code=NO_HOST, reason=steps.truncate(summary_of_attempts(instance)))
+    return Step(steps.enter_releasing(over, State.FAILED, at, context))
 
 
-def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
+def _end_without_machine(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
     Of a query whose instance has a machine that no record explains: its claim may be for that one, and is not released.
     """
     if event.is_query and why.code == MACHINE_EXISTS:
-        return _end_failed(replace(instance, code=why.code, reason=steps.cut(why.reason)), event.at, context)
-    passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
-    over = replace(passed, code=why.code, reason=steps.cut(why.reason))
-    return Step(steps.releasing(over, State.FAILED, event.at, context))
+        return _end_failed(replace(instance, code=why.code, reason=steps.truncate(why.reason)), event.at, context)
+    passed = _with_attempt(instance, NOT_COMMANDED, at=event.at, code=why.code, reason=why.reason)
+    over = replace(passed, code=why.code, reason=steps.truncate(why.reason))
+    return Step(steps.enter_releasing(over, State.FAILED, event.at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """The delete came first: it is recorded, so that the build never starts."""
-    newest = max(instance.newest, event.attempt)
-    return Step(replace(instance, state=State.TOMBSTONE, newest=newest, since=event.at, cause=event.cause))
+    newest = max(instance.highest_attempt, event.attempt)
+    return Step(replace(instance, state=State.TOMBSTONE, highest_attempt=newest, since=event.at, cause=event.cause))
 
 
-def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+def on_active(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
     """The current attempt runs: the instance is active, once the machine is certainly built.
 
     An older attempt is destroyed, never doubled.
     """
-    if not steps.is_ours(instance, event):
-        return destroy_orphan(instance, event, context)
-    instance = steps.followed(instance, event)
-    if isinstance(event, HostRuns) and not event.built:
+    if not steps.is_current_attempt(instance, event):
+        return destroy_superseded(instance, event, context)
+    instance = steps.with_current_service(instance, event)
+    if isinstance(event, MachineRunning) and not event.built:
         return Step(instance)
-    here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
+    here, warning = instance.current, event.warning if isinstance(event, Spawned) else ""
     up = replace(
-        _with_attempt(instance, "active", at=event.at, reason=remark),
-        stamps=_stamped(instance, event),
+        _with_attempt(instance, "active", at=event.at, reason=warning),
+        stage_times=_stamped(instance, event),
         state=State.ACTIVE,
-        then=None,
+        next_state=None,
         selections=(here,),  # alternates have no use any more
-        position=0,
+        selection_index=0,
         deadline=None,
         since=event.at,
         answered=True,
         queried=False,
     )
-    return steps.announce(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.cut(remark)))
+    return steps.emit_event(up, BuildState.ACTIVE, event.at, context, terminal=True, why=("", steps.truncate(warning)))
 
 
-def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
+def destroy_failed_attempt(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """An attempt that is over has failed once more, and may have left a machine again.
 
     Its order was delivered again after the answer that no machine is left, perhaps to another process of its service,
     which has no record of that answer. A host that refuses to destroy is not sent the order again because of its
     refusal.
     """
-    return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, context)
+    return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_superseded(instance, event, context)
 
 
-def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, context: StepContext) -> Step:
+def destroy_superseded(instance: Instance, event: Spawned | SpawnFailed | MachineRunning, context: StepContext) -> Step:
     """An attempt runs that the record proves to be over: it is destroyed on its host.
 
     A machine without such a proof is kept.
     """
-    if not is_over(instance, event.attempt, event.host_uuid):
+    if not is_provably_ended(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    if isinstance(event, HostRuns) and instance.phase not in DELETE_REQUESTED and not is_later(event, instance):
+    if (
+        isinstance(event, MachineRunning)
+        and instance.phase not in DELETE_REQUESTED
+        and not is_newer_scan(event, instance)
+    ):
         return Step(instance)  # it may be gone by now
     order = Destroy(
         instance_uuid=instance.uuid,
         attempt=event.attempt,
         host_uuid=event.host_uuid,
         service=event.service,
-        deployment=context.deployment,
+        database_id=context.database_id,
     )
     return Step(instance, (order,))
 
 
-def confirm_running(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
+def confirm_running(instance: Instance, event: Spawned | MachineRunning, context: StepContext) -> Step:
     """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
     and that its host was not commanded to destroy, is destroyed.
     """
-    desire = desire_of(instance)
-    is_here = steps.is_ours(instance, event) and desire.here in ORDERED
-    if is_here or (steps.is_source(instance, event) and desire.source in ORDERED):
-        return Step(steps.followed(instance, event))
-    return destroy_orphan(instance, event, context)
+    desire = desired_state_of(instance)
+    is_here = steps.is_current_attempt(instance, event) and desire.current in COMMANDED
+    if is_here or (steps.is_source(instance, event) and desire.source in COMMANDED):
+        return Step(steps.with_current_service(instance, event))
+    return destroy_superseded(instance, event, context)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
-        return destroy_leftover(instance, event, context)
+        return destroy_failed_attempt(instance, event, context)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
-    failed = replace(failed, stamps=_stamped(instance, event))
+    failed = replace(failed, stage_times=_stamped(instance, event))
     if event.final:
-        return _give_up(failed, event.at, context, code=event.code, reason=event.reason)
-    return _next(failed, event.at, context)
+        return _fail(failed, event.at, context, code=event.code, reason=event.reason)
+    return _claim_next(failed, event.at, context)
 
 
 def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
@@ -191,11 +204,11 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     conductor does not wait for a host that stays silent, and fences its attempt.
     """
     if not instance.queried:
-        return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), again=True)
-    return _over_time(instance, event, context)
+        return Step(replace(instance, queried=True, deadline=event.at + context.answer_timeout_s), resend=True)
+    return _fail_timed_out(instance, event, context)
 
 
-def leave_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
+def fail_over_lost_service(instance: Instance, event: ServiceLost, context: StepContext) -> Step:
     """The conductor does not wait for its service: it fences the attempt there, then claims the next alternate on
     another service.
 
@@ -203,39 +216,39 @@ def leave_service(instance: Instance, event: ServiceLost, context: StepContext) 
     service may have built, or still builds, belongs to an attempt that is over: when a report lists it, the record
     proves that, and it is destroyed.
     """
-    if instance.here.service != event.service or not _has_somewhere_to_go(instance, context):
+    if instance.current.service != event.service or not _has_open_alternate(instance, context):
         return Step(instance)
-    return next_after(instance, event, context, code=event.code, reason=event.reason)
+    return claim_next_or_fail(instance, event, context, code=event.code, reason=event.reason)
 
 
-def next_after(instance: Instance, event: Event, context: StepContext, *, code: str, reason: str) -> Step:
+def claim_next_or_fail(instance: Instance, event: Event, context: StepContext, *, code: str, reason: str) -> Step:
     """The attempt has failed: the next alternate is claimed, or the build ends."""
     failed = _with_attempt(instance, "failed", at=event.at, code=code, reason=reason)
-    return _next(replace(failed, stamps=_stamped(failed, event)), event.at, context)
+    return _claim_next(replace(failed, stage_times=_stamped(failed, event)), event.at, context)
 
 
 def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or it has failed without a query. It is
     not ordered to once more: a second service of the same name answers for machines that it has not.
     """
-    if event.attempt != instance.attempt or not steps.here_gone(instance, event):
+    if event.attempt != instance.attempt or not steps.current_destroyed(instance, event):
         return Step(instance)
     if instance.queried:
-        return Step(_over_time(instance, event, context).instance)
+        return Step(_fail_timed_out(instance, event, context).instance)
     gone = _with_attempt(instance, "failed", at=event.at, code=ENDED_BY_HOST)
-    return Step(_next(replace(gone, stamps=_stamped(instance, event)), event.at, context).instance)
+    return Step(_claim_next(replace(gone, stage_times=_stamped(instance, event)), event.at, context).instance)
 
 
-def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
+def build_on_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate is claimed: command it under the next attempt.
 
     If it has been closed since it was requested, and another is not, nothing is commanded there, and that is claimed
     instead; without another one the build ends, unless its service is only down.
     """
-    taken = _taken(instance, event)
-    if closed_to(taken, context) is None:
+    taken = _with_claim(instance, event)
+    if closure_reason(taken, context) is None:
         return _spawn(taken, event.at, context)
-    again = replace(instance, newest=event.attempt, consumer_generation=event.consumer_generation)
+    again = replace(instance, highest_attempt=event.attempt, consumer_generation=event.consumer_generation)
     left = _without_closed(again, event.at, context)
     if left.alternates:
         return Step(replace(left, deadline=event.at + context.claim_retry_s))
@@ -244,72 +257,74 @@ def move_on(instance: Instance, event: Claimed, context: StepContext) -> Step:
 
 def release_alternate(instance: Instance, event: Claimed, context: StepContext) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, no machine was built there."""
-    return Step(steps.releasing(_taken(instance, event), State.DELETED, event.at, context))
+    return Step(steps.enter_releasing(_with_claim(instance, event), State.DELETED, event.at, context))
 
 
-def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
+def no_alternate_left(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end as failed.
 
     If another client holds the consumer, there is nothing of ours to release.
     """
-    skipped = steps.not_claimed(instance, event.outcomes, event.at)
+    skipped = steps.unclaimed_records(instance, event.outcomes, event.at)
     tried = replace(instance, history=instance.history + skipped)
-    if event.consumer_changed:
+    if event.consumer_conflict:
         reason = event.reason or "another client holds this instance's allocation"
-        changed = replace(tried, code="placement.consumer_changed", reason=steps.cut(reason))
+        changed = replace(tried, code="placement.consumer_conflict", reason=steps.truncate(reason))
         return _end_failed(changed, event.at, context)
-    code, reason = why_not_claimed(event, summary_of(tried))
-    over = replace(tried, code=code, reason=steps.cut(reason))
-    return Step(steps.releasing(over, State.FAILED, event.at, context))
+    code, reason = claim_failure_reason(event, summary_of_attempts(tried))
+    over = replace(tried, code=code, reason=steps.truncate(reason))
+    return Step(steps.enter_releasing(over, State.FAILED, event.at, context))
 
 
-def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
-    """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end as deleted."""
-    if event.consumer_changed:
+def end_unclaimed(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
+    """No alternate was claimed for an instance that is to be deleted: release as in `no_alternate_left`, and end as
+    deleted.
+    """
+    if event.consumer_conflict:
         return _end_deleted(instance, event.at, context)
-    return Step(steps.releasing(instance, State.DELETED, event.at, context))
+    return Step(steps.enter_releasing(instance, State.DELETED, event.at, context))
 
 
 def destroy(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Command the host to destroy; the allocation is held until it confirms."""
-    leaving = steps.destroying(instance, State.DELETED, event.at, context)
+    leaving = steps.enter_destroying(instance, State.DELETED, event.at, context)
     leaving = replace(leaving, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, context)
+    return steps.emit_event(leaving, BuildState.DELETING, event.at, context)
 
 
-def lose(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
+def mark_lost(instance: Instance, event: Destroyed | MachineMissing, context: StepContext) -> Step:
     """An active instance is gone from its host: fence possible remains, release, and end as failed.
 
     Its host answers so as well, if the deadline of its build ordered the end of what was not built: it ends this
     attempt wherever it comes up again.
     """
-    if not steps.here_gone(instance, event):
+    if not steps.current_destroyed(instance, event):
         return Step(instance)
-    reason = f"host {instance.here.host} does not run it any more"
-    return give_up_lost(instance, event.at, context, code=LOST, reason=reason)
+    reason = f"host {instance.current.host} does not run it any more"
+    return fail_lost(instance, event.at, context, code=LOST, reason=reason)
 
 
-def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
+def fail_lost(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
     lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
-    return _give_up(lost, at, context, code=code, reason=reason)
+    return _fail(lost, at, context, code=code, reason=reason)
 
 
-def repeat_question(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+def repeat_request(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     """Placement's answer never arrived: the same request is sent again (it is idempotent by attempt)."""
     return Step(replace(instance, deadline=event.at + context.claim_retry_s))
 
 
 def end_failed(instance: Instance, event: Released, context: StepContext) -> Step:
     """No allocation is held any more: failed. While it moved there are two consumers, released one after the other."""
-    if (left := _half_released(instance, event, context)) is not None:
+    if (left := _release_second_consumer(instance, event, context)) is not None:
         return left
     return _end_failed(instance, event.at, context)
 
 
 def end_deleted(instance: Instance, event: Released | DeleteRequested, context: StepContext) -> Step:
     """No allocation is held any more: deleted. While it moved there are two consumers, released one after the other."""
-    if isinstance(event, Released) and (left := _half_released(instance, event, context)) is not None:
+    if isinstance(event, Released) and (left := _release_second_consumer(instance, event, context)) is not None:
         return left
     cause = event.cause if isinstance(event, DeleteRequested) and event.cause else instance.cause
     return _end_deleted(replace(instance, cause=cause), event.at, context)
@@ -318,16 +333,16 @@ def end_deleted(instance: Instance, event: Released | DeleteRequested, context: 
 # --- what several rules share
 
 
-def _half_released(instance: Instance, event: Released, context: StepContext) -> Step | None:
+def _release_second_consumer(instance: Instance, event: Released, context: StepContext) -> Step | None:
     """The next step when that was not the last consumer; None: nothing is held.
 
     The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
     migration. One that came late but before that has, whatever the copy was answered that its conductor received.
     """
-    move = instance.move
-    if move is None or move.instance_released or not (move.claimed or move.source is not None):
+    action = instance.action
+    if action is None or action.instance_released or not (action.claimed or action.source is not None):
         return None
-    updated = replace(instance, move=replace(move, instance_released=True))
+    updated = replace(instance, action=replace(action, instance_released=True))
     return Step(replace(updated, deadline=event.at + context.claim_retry_s))
 
 
@@ -344,76 +359,76 @@ def with_request(instance: Instance, event: BuildRequested) -> Instance:
         build_timeout_s=event.build_timeout_s,
         requested_at=event.requested_at,
         cause=event.cause,
-        stamps=event.stamps,
+        stage_times=event.stage_times,
         sequence=max(instance.sequence, event.sequence + 1),  # schedulers may have had more of a record that is lost
     )
 
 
 def _spawn(instance: Instance, at: float, context: StepContext) -> Step:
     assert instance.spec is not None
-    here = instance.here
+    here = instance.current
     deadline = at + instance.build_timeout_s
-    building = replace(instance, state=State.BUILDING, then=None, deadline=deadline, since=at, queried=False)
+    building = replace(instance, state=State.BUILDING, next_state=None, deadline=deadline, since=at, queried=False)
     order = Spawn(
         spec=instance.spec,
         attempt=instance.attempt,
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
-        deployment=context.deployment,
+        database_id=context.database_id,
     )
-    return steps.announce(building, BuildState.BUILDING, at, context, first=(order,))
+    return steps.emit_event(building, BuildState.BUILDING, at, context, first=(order,))
 
 
-def _over_time(instance: Instance, event: TimedOut | Destroyed, context: StepContext) -> Step:
+def _fail_timed_out(instance: Instance, event: TimedOut | Destroyed, context: StepContext) -> Step:
     reason = f"no answer within {instance.build_timeout_s:g} s"
-    over = _with_attempt(instance, "timed_out", at=event.at, code=OUT_OF_TIME, reason=reason)
-    return _next(replace(over, stamps=_stamped(instance, event)), event.at, context)
+    over = _with_attempt(instance, "timed_out", at=event.at, code=TIMED_OUT, reason=reason)
+    return _claim_next(replace(over, stage_times=_stamped(instance, event)), event.at, context)
 
 
-def _next(instance: Instance, at: float, context: StepContext) -> Step:
+def _claim_next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a failed attempt: its remains are destroyed, and the next alternate is claimed, if there is one."""
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
-        return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
-    left = steps.claiming(instance, State.BUILDING, at, context)
-    return Step(left, (steps.destroy_here(left, context),))
+        return _fail(instance, at, context, code=NO_HOST, reason=summary_of_attempts(instance))
+    left = steps.enter_claiming(instance, State.BUILDING, at, context)
+    return Step(left, (steps.destroy_current(left, context),))
 
 
-def closed_to(instance: Instance, context: StepContext) -> Closed | None:
+def closure_reason(instance: Instance, context: StepContext) -> Closure | None:
     """Why nothing is begun on its host now that it would be; None: it is. One whose service is only down is passed over
     while another is not closed.
     """
-    closed = context.closed(instance).why(instance.here)
-    is_to_try = closed is not None and closed.code != FENCED and not _has_somewhere_to_go(instance, context)
+    closed = context.closed(instance).closure_of(instance.current)
+    is_to_try = closed is not None and closed.code != FENCED and not _has_open_alternate(instance, context)
     return None if is_to_try else closed
 
 
-def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
+def _has_open_alternate(instance: Instance, context: StepContext) -> bool:
     closed = context.closed(instance)
-    return any(closed.why(selection) is None for selection in instance.alternates)
+    return any(closed.closure_of(selection) is None for selection in instance.alternates)
 
 
 def _without_closed(instance: Instance, at: float, context: StepContext) -> Instance:
     """Hosts that are closed now are skipped, and recorded: a request to placement is never changed."""
     closed = context.closed(instance)
-    notes = closed.passed_over(instance.alternates, instance.next_attempt, at)
-    kept = tuple(selection for selection in instance.alternates if closed.why(selection) is None)
-    tried = instance.selections[: instance.position + 1]
+    notes = closed.skipped(instance.alternates, instance.next_attempt, at)
+    kept = tuple(selection for selection in instance.alternates if closed.closure_of(selection) is None)
+    tried = instance.selections[: instance.selection_index + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 
 
-def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
-    over = steps.releasing(replace(instance, code=code, reason=steps.cut(reason)), State.FAILED, at, context)
-    return Step(over, (steps.destroy_here(over, context),))
+def _fail(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
+    over = steps.enter_releasing(replace(instance, code=code, reason=steps.truncate(reason)), State.FAILED, at, context)
+    return Step(over, (steps.destroy_current(over, context),))
 
 
-def _taken(instance: Instance, event: Claimed) -> Instance:
-    skipped = steps.not_claimed(instance, event.outcomes[: event.option], event.at)
+def _with_claim(instance: Instance, event: Claimed) -> Instance:
+    skipped = steps.unclaimed_records(instance, event.outcomes[: event.option], event.at)
     return replace(
         instance,
         history=instance.history + skipped,
-        position=instance.position + 1 + event.option,
+        selection_index=instance.selection_index + 1 + event.option,
         attempt=event.attempt,
         consumer_generation=event.consumer_generation,
     )
@@ -423,42 +438,44 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
     over = replace(
         instance,
         state=State.FAILED,
-        then=None,
+        next_state=None,
         deadline=None,
         since=at,
         answered=True,
         queried=False,
     )
-    moved = end_with_instance(over, MoveEnd(MoveState.FAILED, over.code, over.reason), at, context)
-    failed = steps.announce(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)
+    moved = end_action_with_instance(over, ActionEnd(ActionState.FAILED, over.code, over.reason), at, context)
+    failed = steps.emit_event(moved.instance, BuildState.FAILED, at, context, terminal=not instance.answered)
     return after(moved, failed)
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
-    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at)
-    moved = end_with_instance(gone, MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted"), at, context)
-    return after(moved, steps.announce(moved.instance, BuildState.DELETED, at, context, terminal=True))
+    gone = replace(instance, state=State.DELETED, next_state=None, deadline=None, since=at)
+    moved = end_action_with_instance(
+        gone, ActionEnd(ActionState.FAILED, DELETED, "the instance was deleted"), at, context
+    )
+    return after(moved, steps.emit_event(moved.instance, BuildState.DELETED, at, context, terminal=True))
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
     if not instance.selections:  # on record since a query only, which names no host
         return instance
-    record = steps.tried(instance, instance.attempt, outcome, at, code=code, reason=reason)
+    record = steps.attempt_record(instance, instance.attempt, outcome, at, code=code, reason=reason)
     return replace(instance, history=(*instance.history, record))
 
 
-def _stamped(instance: Instance, event: Event) -> Stamps | None:
+def _stamped(instance: Instance, event: Event) -> StageTimes | None:
     """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last.
 
     If a host never answered, or has forgotten when the build began, the time of the command counts.
     """
-    if instance.stamps is None:
+    if instance.stage_times is None:
         return None
     started_at, ended_at = (
         (event.started_at, event.ended_at) if isinstance(event, Spawned | SpawnFailed) else (0.0, 0.0)
     )
     return replace(
-        instance.stamps,
-        dispatched=instance.stamps.dispatched or started_at or instance.since,
+        instance.stage_times,
+        dispatched=instance.stage_times.dispatched or started_at or instance.since,
         built=ended_at or event.at,
     )

@@ -17,31 +17,31 @@ from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
 from bus.contracts.placement import ClaimOutcome
 
-from .events import Destroyed, HostMissing, HostRuns, Spawned
+from .events import Destroyed, MachineMissing, MachineRunning, Spawned
 from .fences import ClosedHosts, Fence
 from .instance import Instance, State
 from .leases import Lease
-from .report import is_later
+from .report import is_newer_scan
 
 
 class StepContext(Struct, frozen=True, kw_only=True):
     """The inputs of a step beside its instance and its event: time limits, and the state of the cell's hosts.
 
-    cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
+    cell: its name, for announcements. database_id: the identity of the cell's database, with which every machine is
     marked. up: compute services that are certainly up. down: those that take no builds now, so that none is begun
     there while another host can be tried; one that nothing is known of yet is neither. fences: hosts on which nothing
-    is begun at all, by uuid. unexplained: instances of
-    which a host has a machine that no record explains. kept: {(host, instance): attempt} of those machines that an
+    is begun at all, by uuid. quarantined: instances of
+    which a host has a machine that no record explains. protected: {(host, instance): attempt} of those machines that an
     operator keeps: no command of a step (`table.step`) destroys them, or begins another one in their place.
     """
 
     cell: str
-    deployment: str | None = None
+    database_id: str | None = None
     up: Collection[str] = ()
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    unexplained: AbstractSet[str] = frozenset()
-    kept: Mapping[tuple[str, str], int] = {}
+    quarantined: AbstractSet[str] = frozenset()
+    protected: Mapping[tuple[str, str], int] = {}
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
@@ -61,46 +61,50 @@ class StepContext(Struct, frozen=True, kw_only=True):
         losses.
         """
         fence = self.fences.get(host_uuid or "")
-        return fence is not None and not fence.lifting
+        return fence is not None and not fence.unfencing
 
 
 class Step(Struct, frozen=True):
     """The instance after an event, and the messages to send once that is committed.
 
-    again: with them every order of the record, also those that were sent before (`orders`).
+    resend: with them every order of the record, also those that were sent before (`orders`).
     """
 
     instance: Instance
     commands: tuple[Message, ...] = ()
-    again: bool = False
+    resend: bool = False
 
 
-def ask(instance: Instance, state: State, at: float, context: StepContext, *, then: State | None = None) -> Instance:
+def await_placement(
+    instance: Instance, state: State, at: float, context: StepContext, *, next_state: State | None = None
+) -> Instance:
     """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
-    return replace(instance, state=state, then=then, deadline=at + context.claim_retry_s, since=at)
+    return replace(instance, state=state, next_state=next_state, deadline=at + context.claim_retry_s, since=at)
 
 
-def claiming(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+def enter_claiming(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
     """Placement is to claim for it. then: what it comes to when placement has."""
-    return ask(instance, State.CLAIMING, at, context, then=then)
+    return await_placement(instance, State.CLAIMING, at, context, next_state=next_state)
 
 
-def releasing(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+def enter_releasing(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
     """Placement is to release what it, or its migration, holds."""
-    return ask(instance, State.RELEASING, at, context, then=then)
+    return await_placement(instance, State.RELEASING, at, context, next_state=next_state)
 
 
-def released_after(instance: Instance, at: float, context: StepContext) -> Instance:
+def release_after_destroy(instance: Instance, at: float, context: StepContext) -> Instance:
     """The machines that were to be destroyed are gone: what they take is released, and what follows stays."""
-    return ask(instance, State.RELEASING, at, context, then=instance.then)
+    return await_placement(instance, State.RELEASING, at, context, next_state=instance.next_state)
 
 
-def destroying(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+def enter_destroying(instance: Instance, next_state: State, at: float, context: StepContext) -> Instance:
     """Its hosts are to destroy what the desire of that row says (`orders`)."""
-    return replace(instance, state=State.DESTROYING, then=then, deadline=at + context.destroy_retry_s, since=at)
+    return replace(
+        instance, state=State.DESTROYING, next_state=next_state, deadline=at + context.destroy_retry_s, since=at
+    )
 
 
-def announce(
+def emit_event(
     instance: Instance,
     state: BuildState,
     at: float,
@@ -120,68 +124,70 @@ def announce(
         sequence=instance.sequence,
         terminal=terminal,
         cell=context.cell,
-        host=instance.here.host if instance.selections else None,
+        host=instance.current.host if instance.selections else None,
         host_uuid=instance.host_uuid,
         attempt=instance.attempt,
         code=code,
         reason=reason,
         history=instance.history if state in _ENDS else (),
         at=at,
-        stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
-        zone=instance.here.zone if instance.selections else "",
+        stage_times=instance.stage_times if terminal and state is not BuildState.DELETED else None,
+        zone=instance.current.zone if instance.selections else "",
     )
-    stamps = None if terminal else instance.stamps  # published once, and of no further use
-    announced = replace(instance, sequence=instance.sequence + 1, build_sequence=instance.sequence, stamps=stamps)
+    stage_times = None if terminal else instance.stage_times  # published once, and of no further use
+    announced = replace(
+        instance, sequence=instance.sequence + 1, build_sequence=instance.sequence, stage_times=stage_times
+    )
     return Step(announced, (*first, announcement))
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
-def destroy_here(instance: Instance, context: StepContext) -> Destroy:
+def destroy_current(instance: Instance, context: StepContext) -> Destroy:
     """The order to destroy the current attempt."""
-    return destroy_at(instance, instance.here, instance.attempt, context)
+    return destroy_at(instance, instance.current, instance.attempt, context)
 
 
 def destroy_at(
-    instance: Instance, where: Selection, attempt: int, context: StepContext, *, unless_built: bool = False
+    instance: Instance, where: Selection, attempt: int, context: StepContext, *, keep_if_complete: bool = False
 ) -> Destroy:
-    """The order to destroy an attempt there. unless_built: a complete machine stays, and is reported."""
+    """The order to destroy an attempt there. keep_if_complete: a complete machine stays, and is reported."""
     return Destroy(
         instance_uuid=instance.uuid,
         attempt=attempt,
         host_uuid=where.host_uuid,
         service=where.service,
-        deployment=context.deployment,
-        unless_built=unless_built,
+        database_id=context.database_id,
+        keep_if_complete=keep_if_complete,
     )
 
 
-def at_service(instance: Instance, service: str) -> Instance:
+def with_service(instance: Instance, service: str) -> Instance:
     """The current host is this service's: a host outlives its service, and its next service takes no orders sent to the
     previous one.
     """
-    if instance.here.service == service:
+    if instance.current.service == service:
         return instance
     selections = list(instance.selections)
-    selections[instance.position] = replace(instance.here, service=service)
+    selections[instance.selection_index] = replace(instance.current, service=service)
     return replace(instance, selections=tuple(selections))
 
 
-def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
+def is_source(instance: Instance, event: Spawned | MachineRunning) -> bool:
     """Whether its machine is that of the move's source, on a host of its own."""
     return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
 
 
-def followed(instance: Instance, event: Spawned | HostRuns) -> Instance:
+def with_current_service(instance: Instance, event: Spawned | MachineRunning) -> Instance:
     """The record with the host of this machine, its current one or its source, under the service that lists it now."""
-    if is_ours(instance, event):
-        return at_service(instance, event.service)
+    if is_current_attempt(instance, event):
+        return with_service(instance, event.service)
     if not is_source(instance, event) or instance.source_service == event.service:
         return instance
-    move = instance.move
-    assert move is not None and move.source is not None
-    return replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
+    action = instance.action
+    assert action is not None and action.source is not None
+    return replace(instance, action=replace(action, source=replace(action.source, service=event.service)))
 
 
 def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
@@ -189,24 +195,24 @@ def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
     return attempt == instance.attempt and host_uuid == instance.host_uuid
 
 
-def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
+def is_current_attempt(instance: Instance, event: Spawned | MachineRunning) -> bool:
     """Whether it is the current attempt that runs."""
     return is_current(instance, event.attempt, event.host_uuid)
 
 
-def here_gone(instance: Instance, event: Destroyed | HostMissing) -> bool:
+def current_destroyed(instance: Instance, event: Destroyed | MachineMissing) -> bool:
     """Whether no machine of the current attempt is left on its host."""
-    return is_gone(instance, event, instance.here, instance.attempt)
+    return is_destroyed(instance, event, instance.current, instance.attempt)
 
 
-def source_gone(instance: Instance, event: Destroyed | HostMissing) -> bool:
+def source_destroyed(instance: Instance, event: Destroyed | MachineMissing) -> bool:
     """Whether no machine of the move's source is left on its host."""
-    move = instance.move
-    assert move is not None
-    return move.source is not None and is_gone(instance, event, move.source, move.source_attempt)
+    action = instance.action
+    assert action is not None
+    return action.source is not None and is_destroyed(instance, event, action.source, action.source_attempt)
 
 
-def is_gone(instance: Instance, event: Destroyed | HostMissing, where: Selection, attempt: int) -> bool:
+def is_destroyed(instance: Instance, event: Destroyed | MachineMissing, where: Selection, attempt: int) -> bool:
     """Whether the host has reported that no attempt up to this one is left there: by its answer, or by a scan from
     after the record became what it is.
 
@@ -215,21 +221,21 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, where: Selection
     """
     if event.host_uuid != where.host_uuid:
         return False
-    if isinstance(event, HostMissing):
-        return is_later(event, instance)
+    if isinstance(event, MachineMissing):
+        return is_newer_scan(event, instance)
     return event.service == where.service and event.attempt >= attempt
 
 
-def tried(
+def attempt_record(
     instance: Instance, attempt: int, outcome: str, at: float, *, code: str = "", reason: str = ""
 ) -> AttemptRecord:
     """How an attempt on the current host has ended, for the history of a build or a move."""
     return AttemptRecord(
-        attempt=attempt, host=instance.here.host, outcome=outcome, code=code, reason=cut(reason), at=at
+        attempt=attempt, host=instance.current.host, outcome=outcome, code=code, reason=truncate(reason), at=at
     )
 
 
-def not_claimed(instance: Instance, outcomes: Sequence[ClaimOutcome], at: float) -> tuple[AttemptRecord, ...]:
+def unclaimed_records(instance: Instance, outcomes: Sequence[ClaimOutcome], at: float) -> tuple[AttemptRecord, ...]:
     """The alternates that could not be claimed, for the same, so that it is complete."""
     return tuple(
         AttemptRecord(attempt=instance.next_attempt, host=one.host, outcome="not_claimed", code=outcome.value, at=at)
@@ -237,6 +243,6 @@ def not_claimed(instance: Instance, outcomes: Sequence[ClaimOutcome], at: float)
     )
 
 
-def cut(reason: str) -> str:
+def truncate(reason: str) -> str:
     """At most as long as a reason may be."""
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

@@ -18,9 +18,8 @@ from bus.contracts.base import DatabaseMark, reason_of
 from bus.faults import DatabaseForbidden, Transient
 from bus.persistence.guarded_statement import Conflict
 from cell_conductor import metrics
-from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.leases import Leader, Lease
 from cell_conductor.domain.marks import RecordedMarks, Stated, is_behind
-from cell_conductor.domain.set_back import SetBack
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +86,7 @@ class KeyedRows(Protocol):
     async def delete(self, table: KeyedTable[Key, Any], keys: Collection[Key]) -> None:
         """Delete what is on record under these keys, which were found for update."""
 
-    async def expect_known(self) -> None:
+    async def expect_same_database(self) -> None:
         """Raises Unrecognised."""
 
     async def incarnation(self) -> int:
@@ -124,13 +123,13 @@ class DatabaseState(StrEnum):
     BEHIND = "behind"  # it was set back
 
 
-class KnownDatabase(Struct):
+class DatabaseIdentity(Struct):
     """The state of its database that a conductor last saw. mark: of its own commits that are on disk. read: the marks
     on record.
     """
 
-    deployment: str = ""
-    set_back: SetBack = SetBack()
+    database_id: str = ""
+    incarnation: int = 1
     is_recovering: bool = False
     mark: DatabaseMark = DatabaseMark()
     read: RecordedMarks = RecordedMarks(DatabaseMark())
@@ -138,21 +137,20 @@ class KnownDatabase(Struct):
     @property
     def state(self) -> tuple[str, int]:
         """What a write is guarded by: its identity, and the incarnation of it."""
-        return self.deployment, self.set_back.incarnation
+        return self.database_id, self.incarnation
 
     @property
     def recorded(self) -> RecordedMarks:
         """What the database has on record, as far as this process knows."""
         return RecordedMarks(self.read.own.joined(self.mark), self.read.ended)
 
-    def adopt(self, read: RecordedMarks) -> None:
+    def load(self, read: RecordedMarks) -> None:
         """This is on record. Of another incarnation nothing is known to be on disk."""
-        self.read, incarnation = read, read.own.database_incarnation
-        self.set_back = SetBack(incarnation)
-        if incarnation != self.mark.database_incarnation:
-            self.mark = DatabaseMark(incarnation)
+        self.read, self.incarnation = read, read.own.database_incarnation
+        if self.incarnation != self.mark.database_incarnation:
+            self.mark = DatabaseMark(self.incarnation)
 
-    def note_sent(self, mark: DatabaseMark) -> None:
+    def record_sent(self, mark: DatabaseMark) -> None:
         """A commit is on disk."""
         if mark.database_incarnation == self.mark.database_incarnation:
             self.mark = self.mark.joined(mark)
@@ -161,7 +159,7 @@ class KnownDatabase(Struct):
 class Unrecognised(Transient):
     """The database was set back, and this process has not recognised that: a sweep will."""
 
-    code = "cell.database_set_back"
+    code = "cell.database_restored"
 
     def __init__(self) -> None:
         super().__init__("the database was set back, which has to be recognised first")
@@ -224,10 +222,10 @@ class Keyed(Protocol):
     def transaction(self) -> AbstractAsyncContextManager[KeyedRows]:
         """Commits at the end, rolls back on an exception."""
 
-    async def keeper(self) -> tuple[Keeper, float]:
+    async def leader(self) -> tuple[Leader, float]:
         """The keeper on record, and the time by the database's clock."""
 
-    async def keep(self, before: Keeper, after: Keeper) -> bool:
+    async def write_leader(self, before: Leader, after: Leader) -> bool:
         """Record the next keeper. False: another one is on record meanwhile, or the database was set back, as below."""
 
     async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:

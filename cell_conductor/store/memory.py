@@ -16,29 +16,16 @@ from bus.persistence.guarded_statement import Conflict, PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, VersionCache
-from cell_conductor.domain.desires import (
-    EXPECTED_HERE,
-    LEFT_WITH_ITS_SERVICE,
-    REFUSED,
-)
+from cell_conductor.domain.desires import ABANDONED_WITH_SERVICE, EXPECTED_ON_CURRENT, REFUSED
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Brief, Instance, Phase
+from cell_conductor.domain.instance import Instance, InstanceSummary, Phase
 from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-from cell_conductor.domain.report import is_at
+from cell_conductor.domain.report import has_machine_at
 
-from .keyed import (
-    MAX_ABSENT,
-    DatabaseState,
-    KnownDatabase,
-    Losses,
-    Recovering,
-    Unrecognised,
-    absent_with,
-    state_of,
-)
-from .memory_keyed import MemoryKeyed, MemoryKeyedRows, MemoryKeyedTable, drop, is_known
+from .keyed import MAX_ABSENT, DatabaseIdentity, DatabaseState, Losses, Recovering, Unrecognised, absent_with, state_of
+from .memory_keyed import MemoryKeyed, MemoryKeyedRows, MemoryKeyedTable, drop, is_same_database
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore
-from .safety import KEEP, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
+from .safety import PROTECT, FenceStore, LeaseStore, Safety, UnknownMachineRecord, rely_on
 
 HANDLER = "conductor"
 
@@ -72,13 +59,15 @@ class MemoryInstanceTable(MemoryKeyedTable):
     @property
     def fenced(self) -> dict[str, Fence]:
         """The fences in force, by host."""
-        return {host: one for host, one in self.fences.items() if one.state is not FenceState.LIFTED}
+        return {host: one for host, one in self.fences.items() if one.state is not FenceState.UNFENCED}
 
 
 class MemoryTransaction:
     """One transaction."""
 
-    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+    def __init__(
+        self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: DatabaseIdentity
+    ) -> None:
         self._table = table
         self._transaction = transaction
         self._seen = seen
@@ -113,7 +102,7 @@ class MemoryTransaction:
 
     def _state(self, stated: Stated, own: DatabaseMark) -> DatabaseState:
         table = self._table
-        check_identity(table.deployment, self._seen.deployment)
+        check_identity(table.database_id, self._seen.database_id)
         return state_of(table.marks, stated, own, is_elsewhere=table.origin != table.place)
 
     def _begin(self, stated: Stated, own: DatabaseMark, *, recovers: bool) -> DatabaseChange:
@@ -123,13 +112,13 @@ class MemoryTransaction:
         now = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
         self._transaction.will(partial(_begin, table, now, recovers))
         self._transaction.will(partial(_see, self._seen, now, recovers))
-        return DatabaseChange(table.deployment, incarnation, recovers)
+        return DatabaseChange(table.database_id, incarnation, recovers)
 
     async def expect_recovering(self) -> None:
         """One statement, under a lock. Raises Unrecognised."""
         await self._transaction.statement()
         await self._transaction.lock(["identity"])
-        if not is_known(self._table, self._seen) or not self._table.recovers:
+        if not is_same_database(self._table, self._seen) or not self._table.recovers:
             raise Unrecognised
 
     async def accepted_losses(self) -> int:
@@ -163,7 +152,7 @@ class MemoryTransaction:
         await self._transaction.lock(["identity"])
         return dict(self._table.absent)
 
-    async def note_listed(self, services: Collection[str]) -> None:
+    async def record_listed(self, services: Collection[str]) -> None:
         """As in PostgreSQL."""
         absent = await self.absent_services()
         self._write_absent({name: word for name, word in absent.items() if name not in services})
@@ -204,10 +193,10 @@ class MemoryTransaction:
         await self._transaction.lock([("instance", uuid) for _, uuid in due])
         return [self._table.instances[uuid] for _, uuid in due]
 
-    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+    async def unknown_machines(self, uuids: Collection[str]) -> list[UnknownMachineRecord]:
         """Without locks."""
         await self._transaction.statement()
-        return [one for _, one in sorted(self._table.unexplained.items()) if one.machine.uuid in uuids]
+        return [one for _, one in sorted(self._table.unknown_machines.items()) if one.machine.uuid in uuids]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -227,10 +216,10 @@ class MemoryTransaction:
             await self._write(instances)
 
     async def rely_on(
-        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
         """Hold the fences of these hosts until the end, and count what is given up there."""
-        return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, given_up, at, proofs)
+        return await rely_on(MemoryKeyedRows(self._table, self._transaction, self._seen), hosts, abandoned, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -240,14 +229,14 @@ class MemoryTransaction:
     async def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
         await _raise_sent(self._table, self._transaction, self._seen)
-        if not is_known(self._table, self._seen):
+        if not is_same_database(self._table, self._seen):
             raise Unrecognised
 
 
 class MemoryInstanceRows:
     """The rows below an optimistic transaction: one that reads, and one that locks, compares and writes."""
 
-    def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: KnownDatabase) -> None:
+    def __init__(self, table: MemoryInstanceTable, session: MemorySession, seen: DatabaseIdentity) -> None:
         self._table = table
         self._session = session
         self._seen = seen
@@ -267,13 +256,13 @@ class MemoryInstanceRows:
         table = self._table
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
-            if not is_known(table, self._seen) or table.recovers:
+            if not is_same_database(table, self._seen) or table.recovers:
                 raise PreconditionFailed
             if writes.message_ids:
                 fresh = await transaction.first_time(HANDLER, writes.message_ids)
                 if len(fresh) != len(writes.message_ids):
                     raise PreconditionFailed
-            if not {uuid for _, uuid in table.unexplained}.isdisjoint(writes.explained):
+            if not {uuid for _, uuid in table.unknown_machines}.isdisjoint(writes.explained):
                 raise PreconditionFailed
             await transaction.lock([_key(uuid) for uuid in sorted(writes.versions)])
             if any(uuid not in table.instances for uuid in writes.versions):
@@ -287,7 +276,7 @@ class MemoryInstanceRows:
             _keep(table, transaction, [*writes.inserts, *writes.updates])
             if writes.durable:
                 await _raise_sent(table, transaction, self._seen)
-                if not is_known(table, self._seen):  # its counter was waited for
+                if not is_same_database(table, self._seen):  # its counter was waited for
                     raise PreconditionFailed
             rows = await transaction.send_later(writes.outbox)
         return Committed(transaction.number, rows)
@@ -302,15 +291,15 @@ def _begin(table: MemoryInstanceTable, now: RecordedMarks, recovers: bool) -> No
     table.absent = {}
     table.outbox.clear()
     table.breakers.clear()
-    drop(table.unexplained, [key for key, one in table.unexplained.items() if one.verdict != KEEP])
+    drop(table.unknown_machines, [key for key, one in table.unknown_machines.items() if one.decision != PROTECT])
 
 
 def _await_word(table: MemoryInstanceTable, losses: Losses) -> None:
     table.accepts, table.losses = False, losses
 
 
-def _see(seen: KnownDatabase, marks: RecordedMarks, recovers: bool) -> None:
-    seen.adopt(marks)
+def _see(seen: DatabaseIdentity, marks: RecordedMarks, recovers: bool) -> None:
+    seen.load(marks)
     seen.is_recovering = recovers
 
 
@@ -324,15 +313,17 @@ def _keep(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, in
         transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
 
 
-async def _raise_sent(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+async def _raise_sent(
+    table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: DatabaseIdentity
+) -> None:
     slot = next((one for one in range(SENT_SLOTS) if transaction.is_free(("sent", one))), 0)
     await transaction.lock([("sent", slot)])
-    incarnation = seen.set_back.incarnation
+    incarnation = seen.incarnation
 
     def raise_sent() -> None:
         sequence = table.sent[slot] + 1
         table.sent = (*table.sent[:slot], sequence, *table.sent[slot + 1 :])
-        seen.note_sent(DatabaseMark(incarnation, (*[0] * slot, sequence)))
+        seen.record_sent(DatabaseMark(incarnation, (*[0] * slot, sequence)))
 
     transaction.will(raise_sent)
 
@@ -353,21 +344,21 @@ class MemoryInstances(SeenStore):
 
     async def open(self) -> None:
         """Nothing to migrate."""
-        self._seen.deployment = self._table.deployment
-        self._seen.adopt(self._table.marks)
+        self._seen.database_id = self._table.database_id
+        self._seen.load(self._table.marks)
         self.ready = True
 
     async def close(self) -> None:
         """The connections are closed; the rows stay."""
         self.ready = False
-        self._session.cut()
+        self._session.disconnect()
 
     async def has_due(self, now: float) -> bool:
         """As in PostgreSQL: a look without locks."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             deadlines = (one.deadline for one in self._table.instances.values())
-            is_open = is_known(self._table, self._seen) and not self._table.recovers
+            is_open = is_same_database(self._table, self._seen) and not self._table.recovers
             return not is_open or any(at is not None and at <= now for at in deadlines)
 
     @asynccontextmanager
@@ -385,16 +376,16 @@ class MemoryInstances(SeenStore):
         async with self._session.transaction():
             return self._table.marks
 
-    async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
+    async def summaries(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[InstanceSummary]:
         """The instances that should be on these hosts, and these instances in any state."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                _brief(one, self._table)
+                _summary(one, self._table)
                 for one in self._table.instances.values()
                 if one.uuid in named
-                or (one.phase in EXPECTED_HERE and one.host_uuid in hosts)
+                or (one.phase in EXPECTED_ON_CURRENT and one.host_uuid in hosts)
                 or (one.source_host_uuid is not None and one.source_host_uuid in hosts)
             ]
 
@@ -406,7 +397,7 @@ class MemoryInstances(SeenStore):
             return [
                 (uuid, instance.service)
                 for uuid, instance in sorted(self._table.instances.items())
-                if instance.phase in LEFT_WITH_ITS_SERVICE and instance.service in named
+                if instance.phase in ABANDONED_WITH_SERVICE and instance.service in named
             ]
 
     async def at_service(self, service: str, limit: int) -> list[str]:
@@ -415,7 +406,7 @@ class MemoryInstances(SeenStore):
             await transaction.statement()
             fenced = self._table.fenced
             found = sorted(self._table.instances.items())
-            return [uuid for uuid, instance in found if is_at(instance, service, fenced)][:limit]
+            return [uuid for uuid, instance in found if has_machine_at(instance, service, fenced)][:limit]
 
     async def uuids(self, after: str, last: str, limit: int) -> list[str]:
         """One statement."""
@@ -435,7 +426,11 @@ class MemoryInstances(SeenStore):
             return len(gone)
 
 
-def _brief(instance: Instance, table: MemoryInstanceTable) -> Brief:
-    kept = [host for (host, uuid), one in table.unexplained.items() if uuid == instance.uuid and one.verdict == KEEP]
-    brief = replace(convert(instance, Brief, from_attributes=True), kept=kept)
+def _summary(instance: Instance, table: MemoryInstanceTable) -> InstanceSummary:
+    kept = [
+        host
+        for (host, uuid), one in table.unknown_machines.items()
+        if uuid == instance.uuid and one.decision == PROTECT
+    ]
+    brief = replace(convert(instance, InstanceSummary, from_attributes=True), protected_hosts=kept)
     return brief if instance.phase in REFUSED else replace(brief, code="")

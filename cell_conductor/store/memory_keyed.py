@@ -12,11 +12,11 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import AT_REST
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance
-from cell_conductor.domain.leases import Keeper, Lease
-from cell_conductor.domain.move_steps import is_evacuated_from
+from cell_conductor.domain.leases import Leader, Lease
+from cell_conductor.domain.move_steps import may_run_after_evacuation
 
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
-from .safety import KEYED, UnexplainedRecord
+from .keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
+from .safety import KEYED, UnknownMachineRecord
 
 
 class MemoryKeyedTable(MemoryDatabase):
@@ -27,7 +27,7 @@ class MemoryKeyedTable(MemoryDatabase):
         "instances",
         "origin",
         "incarnation",
-        "lease_keeper",
+        "leader",
         *(one.name for one in KEYED),
     )
 
@@ -37,17 +37,17 @@ class MemoryKeyedTable(MemoryDatabase):
         self.origin = self.place
         self.incarnation = 1
         self.instances: dict[str, Instance] = {}
-        self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
+        self.unknown_machines: dict[tuple[str, str], UnknownMachineRecord] = {}
         self.breakers: dict[str, Breaker] = {}
         self.leases: dict[str, Lease] = {}
-        self.lease_keeper = Keeper()
+        self.leader = Leader()
         self.fences: dict[str, Fence] = {}
 
 
 class MemoryKeyedRows:
     """The rows of one transaction."""
 
-    def __init__(self, table: MemoryKeyedTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
+    def __init__(self, table: MemoryKeyedTable, transaction: MemoryDatabaseTransaction, seen: DatabaseIdentity) -> None:
         self._table = table
         self._transaction = transaction
         self._seen = seen
@@ -77,10 +77,10 @@ class MemoryKeyedRows:
         await self._transaction.statement()
         self._transaction.will(partial(drop, self._rows(table), list(keys)))
 
-    async def expect_known(self) -> None:
+    async def expect_same_database(self) -> None:
         """One statement. Raises Unrecognised."""
         await self._transaction.statement()
-        if not is_known(self._table, self._seen):
+        if not is_same_database(self._table, self._seen):
             raise Unrecognised
 
     async def incarnation(self) -> int:
@@ -91,7 +91,7 @@ class MemoryKeyedRows:
     async def is_needed(self, fence_of: str) -> bool:
         """One statement."""
         await self._transaction.statement()
-        return any(is_evacuated_from(one, fence_of) for one in self._table.instances.values())
+        return any(may_run_after_evacuation(one, fence_of) for one in self._table.instances.values())
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; all of them are looked at."""
@@ -110,7 +110,7 @@ class MemoryKeyedRows:
 class MemoryKeyed:
     """In a cell's tables."""
 
-    def __init__(self, table: MemoryKeyedTable, session: MemorySession, seen: KnownDatabase) -> None:
+    def __init__(self, table: MemoryKeyedTable, session: MemorySession, seen: DatabaseIdentity) -> None:
         self._table = table
         self._session = session
         self._seen = seen
@@ -121,15 +121,15 @@ class MemoryKeyed:
         async with self._session.transaction() as transaction:
             yield MemoryKeyedRows(self._table, transaction, self._seen)
 
-    async def keeper(self) -> tuple[Keeper, float]:
+    async def leader(self) -> tuple[Leader, float]:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            return self._table.lease_keeper, self._table.clock.time()
+            return self._table.leader, self._table.clock.time()
 
-    async def keep(self, before: Keeper, after: Keeper) -> bool:
+    async def write_leader(self, before: Leader, after: Leader) -> bool:
         """One transaction."""
-        write = partial(setattr, self._table, "lease_keeper", after)
+        write = partial(setattr, self._table, "leader", after)
         return await self._where(lambda on_record: on_record == before, write)
 
     async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
@@ -137,19 +137,19 @@ class MemoryKeyed:
         writes = partial(self._table.leases.update, leases), partial(drop, self._table.leases, list(gone))
         return await self._where(lambda on_record: on_record.term == term, *writes)
 
-    async def _where(self, is_met: Callable[[Keeper], bool], *writes: Callable[[], None]) -> bool:
+    async def _where(self, is_met: Callable[[Leader], bool], *writes: Callable[[], None]) -> bool:
         async with self._session.transaction() as transaction:
-            await transaction.lock(["lease_keeper"])
-            if not is_known(self._table, self._seen) or not is_met(self._table.lease_keeper):
+            await transaction.lock(["leader"])
+            if not is_same_database(self._table, self._seen) or not is_met(self._table.leader):
                 return False
             for write in writes:
                 transaction.will(write)
             return True
 
 
-def is_known(table: MemoryKeyedTable, seen: KnownDatabase) -> bool:
+def is_same_database(table: MemoryKeyedTable, seen: DatabaseIdentity) -> bool:
     """Whether it is the one that this process has seen."""
-    return table.origin == table.place and (table.deployment, table.incarnation) == seen.state
+    return table.origin == table.place and (table.database_id, table.incarnation) == seen.state
 
 
 def drop(rows: dict[Any, Any], keys: Sequence[Any]) -> None:

@@ -14,22 +14,21 @@ from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
-from cell_conductor.domain.instance import Brief, Instance, Phase
+from cell_conductor.domain.instance import Instance, InstanceSummary, Phase
 from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
-from cell_conductor.domain.set_back import SetBack
 
-from .keyed import KnownDatabase, Losses
-from .safety import FenceStore, LeaseStore, Safety, UnexplainedRecord
+from .keyed import DatabaseIdentity, Losses
+from .safety import FenceStore, LeaseStore, Safety, UnknownMachineRecord
 
 
 class DatabaseChange(Struct, frozen=True):
     """The database was set back: restored from a backup, promoted, or its disk was.
 
-    deployment: its identity, which a backup contains. incarnation: the one that has begun. recovers: something is
+    database_id: its identity, which a backup contains. incarnation: the one that has begun. recovers: something is
     missing, or may be; else another server took over.
     """
 
-    deployment: str
+    database_id: str
     incarnation: int
     recovers: bool
 
@@ -74,7 +73,7 @@ class Transaction(Protocol):
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end. Raises UnreadableRecords."""
 
-    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+    async def unknown_machines(self, uuids: Collection[str]) -> list[UnknownMachineRecord]:
         """The machines of these instances that no record of an instance explains, by host and instance.
 
         An optimistic transaction expects none, compares at its end, and raises Conflict there.
@@ -87,7 +86,7 @@ class Transaction(Protocol):
         """Write the new state of locked instances."""
 
     async def rely_on(
-        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
         """Hold the fences of these hosts until the end, and count what is given up there: by host, its services, one a
         machine. False: one is not fenced, or the fence of one of `proofs`, which are among the hosts, is to be lifted.
@@ -132,7 +131,7 @@ class LockingTransaction(Transaction, Protocol):
         nothing.
         """
 
-    async def note_listed(self, services: Collection[str]) -> None:
+    async def record_listed(self, services: Collection[str]) -> None:
         """These have listed. After `absent_services`."""
 
     async def state_without(self, service: str) -> bool:
@@ -168,11 +167,11 @@ class InstanceStore(Flushed, Protocol):
         """The fences of the cell's hosts, in the same schema."""
 
     @property
-    def deployment(self) -> str:
+    def database_id(self) -> str:
         """The identity of this cell's database: a uuid made once with its schema. Known once it has been open."""
 
     @property
-    def set_back(self) -> SetBack:
+    def incarnation(self) -> int:
         """When the database came to be older than the world, as far as this process has found out."""
 
     @property
@@ -211,16 +210,16 @@ class InstanceStore(Flushed, Protocol):
         new: instances that are expected not to be on record. For PostgreSQL this is one round trip instead of six.
         """
 
-    async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_HERE`), and these
-        instances in any state; those whose record cannot be read as `unreadable_brief`.
+    async def summaries(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[InstanceSummary]:
+        """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_ON_CURRENT`), and these
+        instances in any state; those whose record cannot be read as `unreadable_summary`.
         """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
     async def at_service(self, service: str, limit: int) -> list[str]:
-        """The instances that have a machine at this compute service (`report.is_at`), in order of
+        """The instances that have a machine at this compute service (`report.has_machine_at`), in order of
         uuids.
         """
 
@@ -271,7 +270,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         """As cached, else as read, unless expected to be absent; compared at the end. Raises UnreadableRecords."""
         return await self._read(uuids, absent=self._absent)
 
-    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+    async def unknown_machines(self, uuids: Collection[str]) -> list[UnknownMachineRecord]:
         """Expected to be none; compared at the end."""
         self.writes.explained = sorted(uuids)
         return []
@@ -287,7 +286,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._after.update((one.uuid, one) for one in instances)
 
     async def rely_on(
-        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
         """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict
@@ -310,18 +309,18 @@ class SeenStore(FlushedStore):
 
     def __init__(self, connections: Flushed) -> None:
         super().__init__(connections)
-        self._seen = KnownDatabase()
+        self._seen = DatabaseIdentity()
 
     @property
-    def deployment(self) -> str:
+    def database_id(self) -> str:
         """The identity of the schema."""
-        assert self._seen.deployment, "not opened"
-        return self._seen.deployment
+        assert self._seen.database_id, "not opened"
+        return self._seen.database_id
 
     @property
-    def set_back(self) -> SetBack:
+    def incarnation(self) -> int:
         """When the database came to be older than the world, as far as this process has found out."""
-        return self._seen.set_back
+        return self._seen.incarnation
 
     @property
     def is_recovering(self) -> bool:

@@ -23,36 +23,22 @@ from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor import metrics
 from cell_conductor.domain.desires import (
+    ABANDONED_WITH_SERVICE,
+    ABSENT_ON_CURRENT,
     AT_REST,
-    EXPECTED_HERE,
-    LEFT_WITH_ITS_SERVICE,
-    NOT_HERE,
+    EXPECTED_ON_CURRENT,
     REFUSED,
-    in_sql,
-    of_text,
+    phase_from_text,
+    phases_as_sql,
 )
-from cell_conductor.domain.instance import (
-    Brief,
-    Instance,
-    Phase,
-    unreadable_brief,
-)
+from cell_conductor.domain.instance import Instance, InstanceSummary, Phase, unreadable_summary
 from cell_conductor.domain.marks import NOTHING, RecordedMarks, Stated
 
 from . import tables
-from .keyed import (
-    MAX_ABSENT,
-    DatabaseState,
-    KnownDatabase,
-    Losses,
-    Recovering,
-    Unrecognised,
-    absent_with,
-    state_of,
-)
+from .keyed import MAX_ABSENT, DatabaseIdentity, DatabaseState, Losses, Recovering, Unrecognised, absent_with, state_of
 from .port import DatabaseChange, InstanceWrites, OptimisticTransaction, SeenStore, UnreadableRecords
 from .postgres_keyed import PostgresKeyed, PostgresKeyedRows, row_of, values_of
-from .safety import KEEP, UNEXPLAINED, FenceStore, LeaseStore, Safety, UnexplainedRecord, rely_on
+from .safety import PROTECT, UNKNOWN_MACHINES, FenceStore, LeaseStore, Safety, UnknownMachineRecord, rely_on
 
 log = structlog.get_logger(__name__)
 Found = TypeVar("Found")
@@ -66,15 +52,15 @@ LOCK_DUE = f"SELECT {_ROW} FROM instances WHERE deadline <= $1 ORDER BY deadline
 PUT_OFF = "UPDATE instances SET deadline = $2 WHERE uuid = ANY($1::uuid[])"
 PUT_OFF_S = 60.0
 
-IDENTITY = "SELECT deployment::text FROM identity"
+IDENTITY = "SELECT database_id::text FROM identity"
 RECORDED_MARKS = f"SELECT database_incarnation, {tables.SENT}, ended_incarnations FROM identity"
 RECOGNISE = f"""
-SELECT database_incarnation, {tables.SENT}, ended_incarnations, deployment::text,
+SELECT database_incarnation, {tables.SENT}, ended_incarnations, database_id::text,
     origin <> origin_of('instances'), state <> 'open'
 FROM identity
 """
 NOTHING_DUE = """
-SELECT deployment::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
+SELECT database_id::text = $2 AND origin = origin_of('instances') AND database_incarnation = $3 AND state = 'open'
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
@@ -89,9 +75,9 @@ BEGIN = f"""
 FORGET_BEFORE = f"""
 DELETE FROM outbox;
 DELETE FROM breakers;
-DELETE FROM {UNEXPLAINED.name} WHERE verdict IS DISTINCT FROM '{KEEP}'
+DELETE FROM {UNKNOWN_MACHINES.name} WHERE decision IS DISTINCT FROM '{PROTECT}'
 """
-RECOVERING = f"{tables.KNOWN.format('$1', '$2')} AND state <> 'open' FOR UPDATE"
+RECOVERING = f"{tables.SAME_DATABASE.format('$1', '$2')} AND state <> 'open' FOR UPDATE"
 ACCEPTED_LOSSES = "SELECT losses ->> 'count' FROM identity WHERE state = 'accepted'"
 STOP_RECOVERY = "UPDATE identity SET state = 'recovering', losses = $1::text::json"
 ACCEPT_LOSSES = """
@@ -113,49 +99,51 @@ UPDATE = tables.marked(tables.UPDATE)
 
 READ_VERSIONS = f"SELECT {_ROW}, xmin FROM instances WHERE uuid = ANY($1::uuid[])"
 
-_BRIEF = f"""
+_SUMMARY = f"""
 SELECT uuid, state, host_uuid,
     {tables.SERVICE} AS service,
-    attempt, since, newest, source_host_uuid,
-    coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
+    attempt, since, highest_attempt, source_host_uuid,
+    coalesce(record #>> ARRAY['action', 'source', 'service'], '') AS source_service,
     source_attempt,
-    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
+    CASE WHEN state IN ({phases_as_sql(REFUSED)}) THEN coalesce(record ->> 'code', '') ELSE '' END AS code,
     coalesce(k.hosts, '{{}}') AS kept, coalesce(record ->> 'blocked_reason', '') AS blocked_reason,
     coalesce(record ->> 'proves_from', '0') AS proves_from
 FROM instances LEFT JOIN (
-    SELECT instance_uuid, array_agg(host_uuid::text) AS hosts FROM unexplained WHERE verdict = '{KEEP}'
+    SELECT instance_uuid, array_agg(host_uuid::text) AS hosts FROM unknown_machines WHERE decision = '{PROTECT}'
     GROUP BY instance_uuid) AS k ON k.instance_uuid = uuid
 """
 # The states are a partial index's condition, here and in PURGE.
-BRIEFS_OF_HOSTS = f"""
-{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ({in_sql(EXPECTED_HERE)})
+SUMMARIES_OF_HOSTS = f"""
+{_SUMMARY} WHERE host_uuid = ANY($1::uuid[]) AND state IN ({phases_as_sql(EXPECTED_ON_CURRENT)})
 UNION ALL
-{_BRIEF} WHERE source_host_uuid = ANY($1::uuid[]) AND source_host_uuid IS NOT NULL
+{_SUMMARY} WHERE source_host_uuid = ANY($1::uuid[]) AND source_host_uuid IS NOT NULL
 """
 # Every build under way has a deadline, so the few such rows are found by its index.
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
     SELECT uuid, {tables.SERVICE} AS service FROM instances
-    WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
+    WHERE deadline IS NOT NULL AND state IN ({phases_as_sql(ABANDONED_WITH_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
-FENCE_OF = f"SELECT FROM fences f WHERE f.record ->> 'state' <> '{FenceState.LIFTED}' AND f.host_uuid"
-# As `domain.report.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
+FENCE_OF = f"SELECT FROM fences f WHERE f.record ->> 'state' <> '{FenceState.UNFENCED}' AND f.host_uuid"
+# As `domain.report.has_machine_at`. The text is searched for the name first: parsing every record's JSON costs far
+# more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances
-WHERE state NOT IN ({in_sql(AT_REST)})
+WHERE state NOT IN ({phases_as_sql(AT_REST)})
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
-    ({tables.SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
+    ({tables.SERVICE} = $1 AND state NOT IN ({phases_as_sql(ABSENT_ON_CURRENT)})
         AND NOT EXISTS ({FENCE_OF} = instances.host_uuid))
-    OR (record #>> '{{move,source,service}}' = $1
-        AND NOT EXISTS ({FENCE_OF}::text = instances.record #>> '{{move,source,host_uuid}}')))
+    OR (record #>> '{{action,source,service}}' = $1
+        AND NOT EXISTS ({FENCE_OF}::text = instances.record #>> '{{action,source,host_uuid}}')))
 ORDER BY uuid LIMIT $2
 """
-BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
+SUMMARIES_BY_UUID = f"{_SUMMARY} WHERE uuid = ANY($1::uuid[])"
 
-EXPLAINED = "NOT EXISTS (SELECT FROM unexplained WHERE instance_uuid = ANY({}::uuid[]))"
+EXPLAINED = "NOT EXISTS (SELECT FROM unknown_machines WHERE instance_uuid = ANY({}::uuid[]))"
 OF_INSTANCES = f"""
-SELECT {row_of(UNEXPLAINED)} FROM unexplained WHERE instance_uuid = ANY($1::uuid[]) ORDER BY host_uuid, instance_uuid
+SELECT {row_of(UNKNOWN_MACHINES)} FROM unknown_machines WHERE instance_uuid = ANY($1::uuid[]) ORDER BY host_uuid,
+instance_uuid
 """
 
 PURGE = """
@@ -173,11 +161,11 @@ def _marks(row: Sequence[Any]) -> RecordedMarks:
     return RecordedMarks(DatabaseMark(row[0], tuple(row[1])), _decode_ended(row[2]))
 
 
-def _brief(row: Sequence[Any]) -> Brief:
-    state, then = of_text(row[1])
+def _summary(row: Sequence[Any]) -> InstanceSummary:
+    state, then = phase_from_text(row[1])
     # Not cast by the statement: one that is of another type would fail it for all.
     fields = (*row[2:12], then, row[12], int(row[13]))
-    return Brief(row[0], state, *fields)
+    return InstanceSummary(row[0], state, *fields)
 
 
 def _instance(row: Sequence[Any]) -> Instance:
@@ -210,7 +198,7 @@ def _all_readable(rows: Iterable[Sequence[Any]]) -> dict[str, Instance]:
 class PostgresInstanceRows:
     """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection, seen: KnownDatabase) -> None:
+    def __init__(self, connection: asyncpg.Connection, seen: DatabaseIdentity) -> None:
         self._connection = connection
         self._seen = seen
 
@@ -242,17 +230,17 @@ class PostgresInstanceRows:
             statement.column("(SELECT slot FROM marked) AS slot, (SELECT sequence FROM marked) AS sequence")
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
-        incarnation = self._seen.set_back.incarnation
+        incarnation = self._seen.incarnation
         written = await statement.execute(self._connection, durable=writes.durable)
         if writes.durable:
-            self._seen.note_sent(tables.mark_of(incarnation, written["slot"], written["sequence"]))
+            self._seen.record_sent(tables.mark_of(incarnation, written["slot"], written["sequence"]))
         return Committed(written["version"], written["outbox_rows"])
 
 
 class PostgresTransaction:
     """One transaction on one connection, which locks what it reads."""
 
-    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance], seen: KnownDatabase) -> None:
+    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance], seen: DatabaseIdentity) -> None:
         self._connection = connection
         self._cache = cache
         self._seen = seen
@@ -273,7 +261,7 @@ class PostgresTransaction:
             if history is not DatabaseState.SAME:
                 recovers = is_recovering or history is DatabaseState.BEHIND
                 return await self._begin(recorded, stated, own, recovers=recovers)
-        seen.adopt(recorded)
+        seen.load(recorded)
         seen.is_recovering = is_recovering
         if is_recovering:
             raise Recovering
@@ -296,7 +284,7 @@ class PostgresTransaction:
     async def _identity(self) -> tuple[RecordedMarks, bool, bool]:
         """The marks on record, whether it is on another server, and whether the cell recovers."""
         row = await self._connection.fetchrow(RECOGNISE) or (0, (), "{}", None, False, False)
-        check_identity(row[3], self._seen.deployment)
+        check_identity(row[3], self._seen.database_id)
         return _marks(row), row[4], row[5]
 
     async def _begin(
@@ -309,7 +297,7 @@ class PostgresTransaction:
             await self._connection.execute(FORGET_BEFORE)
         self.recognised = RecordedMarks(DatabaseMark(incarnation, recorded.own.sent_sequences), ended)
         self.recovers = recovers
-        return DatabaseChange(self._seen.deployment, incarnation, recovers)
+        return DatabaseChange(self._seen.database_id, incarnation, recovers)
 
     async def expect_recovering(self) -> None:
         """One statement. Raises Unrecognised."""
@@ -342,7 +330,7 @@ class PostgresTransaction:
         """One statement."""
         return _decode_absent(await self._connection.fetchval(ABSENT) or "{}")
 
-    async def note_listed(self, services: Collection[str]) -> None:
+    async def record_listed(self, services: Collection[str]) -> None:
         """Two statements."""
         absent = await self.absent_services()
         await self._write_absent({name: word for name, word in absent.items() if name not in services})
@@ -373,9 +361,9 @@ class PostgresTransaction:
             await self._connection.execute(PUT_OFF, sorted(unreadable), now + PUT_OFF_S)
         return list(due.values())
 
-    async def unexplained(self, uuids: Collection[str]) -> list[UnexplainedRecord]:
+    async def unknown_machines(self, uuids: Collection[str]) -> list[UnknownMachineRecord]:
         """One statement, without locks."""
-        return list(values_of(UNEXPLAINED, await self._connection.fetch(OF_INSTANCES, list(uuids))).values())
+        return list(values_of(UNKNOWN_MACHINES, await self._connection.fetch(OF_INSTANCES, list(uuids))).values())
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises Conflict when one is on record meanwhile."""
@@ -389,7 +377,7 @@ class PostgresTransaction:
             await self._write(UPDATE, instances)
 
     async def _write(self, statement: str, instances: Sequence[Instance]) -> int:
-        incarnation = self._seen.set_back.incarnation
+        incarnation = self._seen.incarnation
         columns = tables.columns(instances)
         count, slot, sequence = await self._connection.fetchrow(statement, *columns, *self._seen.state)
         if slot is None:
@@ -398,10 +386,10 @@ class PostgresTransaction:
         return int(count)
 
     async def rely_on(
-        self, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
+        self, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str] = ()
     ) -> bool:
         """Hold the fences of these hosts until the end, and count what is given up there."""
-        return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, given_up, at, proofs)
+        return await rely_on(PostgresKeyedRows(self._connection, self._seen), hosts, abandoned, at, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""
@@ -435,8 +423,8 @@ class PostgresInstances(SeenStore):
     async def identify(self) -> None:
         """Read the schema's identity, by which each write is guarded."""
         async with self._database.raw() as connection:
-            self._seen.deployment = await connection.fetchval(IDENTITY)
-            self._seen.adopt(_marks(await connection.fetchrow(RECORDED_MARKS)))
+            self._seen.database_id = await connection.fetchval(IDENTITY)
+            self._seen.load(_marks(await connection.fetchrow(RECORDED_MARKS)))
 
     async def recorded_marks(self) -> RecordedMarks:
         """What the database has on record. One statement."""
@@ -458,9 +446,9 @@ class PostgresInstances(SeenStore):
         async with self._database.raw() as connection:
             transaction = PostgresTransaction(connection, self._cache, self._seen)
             yield transaction
-        self._seen.note_sent(transaction.mark)
+        self._seen.record_sent(transaction.mark)
         if transaction.recognised is not None:
-            self._seen.adopt(transaction.recognised)
+            self._seen.load(transaction.recognised)
         if transaction.recovers is not None:
             self._seen.is_recovering = transaction.recovers
 
@@ -473,17 +461,17 @@ class PostgresInstances(SeenStore):
         ):
             yield transaction
 
-    async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
+    async def summaries(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[InstanceSummary]:
         """The instances that should be on these hosts, and these instances in any state."""
         async with self._database.raw() as connection:
-            found = await connection.fetch(BRIEFS_OF_HOSTS, host_uuids)
+            found = await connection.fetch(SUMMARIES_OF_HOSTS, host_uuids)
             # Nearly always the same ones: each row costs its record's JSON read, so none is read twice.
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
-                found += await connection.fetch(BRIEFS_BY_UUID, list(others))
-        briefs, unreadable = _readable(found, _brief)
+                found += await connection.fetch(SUMMARIES_BY_UUID, list(others))
+        briefs, unreadable = _readable(found, _summary)
         kept = {row[0]: row[11] for row in found}
-        return [*briefs.values(), *(unreadable_brief(uuid, kept[uuid]) for uuid in sorted(unreadable))]
+        return [*briefs.values(), *(unreadable_summary(uuid, kept[uuid]) for uuid in sorted(unreadable))]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """The instances that these compute services were commanded to build."""
@@ -503,5 +491,5 @@ class PostgresInstances(SeenStore):
     async def purge(self, phases: frozenset[Phase], before: float, limit: int) -> int:
         """Those that no transaction holds."""
         async with self._database.raw() as connection:
-            status: str = await connection.execute(PURGE.format(states=in_sql(phases)), before, limit)
+            status: str = await connection.execute(PURGE.format(states=phases_as_sql(phases)), before, limit)
         return int(status.rpartition(" ")[2])

@@ -11,34 +11,34 @@ from msgspec import structs
 
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict, GuardedStatement, PreconditionFailed
-from cell_conductor.domain.desires import AT_REST, EVACUATED, in_sql
-from cell_conductor.domain.leases import Keeper, Lease
+from cell_conductor.domain.desires import AT_REST, EVACUATED, phases_as_sql
+from cell_conductor.domain.leases import Leader, Lease
 
 from . import tables
-from .keyed import Key, KeyedTable, KnownDatabase, Lock, Unrecognised, Value
+from .keyed import DatabaseIdentity, Key, KeyedTable, Lock, Unrecognised, Value
 
-# As `domain.move_steps.is_evacuated_from`.
+# As `domain.move_steps.may_run_after_evacuation`.
 NEEDED = f"""
 SELECT EXISTS (
     SELECT FROM instances
     WHERE (source_host_uuid = $1 OR (source_host_uuid IS NULL AND host_uuid = $1))
-    AND record #>> '{{move,kind}}' = 'evacuate' AND state IN ({in_sql(EVACUATED)}))
+    AND record #>> '{{action,kind}}' = 'evacuate' AND state IN ({phases_as_sql(EVACUATED)}))
 """
 # The states are a partial index's condition. Instances that are over hold nothing there.
 TOUCHING = f"""
 SELECT uuid FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
-    AND state NOT IN ({in_sql(AT_REST)})
+    AND state NOT IN ({phases_as_sql(AT_REST)})
 ORDER BY uuid LIMIT $3
 """
 INCARNATION = "SELECT database_incarnation FROM identity"
-KEEPER = "SELECT process, term, until, extract(epoch FROM clock_timestamp())::float8 FROM lease_keeper"
-KEEP = """
-UPDATE lease_keeper SET process = {}, term = {}, until = {}
+LEADER = "SELECT process, term, until, extract(epoch FROM clock_timestamp())::float8 FROM leader"
+WRITE_LEADER = """
+UPDATE leader SET process = {}, term = {}, until = {}
 WHERE process = {} AND term = {} AND until = {} AND {met} RETURNING 1
 """
 # Locked: no newer term begins while this one writes.
-OF_TERM = "SELECT FROM lease_keeper WHERE term = {} AND {met} FOR SHARE"
+OF_TERM = "SELECT FROM leader WHERE term = {} AND {met} FOR SHARE"
 RECORD_LEASES = """
 INSERT INTO leases (service, record) SELECT * FROM unnest({}::text[], {}::text[]::json[]) AS n WHERE {met}
 ON CONFLICT (service) DO UPDATE SET record = excluded.record RETURNING 1
@@ -49,7 +49,7 @@ DELETE_LEASES = "DELETE FROM leases WHERE service = ANY({}::text[]) AND {met} RE
 class PostgresKeyedRows:
     """The rows of one transaction on this connection. seen: None in a command, which has seen no earlier state."""
 
-    def __init__(self, connection: asyncpg.Connection, seen: KnownDatabase | None = None) -> None:
+    def __init__(self, connection: asyncpg.Connection, seen: DatabaseIdentity | None = None) -> None:
         self._connection = connection
         self._seen = seen
 
@@ -92,11 +92,11 @@ ORDER BY {columns} ON CONFLICT DO NOTHING
         statement = f"DELETE FROM {table.name} WHERE ({columns}) IN (SELECT * FROM unnest({arrays}))"
         await self._connection.execute(statement, *_arrays(table, keys))
 
-    async def expect_known(self) -> None:
+    async def expect_same_database(self) -> None:
         """One statement. Raises Unrecognised."""
         if (seen := self._seen) is None:
             return
-        if not await self._connection.fetchval(tables.KNOWN.format("$1", "$2"), *seen.state):
+        if not await self._connection.fetchval(tables.SAME_DATABASE.format("$1", "$2"), *seen.state):
             raise Unrecognised
 
     async def incarnation(self) -> int:
@@ -141,7 +141,7 @@ def _arrays(table: KeyedTable[Key, Any], keys: Collection[Key]) -> list[Sequence
 class PostgresKeyed:
     """In the cell's schema. seen: None in a command, which keeps no leases."""
 
-    def __init__(self, database: Database, seen: KnownDatabase | None = None) -> None:
+    def __init__(self, database: Database, seen: DatabaseIdentity | None = None) -> None:
         self._database = database
         self._seen = seen
 
@@ -151,16 +151,16 @@ class PostgresKeyed:
         async with self._database.raw() as connection:
             yield PostgresKeyedRows(connection, self._seen)
 
-    async def keeper(self) -> tuple[Keeper, float]:
+    async def leader(self) -> tuple[Leader, float]:
         """One row, which is made with the schema: a database without it has been emptied."""
         async with self._database.single() as connection:
-            *keeper, now = await connection.fetchrow(KEEPER) or ("", 0, 0.0, 0.0)
-        return Keeper(*keeper), now
+            *keeper, now = await connection.fetchrow(LEADER) or ("", 0, 0.0, 0.0)
+        return Leader(*keeper), now
 
-    async def keep(self, before: Keeper, after: Keeper) -> bool:
+    async def write_leader(self, before: Leader, after: Leader) -> bool:
         """Compared with what was read."""
         statement = self._guarded()
-        statement.add("kept", KEEP, *structs.astuple(after), *structs.astuple(before), rows=1)
+        statement.add("kept", WRITE_LEADER, *structs.astuple(after), *structs.astuple(before), rows=1)
         return await self._is_met(statement)
 
     async def record(self, term: int, leases: Mapping[str, Lease], gone: Collection[str]) -> bool:
@@ -174,7 +174,7 @@ class PostgresKeyed:
     def _guarded(self) -> GuardedStatement:
         assert self._seen is not None
         statement = GuardedStatement()
-        statement.expect(f"EXISTS ({tables.KNOWN})", *self._seen.state)
+        statement.expect(f"EXISTS ({tables.SAME_DATABASE})", *self._seen.state)
         return statement
 
     async def _is_met(self, statement: GuardedStatement) -> bool:

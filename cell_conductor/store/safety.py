@@ -2,7 +2,7 @@
 compute services.
 
 Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
-verdict on a quarantined machine (`destroy`, `keep` or `adopt`, by whom and when) stands beside it.
+decision on a quarantined machine (`destroy`, `keep` or `adopt`, by whom and when) stands beside it.
 
 One conductor of a cell is the keeper: it records the state of services, and publishes it. It holds one row for a few
 seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored or
@@ -22,14 +22,14 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.operations import FenceState
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, GivenUp
-from cell_conductor.domain.leases import Lease, next_keeper
-from cell_conductor.domain.report import UNREADABLE, Unexplained, UnexplainedKind, rescan_of
+from cell_conductor.domain.fences import AbandonedMachines, Fence
+from cell_conductor.domain.leases import Lease, next_leader
+from cell_conductor.domain.report import UNREADABLE, UnknownMachine, UnknownMachineKind, rescan_of
 
 from .keyed import KeyedRows, KeyedStore, KeyedTable, Lock, in_transaction
 
 DESTROY = "destroy"
-KEEP = "keep"
+PROTECT = "protect"
 ADOPT = "adopt"
 
 MachineKey = tuple[str, str]  # (host uuid, instance uuid)
@@ -45,45 +45,45 @@ class DecidedMachine(Struct, frozen=True):
     attempt: int | None = None
 
 
-class UnexplainedRecord(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's, "" until there is one. incarnation: of its database when it was
+class UnknownMachineRecord(Struct, frozen=True, kw_only=True):
+    """One machine on record. decision: an operator's, "" until there is one. incarnation: of its database when it was
     decided. is_new: recorded by this call.
     """
 
-    machine: Unexplained
+    machine: UnknownMachine
     service: str
     first_seen: float
     last_seen: float
-    verdict: str = ""
+    decision: str = ""
     decided_by: str = ""
     decided_at: float = 0.0
     incarnation: int = 0
     is_new: bool = False
 
     @property
-    def place(self) -> MachineKey:
+    def location(self) -> MachineKey:
         """Where it is."""
         return self.machine.host_uuid, self.machine.uuid
 
     @property
     def rescan(self) -> str:
         """Of the rescan that shows whether it is there still."""
-        return rescan_of("unexplained", *self.place, self.last_seen)
+        return rescan_of("unknown_machine", *self.location, self.last_seen)
 
 
 AT = ("host_uuid", "instance_uuid")
 # Of one that cannot be read the operator may have said that it is kept.
-UNEXPLAINED: KeyedTable[MachineKey, UnexplainedRecord] = KeyedTable(
-    "unexplained",
+UNKNOWN_MACHINES: KeyedTable[MachineKey, UnknownMachineRecord] = KeyedTable(
+    "unknown_machines",
     AT,
-    UnexplainedRecord,
-    attrgetter("place"),
-    lambda place: UnexplainedRecord(
-        machine=Unexplained(place[1], UNKNOWN_ATTEMPT, place[0], UnexplainedKind.QUARANTINED, UNREADABLE),
+    UnknownMachineRecord,
+    attrgetter("location"),
+    lambda place: UnknownMachineRecord(
+        machine=UnknownMachine(place[1], UNKNOWN_ATTEMPT, place[0], UnknownMachineKind.QUARANTINED, UNREADABLE),
         service="",
         first_seen=0.0,
         last_seen=0.0,
-        verdict=KEEP,
+        decision=PROTECT,
     ),
 )
 BREAKERS: KeyedTable[str, Breaker] = KeyedTable(
@@ -98,31 +98,33 @@ FENCES: KeyedTable[str, Fence] = KeyedTable(
     ("host_uuid",),
     Fence,
     attrgetter("host_uuid"),
-    lambda host: Fence(host_uuid=host, host="", version=0, state=FenceState.LIFTED, given_up={"": GivenUp(1, 0.0)}),
+    lambda host: Fence(
+        host_uuid=host, host="", version=0, state=FenceState.UNFENCED, abandoned={"": AbandonedMachines(1, 0.0)}
+    ),
 )
 # A service whose lease cannot be read may be up, and falls silent as any.
 LEASES: KeyedTable[str, Lease] = KeyedTable(
     "leases", ("service",), Lease, attrgetter("service"), lambda service: Lease(service=service, epoch=0)
 )
-KEYED: tuple[KeyedTable[Any, Any], ...] = (UNEXPLAINED, BREAKERS, FENCES, LEASES)
+KEYED: tuple[KeyedTable[Any, Any], ...] = (UNKNOWN_MACHINES, BREAKERS, FENCES, LEASES)
 
 
-def seen_again(
-    before: UnexplainedRecord | None, machine: Unexplained, service: str, now: float, incarnation: int
-) -> UnexplainedRecord:
-    """The record of a machine that is listed. A verdict holds for one attempt only, and until the database is set back:
-    another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows that
-    it is gone.
+def with_report(
+    before: UnknownMachineRecord | None, machine: UnknownMachine, service: str, now: float, incarnation: int
+) -> UnknownMachineRecord:
+    """The record of a machine that is listed. A decision holds for one attempt only, and until the database is set
+    back: another one may have come since, which is lost. But that a machine is kept holds: no attempt and no mark shows
+    that it is gone.
     """
     if before is None:
-        return UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now)
+        return UnknownMachineRecord(machine=machine, service=service, first_seen=now, last_seen=now)
     is_same = (before.machine.attempt, before.machine.kind, before.incarnation) == (
         machine.attempt,
         machine.kind,
         incarnation,
     )
-    verdict = before.verdict if is_same or before.verdict == KEEP else ""
-    return replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
+    decision = before.decision if is_same or before.decision == PROTECT else ""
+    return replace(before, machine=machine, service=service, last_seen=now, decision=decision)
 
 
 class Safety(KeyedStore):
@@ -130,60 +132,60 @@ class Safety(KeyedStore):
 
     @in_transaction
     async def record(
-        self, rows: KeyedRows, service: str, machines: Sequence[Unexplained], now: float
-    ) -> list[UnexplainedRecord]:
+        self, rows: KeyedRows, service: str, machines: Sequence[UnknownMachine], now: float
+    ) -> list[UnknownMachineRecord]:
         """Put these on record, or record that they are still there. Raises Unrecognised."""
-        await rows.expect_known()
+        await rows.expect_same_database()
         incarnation = await rows.incarnation()
         listed = {(one.host_uuid, one.uuid): one for one in machines}
-        known = await rows.find(UNEXPLAINED, listed, Lock.UPDATE)
-        made = [seen_again(known.get(place), machine, service, now, incarnation) for place, machine in listed.items()]
-        await rows.put(UNEXPLAINED, made, over=known)
-        return [replace(one, is_new=one.place not in known) for one in made]
+        known = await rows.find(UNKNOWN_MACHINES, listed, Lock.UPDATE)
+        made = [with_report(known.get(place), machine, service, now, incarnation) for place, machine in listed.items()]
+        await rows.put(UNKNOWN_MACHINES, made, over=known)
+        return [replace(one, is_new=one.location not in known) for one in made]
 
     @in_transaction
-    async def records(self, rows: KeyedRows) -> list[UnexplainedRecord]:
+    async def records(self, rows: KeyedRows) -> list[UnknownMachineRecord]:
         """All on record, by host and instance."""
-        return await rows.read(UNEXPLAINED)
+        return await rows.read(UNKNOWN_MACHINES)
 
     @in_transaction
-    async def delete(self, rows: KeyedRows, records: Sequence[UnexplainedRecord]) -> list[MachineKey]:
+    async def delete(self, rows: KeyedRows, records: Sequence[UnknownMachineRecord]) -> list[MachineKey]:
         """Delete these, which are not there any more; returns those that were on record just so: no operator has
         decided about them meanwhile, and no report has listed them.
         """
-        known = await rows.find(UNEXPLAINED, [one.place for one in records], Lock.UPDATE)
-        deleted = sorted(one.place for one in records if known.get(one.place) == one)
-        await rows.delete(UNEXPLAINED, deleted)
+        known = await rows.find(UNKNOWN_MACHINES, [one.location for one in records], Lock.UPDATE)
+        deleted = sorted(one.location for one in records if known.get(one.location) == one)
+        await rows.delete(UNKNOWN_MACHINES, deleted)
         return deleted
 
     @in_transaction
     async def decide(
-        self, rows: KeyedRows, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float
+        self, rows: KeyedRows, machines: Sequence[DecidedMachine], decision: str, by: str, now: float
     ) -> list[MachineKey]:
-        """Record an operator's verdict on those of these machines that are in quarantine; returns which they are."""
+        """Record an operator's decision on those of these machines that are in quarantine; returns which they are."""
         named = defaultdict(list)
         for one in machines:
             named[one.uuid].append(one)
 
-        def is_meant(record: UnexplainedRecord) -> bool:
+        def is_meant(record: UnknownMachineRecord) -> bool:
             machine = record.machine
-            return machine.kind is UnexplainedKind.QUARANTINED and any(
+            return machine.kind is UnknownMachineKind.QUARANTINED and any(
                 one.host_uuid in (None, machine.host_uuid) and one.attempt in (None, machine.attempt)
                 for one in named.get(machine.uuid, ())
             )
 
         incarnation, places = (
             await rows.incarnation(),
-            [one.place for one in await rows.read(UNEXPLAINED) if is_meant(one)],
+            [one.location for one in await rows.read(UNKNOWN_MACHINES) if is_meant(one)],
         )
-        known = await rows.find(UNEXPLAINED, places, Lock.UPDATE)
+        known = await rows.find(UNKNOWN_MACHINES, places, Lock.UPDATE)
         decided = [
-            replace(one, verdict=verdict, decided_by=by, decided_at=now, incarnation=incarnation)
+            replace(one, decision=decision, decided_by=by, decided_at=now, incarnation=incarnation)
             for one in known.values()
             if is_meant(one)
         ]
-        await rows.put(UNEXPLAINED, decided, over=known)
-        return [one.place for one in decided]
+        await rows.put(UNKNOWN_MACHINES, decided, over=known)
+        return [one.location for one in decided]
 
     @in_transaction
     async def breaker(self, rows: KeyedRows, service: str) -> Breaker | None:
@@ -221,7 +223,7 @@ class FenceStore(KeyedStore):
     @in_transaction
     async def fences(self, rows: KeyedRows) -> list[Fence]:
         """All that are in force, by host."""
-        return [one for one in await rows.read(FENCES) if one.state is not FenceState.LIFTED]
+        return [one for one in await rows.read(FENCES) if one.state is not FenceState.UNFENCED]
 
     @in_transaction
     async def put(self, rows: KeyedRows, fence: Fence) -> Fence:
@@ -233,59 +235,59 @@ class FenceStore(KeyedStore):
         before = known.get(fence.host_uuid)
         if before is not None and before.version >= fence.version:
             return before
-        is_fence = before is not None and before.state is not FenceState.LIFTED
-        if fence.lifting and not is_fence:
-            fence = replace(fence, state=FenceState.LIFTED)
+        is_fence = before is not None and before.state is not FenceState.UNFENCED
+        if fence.unfencing and not is_fence:
+            fence = replace(fence, state=FenceState.UNFENCED)
         kept = fence
         if before is not None and is_fence:
             leases = await rows.find(LEASES, before.running) if before.running else {}
             known_runs = {service: runs for service, runs in before.running.items() if service in leases}
             kept = replace(fence, running=known_runs, since=before.since)
-        if before is not None and fence.state is not FenceState.LIFTED:
-            kept = replace(kept, given_up=before.given_up)
+        if before is not None and fence.state is not FenceState.UNFENCED:
+            kept = replace(kept, abandoned=before.abandoned)
         await rows.put(FENCES, [kept], over=known)
         return fence
 
     @in_transaction
-    async def note_running(
+    async def record_running(
         self, rows: KeyedRows, scanned: Fence, service: str, attempts: dict[str, int], passed: Collection[str]
     ) -> None:
         """Record what a scan from after this decision, if it is the newest, shows to run (`Fence.with_running`)."""
         known = await rows.find(FENCES, [scanned.host_uuid], Lock.UPDATE)
-        fences = [one for one in known.values() if one.state is not FenceState.LIFTED]
+        fences = [one for one in known.values() if one.state is not FenceState.UNFENCED]
         noted = [one.with_running(service, attempts, passed) for one in fences if one.version == scanned.version]
         await rows.put(FENCES, [one for one in noted if one not in fences], over=known)
 
     @in_transaction
-    async def note_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, GivenUp]) -> None:
+    async def record_empty(self, rows: KeyedRows, host_uuid: str, shown: Mapping[str, AbandonedMachines]) -> None:
         """A scan from after these were given up, by service, shows that the host has none of them."""
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)
         for one in known.values():
-            left = {service: given for service, given in one.given_up.items() if shown.get(service) != given}
-            if left != one.given_up:
-                await rows.put(FENCES, [replace(one, given_up=left)], over=known)
+            left = {service: given for service, given in one.abandoned.items() if shown.get(service) != given}
+            if left != one.abandoned:
+                await rows.put(FENCES, [replace(one, abandoned=left)], over=known)
 
     @in_transaction
-    async def lift(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
+    async def unfence(self, rows: KeyedRows, host_uuid: str, version: int, now: float) -> bool:
         """Lift a fence that is to be lifted by this decision, once its host has shown that it has nothing of what was
         given up there, and no evacuation from it has commanded a destination. False: it stays.
         """
         known = await rows.find(FENCES, [host_uuid], Lock.UPDATE)  # before the evacuations are read: see `rely_on`
-        meant = [one for one in known.values() if one.lifting and one.version == version and not one.given_up]
+        meant = [one for one in known.values() if one.unfencing and one.version == version and not one.abandoned]
         if not meant or await rows.is_needed(host_uuid):
             return False
-        await rows.put(FENCES, [replace(one, state=FenceState.LIFTED, at=now) for one in meant], over=known)
+        await rows.put(FENCES, [replace(one, state=FenceState.UNFENCED, at=now) for one in meant], over=known)
         return True
 
     @in_transaction
-    async def purge_lifted(self, rows: KeyedRows, before: float, limit: int) -> int:
+    async def purge_ended(self, rows: KeyedRows, before: float, limit: int) -> int:
         """Delete fences that were lifted before this time, up to a bound; returns how many. A message of an older
         decision is not under way for so long; a scheduler that still publishes one was set back, and means it. One that
         cannot be read stays until its host is decided on again.
         """
 
         def is_over(fence: Fence) -> bool:
-            return fence.state is FenceState.LIFTED and fence.at < before and not fence.given_up
+            return fence.state is FenceState.UNFENCED and fence.at < before and not fence.abandoned
 
         hosts = [one.host_uuid for one in await rows.read(FENCES) if is_over(one)][:limit]
         known = await rows.find(FENCES, hosts, Lock.UPDATE)
@@ -300,15 +302,15 @@ class FenceStore(KeyedStore):
 
 
 async def rely_on(
-    rows: KeyedRows, hosts: Sequence[str], given_up: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str]
+    rows: KeyedRows, hosts: Sequence[str], abandoned: Mapping[str, Sequence[str]], at: float, proofs: Sequence[str]
 ) -> bool:
     """As `Transaction.rely_on`."""
-    known = await rows.find(FENCES, hosts, Lock.UPDATE if given_up else Lock.SHARE)
-    fences = {host: one for host, one in known.items() if one.state is not FenceState.LIFTED}
-    if any(host not in fences or (fences[host].lifting and host in proofs) for host in hosts):
+    known = await rows.find(FENCES, hosts, Lock.UPDATE if abandoned else Lock.SHARE)
+    fences = {host: one for host, one in known.items() if one.state is not FenceState.UNFENCED}
+    if any(host not in fences or (fences[host].unfencing and host in proofs) for host in hosts):
         return False
-    if given_up:
-        counted = [fences[host].with_given_up(services, at) for host, services in given_up.items()]
+    if abandoned:
+        counted = [fences[host].with_abandoned(services, at) for host, services in abandoned.items()]
         await rows.put(FENCES, counted, over=known)
     return True
 
@@ -316,18 +318,18 @@ async def rely_on(
 class LeaseStore(KeyedStore):
     """The leases on record, and their keeper."""
 
-    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
-        """Become or remain the keeper for this long from now on (`next_keeper`); returns the term, or None: another
+    async def hold_leadership(self, process: str, for_s: float, term: int | None) -> int | None:
+        """Become or remain the keeper for this long from now on (`next_leader`); returns the term, or None: another
         conductor is the keeper, or was first.
         """
-        before, now = await self.keyed.keeper()
-        after = next_keeper(before, process, term, now, for_s)
-        return after.term if after is not None and await self.keyed.keep(before, after) else None
+        before, now = await self.keyed.leader()
+        after = next_leader(before, process, term, now, for_s)
+        return after.term if after is not None and await self.keyed.write_leader(before, after) else None
 
     @in_transaction
     async def leases(self, rows: KeyedRows) -> list[Lease]:
         """All on record, by service. Raises Unrecognised."""
-        await rows.expect_known()
+        await rows.expect_same_database()
         return await rows.read(LEASES)
 
     async def record(self, term: int, leases: Iterable[Lease], gone: Collection[str] = ()) -> bool:
@@ -337,7 +339,7 @@ class LeaseStore(KeyedStore):
         return await self.keyed.record(term, {one.service: one for one in sorted(leases, key=LEASES.key)}, sorted(gone))
 
     @in_transaction
-    async def forget(self, rows: KeyedRows, service: str) -> bool:
+    async def delete(self, rows: KeyedRows, service: str) -> bool:
         """Delete the lease of a service, whatever its state. False: there is none."""
         known = await rows.find(LEASES, [service], Lock.UPDATE)
         await rows.delete(LEASES, known)

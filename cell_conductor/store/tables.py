@@ -15,24 +15,16 @@ from sqlalchemy import BigInteger, Column, Computed, Double, Index, Integer, Met
 from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
-from bus.persistence.tables import (
-    FIRST_ROW,
-    UUID,
-    ZERO,
-    identity_table,
-    needed,
-    only_row,
-    outbox_tables,
-)
-from cell_conductor.domain.desires import AT_REST, PURGED, PURGED_FAILED, in_sql, in_text
+from bus.persistence.tables import FIRST_ROW, UUID, ZERO, identity_table, needed, only_row, outbox_tables
+from cell_conductor.domain.desires import AT_REST, PURGED, PURGED_FAILED, phase_to_text, phases_as_sql
 from cell_conductor.domain.instance import Instance
 
-from .safety import KEYED, UNEXPLAINED
+from .safety import KEYED, UNKNOWN_MACHINES
 
 METADATA = MetaData()
 
 # record: the instance as domain.Instance, in JSON; the columns beside it are what is searched by.
-# newest: the highest attempt number given out, where that is not `attempt`.
+# highest_attempt: the highest attempt number given out, where that is not `attempt`.
 # source_host_uuid, source_attempt: the other machine of an instance that moves.
 # Only what the sweep, the reports and the purge of what ended long ago ask for is indexed: most rows at rest have no
 # deadline.
@@ -43,17 +35,17 @@ instances = Table(
     needed("state", Text),
     Column("host_uuid", UUID),
     needed("attempt", Integer),
-    needed("newest", Integer, default=ZERO),
+    needed("highest_attempt", Integer, default=ZERO),
     Column("source_host_uuid", UUID),
     needed("source_attempt", Integer, default=ZERO),
     needed("since", Double),
     Column("deadline", Double),
     needed("record", JSON),
     Index("instances_deadline", "deadline", postgresql_where=text("deadline IS NOT NULL")),
-    Index("instances_host", "host_uuid", postgresql_where=text(f"state NOT IN ({in_sql(AT_REST)})")),
+    Index("instances_host", "host_uuid", postgresql_where=text(f"state NOT IN ({phases_as_sql(AT_REST)})")),
     Index("instances_source", "source_host_uuid", postgresql_where=text("source_host_uuid IS NOT NULL")),
-    Index("instances_over", "since", postgresql_where=text(f"state IN ({in_sql(PURGED)})")),
-    Index("instances_failed", "since", postgresql_where=text(f"state IN ({in_sql(PURGED_FAILED)})")),
+    Index("instances_over", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGED)})")),
+    Index("instances_failed", "since", postgresql_where=text(f"state IN ({phases_as_sql(PURGED_FAILED)})")),
     postgresql_with={"fillfactor": 80},
 )
 
@@ -90,14 +82,14 @@ sent = Table(
 for one in KEYED:
     key = [Column(name, UUID if name.endswith("_uuid") else Text, primary_key=True) for name in one.columns]
     Table(one.name, METADATA, *key, needed("record", JSON))
-unexplained = METADATA.tables[UNEXPLAINED.name]
-Index("unexplained_instance", unexplained.c.instance_uuid)
+unknown_machines = METADATA.tables[UNKNOWN_MACHINES.name]
+Index("unknown_machines_instance", unknown_machines.c.instance_uuid)
 # Every report reads all of them.
-unexplained.append_column(Column("verdict", Text, Computed("record ->> 'verdict'", persisted=True)))
+unknown_machines.append_column(Column("decision", Text, Computed("record ->> 'decision'", persisted=True)))
 
 # The conductor that records and publishes the leases, until when; its term rises with each change of keeper.
-lease_keeper = Table(
-    "lease_keeper",
+leader = Table(
+    "leader",
     METADATA,
     needed("process", Text, default=""),
     needed("term", BigInteger, default=ZERO),
@@ -113,13 +105,13 @@ outbox_tables(METADATA)
 
 HANDLER = "conductor"
 
-NAMES = "uuid, state, host_uuid, attempt, newest, source_host_uuid, source_attempt, since, deadline, record"
+NAMES = "uuid, state, host_uuid, attempt, highest_attempt, source_host_uuid, source_attempt, since, deadline, record"
 GIVEN = (
     "unnest({}::uuid[], {}::text[], {}::uuid[], {}::int[], {}::int[], {}::uuid[], {}::int[], {}::float8[],"
     " {}::float8[], {}::text[]::json[])"
 )
 ASSIGNED = """
-state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, newest = n.newest,
+state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, highest_attempt = n.highest_attempt,
 source_host_uuid = n.source_host_uuid, source_attempt = n.source_attempt,
 since = n.since, deadline = n.deadline, record = n.record
 """
@@ -130,17 +122,17 @@ ON CONFLICT DO NOTHING RETURNING 1
 """
 
 # Part of every statement that writes: no step is recorded in a database whose set-back this process has not recognised,
-KNOWN = """
-SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND database_incarnation = {}
+SAME_DATABASE = """
+SELECT 1 FROM identity WHERE database_id = {}::uuid AND origin = origin_of('instances') AND database_incarnation = {}
 """
 # nor, of instances, while it recovers.
-OPEN = f"{KNOWN} AND state = 'open'"
+OPEN = f"{SAME_DATABASE} AND state = 'open'"
 
 INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"
 
 # As `Instance.service`.
-SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'selection_index', '0'), 'service'], '')"
 
 # After the rows of instances, as everywhere. Only where more commits than counters are at once does one wait. The free
 # one is chosen apart: a condition is evaluated again on a row that has changed meanwhile, and would choose another.
@@ -157,9 +149,9 @@ def marked(statement: str) -> str:
     """A statement that writes instances in a transaction with locks, and the mark of its commit: (how many it has
     written, the counter, its number). It counts nowhere (NULL) in another database or incarnation than the one given.
     """
-    known = KNOWN.format("$11", "$12")
+    known = SAME_DATABASE.format("$11", "$12")
     raised = RAISE_SENT.format(met=f"(SELECT count(*) FROM written) >= 0 AND EXISTS ({known})")
-    both = f"WITH written AS ({numbered(statement)} RETURNING 1), marked AS ({raised})"
+    both = f"WITH written AS ({with_parameters(statement)} RETURNING 1), marked AS ({raised})"
     of_marked = "(SELECT slot FROM marked), (SELECT sequence FROM marked)"
     return f"{both} SELECT (SELECT count(*) FROM written), {of_marked}"
 
@@ -174,7 +166,7 @@ _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U
 decode = msgspec.json.Decoder(Instance).decode
 
 
-def numbered(statement: str) -> str:
+def with_parameters(statement: str) -> str:
     """A statement with `{}` for each of the columns, as it is sent alone."""
     return statement.format(*(f"${number}" for number in range(1, 11)), met="true")
 
@@ -188,11 +180,13 @@ def encode(value: Struct) -> str:
     return _NUL.sub(r"\1", record) if r"\u0000" in record else record
 
 
-_searched_by = attrgetter("host_uuid", "attempt", "newest", "source_host_uuid", "source_attempt", "since", "deadline")
+_searched_by = attrgetter(
+    "host_uuid", "attempt", "highest_attempt", "source_host_uuid", "source_attempt", "since", "deadline"
+)
 
 
 def columns(instances: Sequence[Instance]) -> tuple[Sequence[object], ...]:
     """Columns of some instances, in uuid order, which is the order of the locks an insert takes."""
     ordered = sorted(instances, key=lambda instance: instance.uuid)
-    rows = [(one.uuid, in_text(one.phase), *_searched_by(one), encode(one)) for one in ordered]
+    rows = [(one.uuid, phase_to_text(one.phase), *_searched_by(one), encode(one)) for one in ordered]
     return tuple(zip(*rows, strict=True))

@@ -74,7 +74,7 @@ class PlannedEnding(StrEnum):
     HANGS = "hangs"
 
 
-class SourceVerdict(StrEnum):
+class PlannedSourceAnswer(StrEnum):
     """Whether the source lets a machine go to a host: not at all, or only not to this one."""
 
     PASSES = "passes"
@@ -140,18 +140,18 @@ def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
     return PlannedEnding.WORKS
 
 
-def plan_source_check(faults: Faults, seed: int, host: str, instance_uuid: str, to_host: str) -> SourceVerdict:
+def plan_source_check(faults: Faults, seed: int, host: str, instance_uuid: str, to_host: str) -> PlannedSourceAnswer:
     """Decide whether a source lets a machine go to a host: always the same, and apart from all other plans."""
     if not faults.source_refuse_rate and not faults.source_refuse_host_rate:
-        return SourceVerdict.PASSES
+        return PlannedSourceAnswer.PASSES
     for rate, about, verdict in (
-        (faults.source_refuse_rate, "", SourceVerdict.REFUSED),
-        (faults.source_refuse_host_rate, to_host, SourceVerdict.REFUSED_HERE),
+        (faults.source_refuse_rate, "", PlannedSourceAnswer.REFUSED),
+        (faults.source_refuse_host_rate, to_host, PlannedSourceAnswer.REFUSED_HERE),
     ):
         digest = blake2b(f"{seed}/{host}/{instance_uuid}/source check {about}".encode(), digest_size=32).digest()
         if _ROLLS.unpack(digest)[0] / _FULL < rate:
             return verdict
-    return SourceVerdict.PASSES
+    return PlannedSourceAnswer.PASSES
 
 
 def plan_change(faults: Faults, seed: int, host: str, instance_uuid: str, order: int) -> PlannedChange:

@@ -106,7 +106,7 @@ def _cells(plan: HostPlan, size: HostSize) -> tuple[ProviderReport, ...]:
             parent_uuid=plan.uuid,
             inventories=_compute(size, len(plan.numa)),
             traits=(NUMA_TRAIT,),
-            takes_from=plan.uuid,
+            receives_from=plan.uuid,
         )
         for n, child in enumerate(plan.numa)
     )
@@ -120,7 +120,7 @@ def _gpus(plan: HostPlan) -> tuple[ProviderReport, ...]:
             parent_uuid=plan.uuid,
             inventories={"VGPU": _all_of(plan.vgpus_per_gpu)},
             traits=(GPU_TRAITS[n % len(GPU_TRAITS)],),
-            takes_from=plan.uuid,
+            receives_from=plan.uuid,
         )
         for n, child in enumerate(plan.gpus)
     )
@@ -137,7 +137,7 @@ def _devices(plan: HostPlan, size: HostSize) -> tuple[ProviderReport, ...]:
                 parent_uuid=above.get(device.under, plan.uuid),
                 inventories={name: _all_of(total) for name, total in device.inventories.items()},
                 traits=device.traits,
-                takes_from=plan.uuid if device.inventories else None,
+                receives_from=plan.uuid if device.inventories else None,
             )
         )
         above[device.name] = uuid

@@ -10,8 +10,15 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.host_metrics import POWER_WATTS, TEMPERATURE_CELSIUS, HostReading
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
-from bus.turns import InParts
-from compute_sim.domain.faults import Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_change, plan_source_check
+from bus.turns import YieldingParts
+from compute_sim.domain.faults import (
+    Faults,
+    PlannedEnding,
+    PlannedSourceAnswer,
+    plan_attempt,
+    plan_change,
+    plan_source_check,
+)
 from compute_sim.domain.hosts import ATTRIBUTES, tree
 from compute_sim.driver import (
     Build,
@@ -22,18 +29,18 @@ from compute_sim.driver import (
     DriverHost,
     HandOverRefused,
     Machine,
-    NotOurs,
+    NotOwned,
     Reschedule,
     Tree,
 )
-from compute_sim.fleet import Fleet, Guest, Host
+from compute_sim.fleet import Fleet, Host, SimulatedMachine
 
 IDLE_WATTS, LOAD_WATTS = 110.0, 290.0
 IDLE_CELSIUS, LOAD_CELSIUS = 24.0, 46.0
 HOSTS_AT_ONCE = 1_000  # looked at in one turn of the event loop, in about a millisecond
 
 
-class Hypervisors:
+class SimulatedDriver:
     """The driver of a Fleet."""
 
     def __init__(self, fleet: Fleet, faults: Faults, *, seed: int, clock: Clock, nested: bool = True) -> None:
@@ -62,7 +69,7 @@ class Hypervisors:
                 disabled_reason=host.disabled_reason,
                 attributes=ATTRIBUTES,
             )
-            async for part in InParts(self._fleet.hosts, HOSTS_AT_ONCE)
+            async for part in YieldingParts(self._fleet.hosts, HOSTS_AT_ONCE)
             for host in part
         ]
 
@@ -87,24 +94,24 @@ class Hypervisors:
         runs, image = build.origin is None or build.origin.runs, build.spec.image
         if build.origin is not None and build.origin.image:
             image = build.origin.image
-        guest = Guest(
-            build.spec.instance_uuid, build.attempt, build.allocations, complete, build.deployment, runs, image
+        machine = SimulatedMachine(
+            build.spec.instance_uuid, build.attempt, build.allocations, complete, build.database_id, runs, image
         )
-        if guest.complete or plan.leftover:
-            self._fleet.put(build.host_uuid, guest)
+        if machine.complete or plan.leftover:
+            self._fleet.put(build.host_uuid, machine)
         if plan.ending is PlannedEnding.FAILS:
             raise Reschedule("sim.spawn_failed", "planned: this host cannot build it")
         if plan.ending is PlannedEnding.ABORTS:
             raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Destroy the machine, unless a newer attempt made it. Raises NotOurs: it has another deployment's mark."""
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
+        """Destroy the machine, unless a newer attempt made it. Raises NotOwned: it has another database's tag."""
         if self._faults.destroy_delay_s:
             await self._clock.sleep(self._faults.destroy_delay_s)
-        guest = self._fleet.guest(host_uuid, instance_uuid)
-        if guest is not None and guest.deployment != deployment:
-            raise NotOurs(f"its mark names {guest.deployment or 'no deployment'}, and the command {deployment}")
-        if guest is not None and guest.attempt <= attempt:
+        machine = self._fleet.machine(host_uuid, instance_uuid)
+        if machine is not None and machine.database_id != database_id:
+            raise NotOwned(f"its tag names {machine.database_id or 'no database'}, and the command {database_id}")
+        if machine is not None and machine.attempt <= attempt:
             self._fleet.remove(host_uuid, instance_uuid)
 
     async def check(self, build: Build) -> None:
@@ -123,47 +130,51 @@ class Hypervisors:
 
     async def check_source(self, change: ChangeOrder) -> None:
         """Check that the machine is here, and may go to that host. Raises HandOverRefused where planned."""
-        guest = self._guest(change)
+        machine = self._machine(change)
         host = self._fleet.host(change.host_uuid)
         assert host is not None
-        if not guest.runs:
+        if not machine.runs:
             return  # it was handed over before, and this command has come twice
-        verdict = plan_source_check(self._faults, self._seed, host.plan.name, guest.instance_uuid, change.to_host or "")
-        if verdict is not SourceVerdict.PASSES:
-            elsewhere = verdict is SourceVerdict.REFUSED_HERE
-            raise HandOverRefused("sim.source_refused", "planned: the source refuses", elsewhere=elsewhere)
+        verdict = plan_source_check(
+            self._faults, self._seed, host.plan.name, machine.instance_uuid, change.to_host or ""
+        )
+        if verdict is not PlannedSourceAnswer.PASSES:
+            elsewhere = verdict is PlannedSourceAnswer.REFUSED_HERE
+            raise HandOverRefused("sim.source_refused", "planned: the source refuses", retry_other_host=elsewhere)
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
-        """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOurs."""
-        guest = self._guest(change)
+        """Change a machine as the plan of this change has it. Raises ChangeFault, where planned, or NotOwned."""
+        machine = self._machine(change)
         host = self._fleet.host(change.host_uuid)
         assert host is not None
-        plan = plan_change(self._faults, self._seed, host.plan.name, guest.instance_uuid, change.order)
+        plan = plan_change(self._faults, self._seed, host.plan.name, machine.instance_uuid, change.order)
         delay_s = plan.delay_s
         if change.kind is ChangeKind.HAND_OVER_LIVE and self._faults.copy_mb_s:
-            memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in guest.allocations.values())
+            memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in machine.allocations.values())
             delay_s += memory_mb / self._faults.copy_mb_s
         await self._wait(delay_s, hangs=plan.hangs)
-        guest = self._guest(change)
+        machine = self._machine(change)
         if plan.fails:
-            raise ChangeFault("sim.change_failed", "planned: nothing has happened", runs=guest.runs)
-        changed = _changed(guest, change)
-        if changed != guest:
+            raise ChangeFault("sim.change_failed", "planned: nothing has happened", runs=machine.runs)
+        changed = _changed(machine, change)
+        if changed != machine:
             self._fleet.put(change.host_uuid, changed)
         if plan.breaks:
             raise ChangeFault("sim.change_broken", "planned: it was done, and failed at its end", runs=changed.runs)
-        image = f"snapshot-{guest.instance_uuid}-{change.order}" if change.kind is ChangeKind.SNAPSHOT else ""
+        image = f"snapshot-{machine.instance_uuid}-{change.order}" if change.kind is ChangeKind.SNAPSHOT else ""
         return ChangeResult(changed.runs, image)
 
-    def _guest(self, change: ChangeOrder) -> Guest:
-        guest = self._fleet.guest(change.host_uuid, change.spec.instance_uuid)
-        if guest is None or not guest.complete:
+    def _machine(self, change: ChangeOrder) -> SimulatedMachine:
+        machine = self._fleet.machine(change.host_uuid, change.spec.instance_uuid)
+        if machine is None or not machine.complete:
             raise ChangeFault(MACHINE_ABSENT, "no such machine is here", runs=False)
-        if guest.deployment != change.deployment:
-            raise NotOurs(f"its mark names {guest.deployment or 'no deployment'}, and the command {change.deployment}")
-        if guest.attempt != change.attempt:
+        if machine.database_id != change.database_id:
+            raise NotOwned(
+                f"its tag names {machine.database_id or 'no database'}, and the command {change.database_id}"
+            )
+        if machine.attempt != change.attempt:
             raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
-        return guest
+        return machine
 
     async def _wait(self, seconds: float, *, hangs: bool) -> None:
         if seconds:
@@ -177,32 +188,32 @@ class Hypervisors:
             host.plan.uuid: [
                 Machine(
                     host.plan.uuid,
-                    guest.instance_uuid,
-                    guest.attempt,
-                    guest.deployment,
-                    runs=guest.runs,
-                    allocations=guest.allocations or None,
+                    machine.instance_uuid,
+                    machine.attempt,
+                    machine.database_id,
+                    runs=machine.runs,
+                    allocations=machine.allocations or None,
                 )
-                for guest in (host.guests or {}).values()
-                if guest.complete
+                for machine in (host.machines or {}).values()
+                if machine.complete
             ]
-            async for part in InParts(self._these(hosts), HOSTS_AT_ONCE)
+            async for part in YieldingParts(self._these(hosts), HOSTS_AT_ONCE)
             for host in part
         }
 
     async def measure(self, now: float) -> Sequence[HostReading]:
         """A simulated host is warm and draws power by how many of its processors are in use."""
-        return [_measured(host, now) async for part in InParts(self._fleet.hosts, HOSTS_AT_ONCE) for host in part]
+        return [_measured(host, now) async for part in YieldingParts(self._fleet.hosts, HOSTS_AT_ONCE) for host in part]
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Hosts of the fleet were enabled, disabled or resized."""
         self._unsubscribe.append(self._fleet.on_change(callback))
 
     def _check_free(self, build: Build) -> None:
-        """A uuid that another deployment's machine here has already: building would write over that machine."""
-        guest = self._fleet.guest(build.host_uuid, build.spec.instance_uuid)
-        if guest is not None and guest.deployment != build.deployment:
-            raise Reschedule("host.taken", "a machine of another deployment has this uuid here")
+        """A uuid that another database's machine here has already: building would write over that machine."""
+        machine = self._fleet.machine(build.host_uuid, build.spec.instance_uuid)
+        if machine is not None and machine.database_id != build.database_id:
+            raise Reschedule("host.machine_conflict", "a machine of another database has this uuid here")
 
     def _these(self, hosts: Sequence[str] | None) -> Iterable[Host]:
         if hosts is None:
@@ -211,8 +222,8 @@ class Hypervisors:
 
 
 def _measured(host: Host, now: float) -> HostReading:
-    guests = (guest for guest in (host.guests or {}).values() if guest.runs)
-    used = sum(amounts.get("VCPU", 0) for guest in guests for amounts in guest.allocations.values())
+    machines = (machine for machine in (host.machines or {}).values() if machine.runs)
+    used = sum(amounts.get("VCPU", 0) for machine in machines for amounts in machine.allocations.values())
     load = min(1.0, used / (host.size.vcpus * host.size.cpu_ratio))
     values = {
         POWER_WATTS: IDLE_WATTS + load * LOAD_WATTS,
@@ -230,16 +241,16 @@ def _check(host: Host, build: Build) -> None:
         raise Reschedule("allocation.elsewhere", "the allocation names no provider of this host")
 
 
-def _changed(guest: Guest, change: ChangeOrder) -> Guest:
+def _changed(machine: SimulatedMachine, change: ChangeOrder) -> SimulatedMachine:
     """The machine after a change that worked."""
     match change.kind:
         case ChangeKind.START | ChangeKind.RESCUE | ChangeKind.UNRESCUE:
-            return replace(guest, runs=True)
+            return replace(machine, runs=True)
         case ChangeKind.STOP | ChangeKind.HAND_OVER | ChangeKind.HAND_OVER_LIVE | ChangeKind.SNAPSHOT:
-            return replace(guest, runs=False)
+            return replace(machine, runs=False)
         case ChangeKind.RESIZE:
-            return replace(guest, allocations=change.allocations)
+            return replace(machine, allocations=change.allocations)
         case ChangeKind.REBUILD:
-            return replace(guest, image=change.spec.image)
+            return replace(machine, image=change.spec.image)
         case ChangeKind.CHECK:
-            return guest
+            return machine

@@ -152,7 +152,7 @@ CREATE TABLE inventories (
     allocation_ratio DOUBLE PRECISION NOT NULL,
     capacity BIGINT NOT NULL CHECK (capacity >= 0),
     used BIGINT DEFAULT 0 NOT NULL CHECK (used >= 0),
-    stranded BOOLEAN DEFAULT false NOT NULL,
+    orphaned BOOLEAN DEFAULT false NOT NULL,
     PRIMARY KEY (provider_id, class_id),
     FOREIGN KEY(provider_id) REFERENCES providers (id) ON DELETE CASCADE,
     FOREIGN KEY(class_id) REFERENCES resource_classes (id)

@@ -1,4 +1,4 @@
-"""The effect of a notification: take a node out of the book at once, or only read the node.
+"""The effect of a notification: take a node out of placement at once, or only read the node.
 
 The source is lossy, late and sometimes wishful (README, "Traps"), so a notification never gives a node back.
 """

@@ -1,4 +1,4 @@
-"""The position of one node: its last report to the book, and how notifications and reads change it. Pure: time and
+"""The position of one node: its last report to placement, and how notifications and reads change it. Pure: time and
 order are arguments.
 
 `seq` numbers what happens in one process: each notification received and each read sent takes the next number. A read
@@ -14,19 +14,19 @@ from bus.contracts.placement import InventoryUpdate, ProviderReport
 from bus.retrying import doubled_s
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Node
-from ironic_sync.domain.rules import ABSENT, is_transient, offers_more, place, reserve_all
+from ironic_sync.domain.rules import ABSENT, frees_more, is_transient, place, reserve_all
 
-SOURCE = "ironic"
+REPORTER = "ironic"
 DELETED_AT = 0.0  # `absent_since` of a node whose deletion Ironic has announced: long enough
 
 
-def source_of(name: str) -> str:
-    """The name of an Ironic as a source of inventory."""
-    return f"{SOURCE}_{name}" if name else SOURCE
+def reporter_name(name: str) -> str:
+    """The name of an Ironic as a reporter of inventory."""
+    return f"{REPORTER}_{name}" if name else REPORTER
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """The last report to the book about a node, and its further state.
+    """The last report to placement about a node, and its further state.
 
     report: None = nothing reported, or removed. version: of the last report; it outlives a removal, so that a node
     created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.
@@ -47,10 +47,10 @@ class Position(Struct, frozen=True, kw_only=True):
     read_seq: int = 0
 
 
-def update_of(position: Position, cell: str = "", source: str = SOURCE) -> InventoryUpdate:
+def update_of(position: Position, cell: str = "", reporter: str = REPORTER) -> InventoryUpdate:
     """The inventory update of this node, as it stands, with the cell it belongs to."""
     return InventoryUpdate(
-        source=source,
+        reporter=reporter,
         version=position.version,
         root_uuid=position.uuid,
         providers=() if position.report is None else (position.report,),
@@ -65,7 +65,7 @@ def next_version(last: int, now: float) -> int:
     return max(last + 1, int(now * 1_000_000))
 
 
-def notified(position: Position, *, taken: bool, deleted: bool = False, seq: int, now: float) -> Position:
+def on_notification(position: Position, *, taken: bool, deleted: bool = False, seq: int, now: float) -> Position:
     """A notification named the node: plan a read now, and reserve the node at once if the notification takes it
     away.
     """
@@ -76,13 +76,13 @@ def notified(position: Position, *, taken: bool, deleted: bool = False, seq: int
     return _with_report(wanted, reserve_all(position.report), now)
 
 
-def announced(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
+def on_announcement(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
     """Something is about to happen to the node. The next notification causes a read; without one, read later."""
     due_at = now + config.announced_retry_s
     return replace(position, due_at=due_at if position.due_at is None else min(due_at, position.due_at))
 
 
-def wanted(position: Position, *, now: float) -> Position:
+def with_read_due(position: Position, *, now: float) -> Position:
     """Something other than a notification wants the node read now."""
     return replace(position, due_at=now)
 
@@ -95,11 +95,11 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, config: 
     """
     placed = place(node, position.report)
     if seq < position.read_seq:
-        if position.report is None or not offers_more(position.report, placed.report):
+        if position.report is None or not frees_more(position.report, placed.report):
             return position
         return _with_report(replace(position, due_at=now), reserve_all(position.report), now)
     overtaken = position.notified_seq > seq
-    if overtaken and offers_more(placed.report, position.report):
+    if overtaken and frees_more(placed.report, position.report):
         return replace(position, due_at=now, read_seq=seq)
     known = replace(
         position,
@@ -141,11 +141,13 @@ def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, 
     if seq < position.read_seq:
         return position
     since = position.absent_since if position.notified_seq > seq else None
-    wrong = replace(failed(position, now=now, config=config), problem=problem, read_seq=seq, absent_since=since)
+    wrong = replace(
+        on_read_failure(position, now=now, config=config), problem=problem, read_seq=seq, absent_since=since
+    )
     return wrong if wrong.report is None else _with_report(wrong, reserve_all(wrong.report), now)
 
 
-def failed(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
+def on_read_failure(position: Position, *, now: float, config: IronicSyncConfig) -> Position:
     """The read failed: plan another one, after a growing delay."""
     return replace(
         position,
@@ -154,17 +156,17 @@ def failed(position: Position, *, now: float, config: IronicSyncConfig) -> Posit
     )
 
 
-def is_gone(position: Position) -> bool:
-    """Whether Ironic has no such node, as far as is known, and the book had it."""
+def is_absent(position: Position) -> bool:
+    """Whether Ironic has no such node, as far as is known, and placement had it."""
     return position.problem == ABSENT or (position.report is None and position.version > 0)
 
 
-def is_on_offer(position: Position) -> bool:
+def has_free_inventory(position: Position) -> bool:
     """Whether the last report offers something."""
     return position.report is not None and reserve_all(position.report) is not position.report
 
 
-def republished(position: Position, *, now: float) -> Position:
+def with_new_version(position: Position, *, now: float) -> Position:
     """The same report under a new version, for a book that may have lost or changed it."""
     return replace(position, version=next_version(position.version, now))
 

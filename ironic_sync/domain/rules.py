@@ -43,7 +43,7 @@ _NOT_A_CLASS_CHARACTER = re.compile(r"[^0-9A-Za-z]+")
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """The inventory that the book should hold for a node, and the node's fault, if any (a stable code)."""
+    """The inventory that placement should hold for a node, and the node's fault, if any (a stable code)."""
 
     report: ProviderReport
     problem: str = ""
@@ -53,7 +53,7 @@ NO_CLASS: Final = "node.no_resource_class"
 ABSENT: Final = "node.absent"
 
 
-def unavailable(node: Node) -> bool:
+def is_unavailable(node: Node) -> bool:
     """Whether the node takes no instance, whatever its use (unknown states count as unavailable). A child node (a DPU
     in its parent) takes none: Ironic lists none, so no compute service has it.
     """
@@ -61,9 +61,9 @@ def unavailable(node: Node) -> bool:
     return is_broken or node.parent_node is not None or node.provision_state not in FREE_STATES
 
 
-def reserved(node: Node) -> bool:
+def is_reserved(node: Node) -> bool:
     """Whether the node's one unit is held back: unavailable, or in use until it is *seen* free again."""
-    return unavailable(node) or node.instance_uuid is not None
+    return is_unavailable(node) or node.instance_uuid is not None
 
 
 def is_transient(provision_state: str | None) -> bool:
@@ -85,11 +85,13 @@ def class_name(resource_class: str) -> str | None:
 
 
 def place(node: Node, last: ProviderReport | None) -> Placed:
-    """The inventory that the book should hold for this node, given the last report (None: never)."""
+    """The inventory that placement should hold for this node, given the last report (None: never)."""
     name = class_name(node.resource_class) if node.resource_class else None
     if name is None:
         return Placed(report=_without_class(node, last), problem=NO_CLASS)
-    unit = Inventory(total=1, reserved=int(reserved(node)), min_unit=1, max_unit=1, step_size=1, allocation_ratio=1.0)
+    unit = Inventory(
+        total=1, reserved=int(is_reserved(node)), min_unit=1, max_unit=1, step_size=1, allocation_ratio=1.0
+    )
     return Placed(report=ProviderReport(uuid=node.uuid, name=node.uuid, inventories={name: unit}, traits=_traits(node)))
 
 
@@ -101,7 +103,7 @@ def reserve_all(last: ProviderReport) -> ProviderReport:
     return replace(last, inventories=held)
 
 
-def offers_more(new: ProviderReport, last: ProviderReport | None) -> bool:
+def frees_more(new: ProviderReport, last: ProviderReport | None) -> bool:
     """Whether the new report offers something that the last one did not offer."""
     offered = {name for name, inventory in new.inventories.items() if inventory.reserved < inventory.total}
     if last is None:
@@ -116,7 +118,7 @@ def _without_class(node: Node, last: ProviderReport | None) -> ProviderReport:
     """As Nova leaves it: the provider as it was, or made empty. But what cannot be used is never left on offer."""
     if last is None:
         return ProviderReport(uuid=node.uuid, name=node.uuid, traits=_traits(node))
-    return reserve_all(last) if reserved(node) else last
+    return reserve_all(last) if is_reserved(node) else last
 
 
 def _traits(node: Node) -> tuple[str, ...]:

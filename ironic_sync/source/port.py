@@ -9,20 +9,20 @@ from bus.faults import Fault, Transient
 from ironic_sync.domain.node import Allocation, Node, Unreadable
 
 
-class SourceUnavailable(Transient):
+class IronicUnavailable(Transient):
     """Ironic cannot be reached, is overloaded or answers with a server error: try again later."""
 
     code = "ironic.unavailable"
 
 
-class SourceRefused(Fault):
+class IronicRefused(Fault):
     """Ironic answers, but not the request: wrong credentials, version or address. For an operator."""
 
     code = "ironic.refused"
 
 
-class IronicSource(Protocol):
-    """Reads nodes. Every call is bounded in time; a fault is SourceUnavailable or SourceRefused."""
+class IronicClient(Protocol):
+    """Reads nodes. Every call is bounded in time; a fault is IronicUnavailable or IronicRefused."""
 
     async def get_node(self, uuid: str) -> Node | Unreadable | None:
         """One node; None: Ironic itself answers that it does not exist."""

@@ -24,7 +24,7 @@ from bus.openstack.rest import (
 )
 from bus.tracing.context import CURRENT
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
-from ironic_sync.source.port import SourceRefused, SourceUnavailable
+from ironic_sync.source.port import IronicRefused, IronicUnavailable
 
 MAX_NODE_BYTES = 4 * 1024 * 1024  # driver_info, properties and extra are free-form
 MAX_PAGE_BYTES = 64 * 1024 * 1024
@@ -37,7 +37,7 @@ FIELDS = "uuid,provision_state,power_state,maintenance,instance_uuid,resource_cl
 BUSY = frozenset({408, 425, 429})
 
 
-class RestSource:
+class IronicRestClient:
     """Ironic's REST API. Connections are kept and bounded; every call is bounded in time and size."""
 
     def __init__(
@@ -86,7 +86,7 @@ class RestSource:
     async def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
         """All nodes, by `next` links; of a link only its marker is used, so that it cannot lead elsewhere.
 
-        Raises SourceUnavailable, or SourceRefused: the answer is not a list of nodes, or has no end.
+        Raises IronicUnavailable, or IronicRefused: the answer is not a list of nodes, or has no end.
         """
         params = {"fields": FIELDS, "limit": str(self._page_size)}
         self._version = self._wanted_version  # Ironic may have been upgraded
@@ -97,27 +97,27 @@ class RestSource:
                 params["marker"] = before.pop()  # the node of the marker was deleted meanwhile: from the one before it
                 continue
             if raw is None or not isinstance(raw.get("nodes"), list):
-                raise SourceRefused("the node list has no nodes", code="ironic.not_a_list")
+                raise IronicRefused("the node list has no nodes", code="ironic.not_a_list")
             nodes = [parse_node(node) for node in raw["nodes"]]
             yield nodes
             marker = _marker(raw.get("next"))
             if marker is None:
                 return
             if marker == params.get("marker") or not nodes:
-                raise SourceRefused("the node list goes round in circles", code="ironic.endless_list")
+                raise IronicRefused("the node list goes round in circles", code="ironic.endless_list")
             before = [node.uuid for node in nodes if node.uuid not in (None, marker)]
             params["marker"], listed = marker, listed + len(nodes)
-        raise SourceRefused(f"more than {MAX_LISTED} nodes", code="ironic.endless_list")
+        raise IronicRefused(f"more than {MAX_LISTED} nodes", code="ironic.endless_list")
 
     async def get_allocation(self, uuid: str) -> Allocation | None:
-        """One of Ironic's allocations; None: there is none. Raises SourceUnavailable or SourceRefused."""
+        """One of Ironic's allocations; None: there is none. Raises IronicUnavailable or IronicRefused."""
         raw = await self._get(f"/v1/allocations/{uuid}", {}, self._timeout_s, MAX_NODE_BYTES)
         if raw is None:
             return None
         try:
             return msgspec.convert(raw, Allocation)
         except msgspec.ValidationError as error:
-            raise SourceRefused(reason_of(error), code="ironic.not_an_allocation") from error
+            raise IronicRefused(reason_of(error), code="ironic.not_an_allocation") from error
 
     async def ping(self) -> None:
         """Ask for one node's uuid."""
@@ -132,9 +132,9 @@ class RestSource:
     async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> dict[str, Any] | None:
         """The JSON object of a 200; None for a 404 that Ironic itself gave."""
         scope = CURRENT.get()
-        span = None if scope is None else scope.begin("ironic GET", **{"url.path": path})
+        span = None if scope is None else scope.start_span("ironic GET", **{"url.path": path})
         headers = {} if span is None else {"traceparent": span.context.header}
-        problem = SourceUnavailable.code
+        problem = IronicUnavailable.code
         try:
             while True:
                 headers[IRONIC_VERSION] = asked = self._version
@@ -147,13 +147,13 @@ class RestSource:
                 self._version = f"{newest[0]}.{newest[1]}"  # lower each time
             problem = str(answer.status_code) if answer.is_error else ""
         except SignInUnavailable as error:
-            raise SourceUnavailable(error.reason, code=error.code) from error
+            raise IronicUnavailable(error.reason, code=error.code) from error
         except SignInRefused as error:
-            raise SourceRefused(error.reason, code=error.code) from error
+            raise IronicRefused(error.reason, code=error.code) from error
         except answers.AnswerTooLarge as error:
-            raise SourceRefused(str(error), code="ironic.too_large") from error
+            raise IronicRefused(str(error), code="ironic.too_large") from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise SourceUnavailable(f"{path}: {unanswered(error, timeout_s)}") from error
+            raise IronicUnavailable(f"{path}: {unanswered(error, timeout_s)}") from error
         finally:
             if span is not None:
                 span.end(problem)
@@ -162,19 +162,19 @@ class RestSource:
         if answer.status_code == 404 and is_ironics(answer.headers, answer.content):
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
-            raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
+            raise IronicUnavailable(f"{path}: HTTP {answer.status_code}")
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
-            raise SourceRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
+            raise IronicRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
         text = error_text(answer.content)
         reason = f"{path}: HTTP {answer.status_code}{': ' if text else ''}{text}"
-        raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
+        raise IronicRefused(reason, code=f"ironic.http_{answer.status_code}")
 
 
 def _decode(path: str, body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SourceUnavailable(f"{path}: the answer is no JSON object", code="ironic.not_json") from error
+        raise IronicUnavailable(f"{path}: the answer is no JSON object", code="ironic.not_json") from error
 
 
 def _marker(link: object) -> str | None:
@@ -183,5 +183,5 @@ def _marker(link: object) -> str | None:
     try:
         markers = parse_qs(urlsplit(link).query).get("marker")
     except ValueError as error:
-        raise SourceRefused("the node list has a next link that is none", code="ironic.not_a_list") from error
+        raise IronicRefused("the node list has a next link that is none", code="ironic.not_a_list") from error
     return markers[-1] if markers else None

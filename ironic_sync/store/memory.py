@@ -39,7 +39,7 @@ class MemoryPositions:
         self._session = session if session is not None else MemoryPositionTable(SystemClock()).session()
         assert isinstance(self._session.database, MemoryPositionTable)
         self._table = self._session.database
-        self.deployment = self._table.deployment
+        self.database_id = self._table.database_id
 
     @property
     def positions(self) -> Mapping[str, Position]:

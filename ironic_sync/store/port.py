@@ -45,7 +45,7 @@ class Positions(Protocol):
     """Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
 
     @property
-    def deployment(self) -> str:
+    def database_id(self) -> str:
         """The identity of this database: a uuid made once with its schema. Known once it has been open."""
 
     def become_leader(self) -> AbstractAsyncContextManager[Term]:

@@ -63,12 +63,12 @@ class PostgresPositions:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.deployment = ""
+        self.database_id = ""
 
     async def open(self) -> None:
         """Migrate, and learn whose it is. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
-        self.deployment = await read_identity(self._database)
+        self.database_id = await read_identity(self._database)
 
     async def close(self) -> None:
         """Close the pool."""

@@ -1,4 +1,4 @@
-"""How many claims a second the book takes: groups of claims against PostgreSQL, and a start-up wave of inventory.
+"""How many claims a second placement takes: groups of claims against PostgreSQL, and a start-up wave of inventory.
 
     python -m lab.benchmarks.claims [--hosts 10000] [--seconds 4] [--workers 2] [--durable]
 
@@ -28,8 +28,8 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from lab.benchmarks.command import measured, positive
-from placement_worker.book import ResourceBook
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.book import PlacementService
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
 REPORT_BATCH = 128
@@ -43,15 +43,15 @@ def report(uuid: str, number: int, version: int) -> InventoryUpdate:
         "DISK_GB": Inventory(total=2**24),
     }
     host = ProviderReport(uuid=uuid, name=f"host-{number}", inventories=inventories, traits=("HW_CPU_X86_AVX2",))
-    return InventoryUpdate(source="bench", version=version, root_uuid=uuid, providers=(host,))
+    return InventoryUpdate(reporter="bench", version=version, root_uuid=uuid, providers=(host,))
 
 
-async def report_all(store: ResourceBook, hosts: Sequence[str], version: int) -> float:
-    """Seconds until every host is in the book."""
+async def report_all(store: PlacementService, hosts: Sequence[str], version: int) -> float:
+    """Seconds until every host is in placement."""
     started = time.perf_counter()
     for at in range(0, len(hosts), REPORT_BATCH):
         batch = [report(uuid, at + n, version) for n, uuid in enumerate(hosts[at : at + REPORT_BATCH])]
-        results = await store.report(batch)
+        results = await store.apply_reports(batch)
         assert len(results) == len(batch)
     return time.perf_counter() - started
 
@@ -66,20 +66,20 @@ def drawn(rng: random.Random, hosts: Sequence[str], count: int) -> list[Claim]:
     ]
 
 
-async def claim_all(store: ResourceBook, claims: Sequence[Claim]) -> None:
+async def claim_all(store: PlacementService, claims: Sequence[Claim]) -> None:
     """Apply them as one group, in which each is claimed."""
     results = await store.apply(claims)
     assert all(isinstance(result, ClaimResult) and result.option == 0 for result in results)
 
 
 async def claim_for(
-    stores: Sequence[ResourceBook], hosts: Sequence[str], group: int, seconds: float
+    stores: Sequence[PlacementService], hosts: Sequence[str], group: int, seconds: float
 ) -> tuple[int, int]:
     """(claims, groups) applied in about that many seconds, one group under way per store."""
     done = groups = 0
     until = time.perf_counter() + seconds
 
-    async def work(store: ResourceBook, rng: random.Random) -> None:
+    async def work(store: PlacementService, rng: random.Random) -> None:
         nonlocal done, groups
         while time.perf_counter() < until:
             await claim_all(store, drawn(rng, hosts, group))
@@ -90,7 +90,7 @@ async def claim_for(
     return done, groups
 
 
-async def release_all(store: ResourceBook, hosts: Sequence[str], group: int) -> float:
+async def release_all(store: PlacementService, hosts: Sequence[str], group: int) -> float:
     """Releases a second, of claims made for this."""
     claims = drawn(random.Random(99), hosts, 5000)
     groups = [claims[at : at + group] for at in range(0, len(claims), group)]
@@ -104,7 +104,7 @@ async def release_all(store: ResourceBook, hosts: Sequence[str], group: int) -> 
 
 async def measure(url: str, arguments: argparse.Namespace) -> None:
     """Everything, printed."""
-    stores = [ResourceBook(PostgresBookRows(Database(url, "placement"))) for _ in range(arguments.workers)]
+    stores = [PlacementService(PostgresPlacementRows(Database(url, "placement"))) for _ in range(arguments.workers)]
     for store in stores:
         await store.open()
     gc.freeze()

@@ -16,7 +16,7 @@ from lab.benchmarks import probe
 
 CLAIMS = "berth_scheduler_claims"
 # Claims that were lost to other schedulers, or to stale news.
-LOST = tuple(f'{CLAIMS}{{outcome="{outcome}"}}' for outcome in ("full", "raced"))
+LOST = tuple(f'{CLAIMS}{{outcome="{outcome}"}}' for outcome in ("no_capacity", "conflict"))
 COUNTED = ("berth_bus_published", "berth_bus_items", CLAIMS)
 # Flushes of the logs of all quorum queues: what RabbitMQ's log writer calls a batch.
 BROKER_FLUSHES = "lists:sum([maps:get(batches, C, 0) || C <- maps:values(ra_counters:overview()), is_map(C)])."

@@ -3,7 +3,7 @@
     python -m lab.benchmarks.metal [--nodes 10000] [--deploys 500] [--rest 60] [--json FILE]
 
 Private servers and a process for each worker; Ironic is simulated, in a process of its own, over real HTTP and a real
-exchange (metal_ironic.py). Measured: from the start of `ironic-sync` until the book offers every node, then until a
+exchange (metal_ironic.py). Measured: from the start of `ironic-sync` until placement offers every node, then until a
 scheduler has them all from their compute service; CPU and requests to Ironic in a minute without any change; builds at
 once while a tenth of all changes are answered 409 and every deployment beyond 100 nodes 503, with their requests.
 Exit status 1: a build is not active.
@@ -129,7 +129,7 @@ class MetalBench:
             while known != figures.nodes:
                 await asyncio.sleep(POLL_S)
                 services = (await client.services(limit=10, timeout_s=TIMEOUT_S, up=True)).services
-                known = sum(one.in_book for one in services)
+                known = sum(one.in_placement for one in services)
         figures.announced_s = round(time.perf_counter() - began, 2)
 
     async def rest(self, figures: MetalFigures, seconds: float) -> None:
@@ -150,20 +150,20 @@ class MetalBench:
             BuildRequest(instance_uuid=new_uuid(rng), flavor=FLAVOR, project_id="bench", build_timeout_s=TIMEOUT_S)
             for _ in range(figures.deploys)
         ]
-        tracks = await client.boot(requested, retry_for_s=TIMEOUT_S)
+        watches = await client.boot(requested, retry_for_s=TIMEOUT_S)
         if not await client.wait(TIMEOUT_S):
             raise SystemExit("not all builds have ended")
         took = time.perf_counter() - began
-        figures.deploy_states = dict(Counter(track.state for track in tracks))
+        figures.deploy_states = dict(Counter(watch.state for watch in watches))
         figures.deploy_failures = [
-            f"{track.last.code}: {track.last.reason}"
-            for track in tracks
-            if track.last is not None and track.state != "active"
+            f"{watch.last.code}: {watch.last.reason}"
+            for watch in watches
+            if watch.last is not None and watch.state != "active"
         ]
-        active_s = [track.latency_s for track in tracks if track.state == "active" and track.latency_s is not None]
+        active_s = [watch.latency_s for watch in watches if watch.state == "active" and watch.latency_s is not None]
         figures.deploy_p50_s = round(percentiles(active_s).get("p50", 0.0), 1)
         figures.deploy_max_s = round(took, 1)
-        figures.deploy_attempts = sum(track.last.attempt for track in tracks if track.last is not None)
+        figures.deploy_attempts = sum(watch.last.attempt for watch in watches if watch.last is not None)
         figures.deploy_requests = await self.requests(requests)
         asked = sum(count for name, count in figures.deploy_requests.items() if not name.isdecimal())
         figures.deploy_requests_per_s = round(asked / took, 1)

@@ -65,7 +65,7 @@ class MeteredIronic(IronicStandIn):
             return None
         if self._dice.random() < self.locked:
             return _fault(409, "Node is locked by host bench, please retry after the current operation is completed.")
-        if request.url.path.endswith("/states/provision") and self.pool.under_way >= self.workers:
+        if request.url.path.endswith("/states/provision") and self.pool.in_progress >= self.workers:
             return _fault(503, "Requested action cannot be performed due to lack of free conductor workers.")
         return None
 

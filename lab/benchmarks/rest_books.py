@@ -93,7 +93,7 @@ def nested(roots: int) -> list[Host]:
 
 
 def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
-    """The book as `berth placement import` reads it."""
+    """Placement as `berth placement import` reads it."""
     providers = {
         host.uuid: Provider(
             uuid=host.uuid,
@@ -101,7 +101,7 @@ def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
             parent=host.parent,
             root=host.root,
             generation=1,
-            shape=1,
+            spec_generation=1,
             inventories={name: stored_inventory(inventory) for name, inventory in host.inventories.items()},
             used={},
             traits=host.traits,
@@ -111,11 +111,11 @@ def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
     }
     classes = frozenset(name for host in hosts for name in host.inventories if is_custom(name))
     traits = frozenset(name for host in hosts for name in host.traits if is_custom(name))
-    return export.lines(export.BookExport(classes, traits, providers, {}))
+    return export.lines(export.PlacementExport(classes, traits, providers, {}))
 
 
 async def into_real(url: str, hosts: Sequence[Host]) -> None:
-    """Write the book into the database of a real Placement, whose own names are there already."""
+    """Write placement into the database of a real Placement, whose own names are there already."""
     connection = await asyncpg.connect(url)
     try:
         async with connection.transaction():

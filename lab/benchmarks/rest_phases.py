@@ -62,7 +62,7 @@ class Phase(Struct, frozen=True, kw_only=True):
 
 
 async def holds(connection: Connection, bed: TestBed) -> str | None:
-    """The flaws of the book: it must show every consumer that was answered it has something, and no other."""
+    """The problems of placement: it must show every consumer that was answered it has something, and no other."""
     if bed.unsure:
         return None
     ask = request("GET", "/usages?project_id=bench").replace(b"placement 1.39", OLDER)

@@ -112,7 +112,7 @@ async def berth(
         worker = processes.start("placement", "placement", "--api", f"127.0.0.1:{port}")
         await processes.ready(timeout_s=READY_TIMEOUT_S)
         async with _listener(bus):
-            await _announced(processes)  # the book itself
+            await _announced(processes)  # placement itself
             pids = {"server": worker.process.pid, "postgres": postgres.pid, "broker": broker.pid}
             yield System(name="berth", port=port, pids=pids, keep_alive=True)
             await _announced(processes)

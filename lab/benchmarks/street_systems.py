@@ -124,10 +124,10 @@ class Street:
         """Judge what there is once all is at rest; what does not hold is printed."""
         progress("judging the invariants")
         at_rest = await rest(self._here, timeout_s=REST_TIMEOUT_S)
-        facts = await gather(self._here, accepted=list(self._client.tracks), events=self._client.events)
+        facts = await gather(self._here, accepted=list(self._client.watches), events=self._client.events)
         broken = [verdict for verdict in check_invariants(facts) if not verdict.holds]
         for verdict in broken:
-            print(f"BROKEN: {verdict.sentence}: {verdict.examples}")
+            print(f"BROKEN: {verdict.message}: {verdict.examples}")
         return at_rest and not broken
 
 

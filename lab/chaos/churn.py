@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.client import BuildClient, Track, instances_of
+from berth.client import BuildClient, RequestWatch, instances_of
 from berth.load import LoadPlan, draw_requests
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
@@ -94,10 +94,10 @@ class Churn:
 
     def _free_slots(self) -> int:
         """How many more may be published: stuck ones do not count, up to a bound."""
-        now, tracks = self._clock.monotonic(), self._client.tracks
+        now, watches = self._clock.monotonic(), self._client.watches
         while self._young and self._young[0][0] < now - self._plan.stuck_after_s:
             self._young.popleft()
-        young = sum(tracks[uuid].ended_at is None for _, uuid in self._young)
+        young = sum(watches[uuid].ended_at is None for _, uuid in self._young)
         return min(self._plan.in_flight - young, self._plan.in_flight_most - self._client.unfinished)
 
     async def _wait_for_slots(self) -> None:
@@ -139,21 +139,21 @@ class Churn:
             BuildRecord(instance_uuid=uuid, project_id=PROJECT, flavor=self._flavors[uuid], state=BuildState.ACTIVE)
             for uuid in part
         ]
-        tracks = await self._client.delete(records, retry_for_s=self._plan.retry_for_s)
+        watches = await self._client.delete(records, retry_for_s=self._plan.retry_for_s)
         now = self._clock.monotonic()
-        for track in tracks:
-            track.published_at = now
+        for watch in watches:
+            watch.published_at = now
         self.deletes += len(part)
         self._track_requested(part)
 
     def _on_event(self, event: BuildEvent) -> None:
-        track: Track = self._client.tracks[event.instance_uuid]
-        if track.ended_at is None:
-            if not (track.deleting or self._last) and self._rng.random() < self._plan.early_deletes / STAGES:
-                track.deleting = True  # from here on only the delete's end is an end
+        watch: RequestWatch = self._client.watches[event.instance_uuid]
+        if watch.ended_at is None:
+            if not (watch.deleting or self._last) and self._rng.random() < self._plan.early_deletes / STAGES:
+                watch.deleting = True  # from here on only the delete's end is an end
                 self._early.append(event.instance_uuid)
             return
-        self.ended.append(Ended(track.published_at or track.ended_at, track.ended_at))
-        if event.state is BuildState.ACTIVE and not track.deleting and event.instance_uuid not in self._once_alive:
+        self.ended.append(Ended(watch.published_at or watch.ended_at, watch.ended_at))
+        if event.state is BuildState.ACTIVE and not watch.deleting and event.instance_uuid not in self._once_alive:
             self._once_alive.add(event.instance_uuid)
             self._alive.append(event.instance_uuid)

@@ -10,17 +10,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from berth.client import BuildClient
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from bus.clock import Clock, new_uuid
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest, Condition
 from lab.chaos.churn import LOOK_AGAIN_S, PROJECT, STUCK_S
 from lab.chaos.plan import ChaosPlan
 
 KINDS = (
-    *(MoveKind.LIVE_MIGRATE,) * 4,
-    *(MoveKind.MIGRATE,) * 3,
-    *(MoveKind.RESIZE,) * 2,
-    MoveKind.REBUILD,
+    *(ActionKind.LIVE_MIGRATE,) * 4,
+    *(ActionKind.MIGRATE,) * 3,
+    *(ActionKind.RESIZE,) * 2,
+    ActionKind.REBUILD,
 )
 FLAVORS = ("m1.tiny", "m1.small")
 AUTO_CONFIRM_S = (0.0, 1.0, 20.0)  # the last leaves time for a confirm or a revert of the client's
@@ -50,9 +50,9 @@ class Moving:
         self._pick = pick
         self._clock = clock
         self._rng = rng
-        self._moves = MoveClient(client.bus, clock=clock, process=client.process)
+        self._moves = ActionClient(client.bus, clock=clock, process=client.process)
         self._young: deque[tuple[float, str]] = deque()
-        self._follow_ups: list[MoveRequest] = []
+        self._follow_ups: list[ActionRequest] = []
         self._last_end = 0.0
         self._moves.on_event(self._on_event)
 
@@ -67,7 +67,7 @@ class Moving:
     async def run(self) -> None:
         """Request the plan's moves; returns when the last is accepted, not when it has ended."""
         began = self._last_end = self._clock.monotonic()
-        waiting: list[MoveRequest] = []
+        waiting: list[ActionRequest] = []
         while len(self.requested) < self._plan.moves and not self._must_stop(began):
             room = min(self._free_slots(), MAX_AT_ONCE, self._plan.moves - len(self.requested))
             if room > len(waiting):
@@ -87,27 +87,29 @@ class Moving:
         ended = self._moves.ended.values()
         return dict(Counter(f"{end.state.value} {end.code}".strip() for end in ended).most_common())
 
-    def _next(self, count: int) -> list[MoveRequest]:
+    def _next(self, count: int) -> list[ActionRequest]:
         due, self._follow_ups = self._follow_ups[:count], self._follow_ups[count:]
         return [*due, *(self._move_of(uuid) for uuid in self._pick(count - len(due)))]
 
-    def _move_of(self, uuid: str) -> MoveRequest:
+    def _move_of(self, uuid: str) -> ActionRequest:
         kind = self._rng.choice(KINDS)
-        return MoveRequest(
+        return ActionRequest(
             request_id=new_uuid(self._rng),
             instance_uuid=uuid,
             project_id=PROJECT,
             kind=kind,
-            flavor=self._rng.choice(FLAVORS) if kind is MoveKind.RESIZE else None,
-            image="rebuilt" if kind is MoveKind.REBUILD else None,
-            auto_confirm_s=self._rng.choice(AUTO_CONFIRM_S) if kind in (MoveKind.MIGRATE, MoveKind.RESIZE) else None,
+            flavor=self._rng.choice(FLAVORS) if kind is ActionKind.RESIZE else None,
+            image="rebuilt" if kind is ActionKind.REBUILD else None,
+            auto_confirm_s=self._rng.choice(AUTO_CONFIRM_S)
+            if kind in (ActionKind.MIGRATE, ActionKind.RESIZE)
+            else None,
         )
 
-    async def _publish(self, requests: Sequence[MoveRequest]) -> list[MoveRequest]:
+    async def _publish(self, requests: Sequence[ActionRequest]) -> list[ActionRequest]:
         """The moves that were not confirmed: they may have arrived all the same, so the very same
         are published again.
         """
-        errors = await self._moves.offer(requests)
+        errors = await self._moves.submit(requests)
         now = self._clock.monotonic()
         confirmed = [one.request_id for one, error in zip(requests, errors, strict=True) if error is None]
         self.requested += confirmed
@@ -135,18 +137,18 @@ class Moving:
             self.stopped = f"no move has ended for {STUCK_S:g} s"
         return bool(self.stopped)
 
-    def _on_event(self, event: MoveEvent) -> None:
+    def _on_event(self, event: ActionEvent) -> None:
         if not event.terminal or event.sequence == 0:
             return
         self._last_end = self._clock.monotonic()
         self.ends.setdefault(event.request_id, set()).add((event.state.value, event.code))
         if event.condition is Condition.RESIZED and self._rng.random() < ENDED_BY_CLIENT:
             self._follow_ups.append(
-                MoveRequest(
+                ActionRequest(
                     request_id=new_uuid(self._rng),
                     instance_uuid=event.instance_uuid,
                     project_id=PROJECT,
-                    kind=self._rng.choice((MoveKind.CONFIRM, MoveKind.REVERT)),
+                    kind=self._rng.choice((ActionKind.CONFIRM, ActionKind.REVERT)),
                     migration=event.request_id,
                 )
             )

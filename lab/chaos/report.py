@@ -11,8 +11,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.markup import escape
 
-from berth.audit.invariants import Facts, InvariantVerdict
-from berth.render import render_rows, render_verdicts
+from berth.audit.invariants import Facts, InvariantResult
+from berth.render import render_results, render_rows
 from lab.chaos.churn import Ended
 from lab.chaos.faults import Death, Injected
 
@@ -25,7 +25,7 @@ COUNTED_BY = {
 }
 
 
-def breaches(verdicts: Sequence[InvariantVerdict]) -> dict[str, int]:
+def breaches(verdicts: Sequence[InvariantResult]) -> dict[str, int]:
     """How many breaches of these invariants there are. Raises KeyError: one of them was not judged."""
     found = {verdict.name: verdict.breaches for verdict in verdicts}
     return {word: found[name] for word, name in COUNTED_BY.items()}
@@ -33,7 +33,7 @@ def breaches(verdicts: Sequence[InvariantVerdict]) -> dict[str, int]:
 
 def lost_moves(facts: Facts, requested: Sequence[str]) -> tuple[str, ...]:
     """Accepted requests about instances that are not on record, or have not ended."""
-    ended = {move.request_id for move in facts.moves or () if move.terminal}
+    ended = {move.request_id for move in facts.actions or () if move.terminal}
     return tuple(sorted(set(requested) - ended))
 
 
@@ -128,7 +128,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     recovery_by_kind: Mapping[str, tuple[float, float]]
     at_rest: bool
     dead_letters: Mapping[str, int]
-    verdicts: tuple[InvariantVerdict, ...]
+    verdicts: tuple[InvariantResult, ...]
     examples: Mapping[str, tuple[str, ...]]
     moves: int = 0
     moves_wanted: int = 0
@@ -180,7 +180,7 @@ def render(report: ChaosReport, console: Console) -> None:
     for name, uuids in report.examples.items():
         if uuids:
             console.print(f"[red]{name}: {', '.join(uuids)}[/red]", soft_wrap=True)
-    render_verdicts(report.verdicts, console)
+    render_results(report.verdicts, console)
 
 
 def _render_faults(report: ChaosReport, console: Console) -> None:

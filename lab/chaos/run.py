@@ -150,8 +150,8 @@ class Run:
         over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
         all_ended = await client.until(lambda: not client.unfinished, plan.rest_s)
         unended = tuple(
-            f"{'delete' if track.deleting else 'build'} of {track.instance_uuid}, {track.state} ({track.sequence})"
-            for track in client.open_tracks()
+            f"{'delete' if one.deleting else 'build'} of {one.instance_uuid}, {one.state} ({one.sequence})"
+            for one in client.open_requests()
         )
         all_ended = await self.moving.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))

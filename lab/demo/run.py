@@ -25,12 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from berth.audit.gather import gather, rest
-from berth.audit.invariants import InvariantVerdict, check_invariants
+from berth.audit.invariants import InvariantResult, check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.load.plan import draw_requests, is_metal
 from berth.load.summary import Failure
-from berth.render import printable, render_funnel, render_rows, render_verdicts
+from berth.render import printable, render_funnel, render_results, render_rows
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.embedded.__main__ import EXIT_NO_SERVER
@@ -48,7 +48,7 @@ HYPERVISORS_PER_SERVICE = 50
 NODES = 40
 REST_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 120.0
-OUTCOMES = ("claimed", "raced", "full", "consumer_changed", "gone")
+OUTCOMES = ("claimed", "conflict", "no_capacity", "consumer_conflict", "provider_removed")
 DEAD_FOR_S = 1.0  # how long the compute service that dies stays dead
 FAILING_HOST = "cell2-c1-00007"
 BARE_METAL = "bm."
@@ -82,7 +82,7 @@ class Demo(Struct, frozen=True, kw_only=True):
     claim_retries: dict[str, int]
     faults: dict[str, object]
     invariants: dict[str, bool]
-    verdicts: tuple[InvariantVerdict, ...]
+    verdicts: tuple[InvariantResult, ...]
 
 
 def settings(seed: int) -> Settings:
@@ -212,8 +212,8 @@ async def _load(
     return report, victim
 
 
-async def _check_invariants(here: Site, client: RecordingClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
-    accepted = list(client.tracks)
+async def _check_invariants(here: Site, client: RecordingClient, watch: FeedWatch) -> tuple[InvariantResult, ...]:
+    accepted = list(client.watches)
     connections = [(name, bus, name.startswith(("conductor", *here.cells))) for name, bus in here.connections]
     facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, connections=connections)
     return check_invariants(facts)
@@ -307,7 +307,7 @@ def show(demo: Demo, console: Console) -> None:
     console.print(f"claims: {_words(demo.claims)}; retried: {_words(demo.claim_retries)}")
     console.print(f"planned faults: {_words(demo.faults)}", soft_wrap=True)
     console.rule("the invariants")
-    render_verdicts(demo.verdicts, console)
+    render_results(demo.verdicts, console)
 
 
 def _words(counts: dict[str, int] | dict[str, object]) -> str:

@@ -13,7 +13,7 @@ from msgspec import Struct
 PACKAGES = ("bus", "placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync", "berth")
 TABLE = "codes.toml"
 
-Kind = Literal["reply", "event", "log", "fault", "exit", "letter", "trace"]
+Kind = Literal["reply", "event", "log", "fault", "exit", "dead letter", "trace"]
 
 # A page, and perhaps a heading of it, as a remedy names them.
 _PAGE = re.compile(r'docs/([\w/-]+\.md)(?:, "([^"]+)")?')

@@ -10,7 +10,7 @@ import msgspec
 from bus import wire
 from bus.contracts import catalogue, queues
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import OPERATORS, taken_by
+from bus.contracts.catalogue import OPERATORS, queues_taking
 from bus.contracts.queues import QUEUES, QueueRow, Where
 
 CELL_WORKERS = ("cell_conductor", "compute_sim")
@@ -40,7 +40,7 @@ def _flows(where: Where) -> list[tuple[str, str, list[str]]]:
     """Who publishes what to whom on one kind of bus."""
     flows: dict[tuple[str, str], set[str]] = {}
     for queue in QUEUES:
-        for row in taken_by(queue.name):
+        for row in queues_taking(queue.name):
             if {row.where, queue.where} <= {where, Where.BOTH}:
                 for publisher in row.publishers:
                     # The messages that may go on both buses: a cell's workers are on its bus alone, all others use

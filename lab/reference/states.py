@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
-from cell_conductor.domain.desires import DESIRES, in_text
+from cell_conductor.domain.desires import DESIRED_STATES, phase_to_text
 from cell_conductor.domain.events import EVENTS
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import BLOCKED, IGNORE, TABLE, ByThen, Cell, Rule, rules_of
+from cell_conductor.domain.table import BLOCKED, IGNORE, TABLE, ByNextState, Cell, Rule, rules_of
 
 
 def content() -> dict[str, object]:
@@ -22,7 +22,7 @@ def content() -> dict[str, object]:
         "blocked": [(event.__name__, _cell(cell)) for event, cell in BLOCKED.items() if cell != IGNORE],
         "rules_blocked": {rule.name: rule for cell in BLOCKED.values() for rule in rules_of(cell) if rule != IGNORE},
         "targets": _targets,
-        "desires": [(in_text(phase), row) for phase, row in DESIRES.items()],
+        "desires": [(phase_to_text(phase), row) for phase, row in DESIRED_STATES.items()],
     }
 
 
@@ -31,7 +31,7 @@ def _targets(cell: Cell) -> list[State]:
 
 
 def _cell(cell: Cell) -> str:
-    if not isinstance(cell, ByThen):
+    if not isinstance(cell, ByNextState):
         return _rule(cell)
     parts = [f"then {then}: {_rule(rule)}" for then, rule in cell.rules.items()]
     if cell.otherwise is not None:

@@ -33,7 +33,7 @@ class BreakerWatch:
         self._opened: dict[str, float] = {}
         self._cell_of: dict[str, MemoryInstanceTable] = {}  # the database in which a breaker opened
         self._passed: set[tuple[str, str]] = set()  # (service, machine) that an operator has allowed
-        self._recovered: dict[tuple[str, int], int] = {}  # losses of each recovery, by deployment and incarnation
+        self._recovered: dict[tuple[str, int], int] = {}  # losses of each recovery, by database and incarnation
 
     def go(self, breaker: Breaker) -> None:
         """An operator allows the machines that tripped it."""
@@ -68,13 +68,13 @@ class BreakerWatch:
             del self._opened[service]  # the cell's database was set back to before it opened: seed 81373
 
     def _lost_by_recovery(self, table: MemoryInstanceTable) -> None:
-        of = table.deployment, table.incarnation
+        of = table.database_id, table.incarnation
         count = self._recovered[of] = self._recovered.get(of, 0) + 1
         if count > max(self._limit, table.losses.count if table.accepts else 0):
             raise Breach("breaker_holds", f"a recovery ends {count} instances without a word")
 
     def _lost(self, instance: Instance, machine: str) -> None:
-        service, now = instance.here.service, self._now()
+        service, now = instance.current.service, self._now()
         if (service, machine) in self._passed:
             return
         opened = self._opened.get(service)

@@ -63,7 +63,7 @@ class SimDatabases:
         table = self.tables[schema]
         for session in self._sessions():
             if session.database is table:
-                session.cut()
+                session.disconnect()
         before = table.taken_back
         table.crash()
         if table.taken_back != before:

@@ -13,26 +13,26 @@ from bus.contracts.drains import DrainRecord, DrainState
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from lab.simulation.watch import Breach
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.domain.drains import DONE
 from scheduler_worker.domain.objects import drains_of
 from scheduler_worker.store.memory_units import MemoryBuildTable
 
-# A scheduler may commit the end so long after its last look at the book; a move that was dispatched before the drain
+# A scheduler may commit the end so long after its last look at placement; a move that was dispatched before the drain
 # may claim its next host meanwhile.
 LOOKED_S = 10.0
 
 
 class DrainWatch:
-    """Looks after every commit of the book and of the schedulers. now: the time.
+    """Looks after every commit of placement and of the schedulers. now: the time.
 
     exempt: instances of which a restored database knows an old truth.
     """
 
     def __init__(
-        self, book: MemoryBookTable, builds: MemoryBuildTable, now: Callable[[], float], exempt: Collection[str]
+        self, book: MemoryPlacementTable, builds: MemoryBuildTable, now: Callable[[], float], exempt: Collection[str]
     ) -> None:
-        self._book = book
+        self._placement = book
         self._builds = builds
         self._now = now
         self._exempt = exempt
@@ -41,14 +41,14 @@ class DrainWatch:
         self._token: str | None = None
         self._drains: dict[str, DrainRecord] = {}
 
-    def book_committed(self) -> None:
-        """After a commit of the book."""
+    def placement_committed(self) -> None:
+        """After a commit of placement."""
         if not self._hosts:
             return
         held = {}
-        for uuid, kept in self._book.consumers.items():
-            for provider in kept.consumer.holding:
-                if (found := self._book.providers.get(provider)) is not None and found.root in self._hosts:
+        for uuid, kept in self._placement.consumers.items():
+            for provider in kept.consumer.allocations:
+                if (found := self._placement.providers.get(provider)) is not None and found.root in self._hosts:
                     held[uuid, found.root] = self._since.get((uuid, found.root), self._now())
         self._since = held
 
@@ -73,19 +73,19 @@ class DrainWatch:
                 self._hosts[host] = decision.drain or ""
             elif drain.code == DONE and before.get(host) == decision.drain:
                 self._holds_nothing(host)
-        self.book_committed()
+        self.placement_committed()
 
     def _keep_their_bound(self) -> None:
         if not self._drains:
             return
-        under_way = Counter(move.drain for move, _ in self._builds.moves.values() if move.drain and not move.terminal)
+        under_way = Counter(move.drain for move, _ in self._builds.actions.values() if move.drain and not move.terminal)
         for drain, record in self._drains.items():
             if under_way[drain] > (0 if record.state is DrainState.ENDED else record.at_once):
                 raise Breach("drains_keep_their_bound", f"{under_way[drain]} of {drain}, which is {record.state}")
 
     def _holds_nothing(self, host: str) -> None:
         for (uuid, held_on), since in self._since.items():
-            move = self._builds.moves.get(uuid)
+            move = self._builds.actions.get(uuid)
             instance = uuid if move is None else move[0].instance_uuid
             is_ours = instance in self._builds.records and not {uuid, instance} & set(self._exempt)
             if held_on == host and is_ours and since < self._now() - LOOKED_S:

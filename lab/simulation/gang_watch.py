@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from bus.contracts.build import BuildRecord
 from lab.simulation.watch import Breach
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 
 class RequestedGang(Struct, frozen=True):
@@ -19,13 +19,13 @@ class RequestedGang(Struct, frozen=True):
 
 
 class GangWatch:
-    """Looks after every commit of the book, and at the schedulers' records at rest.
+    """Looks after every commit of placement, and at the schedulers' records at rest.
 
     exempt: instances of which a restored database knows an old truth.
     """
 
-    def __init__(self, book: MemoryBookTable, exempt: Collection[str]) -> None:
-        self._book = book
+    def __init__(self, book: MemoryPlacementTable, exempt: Collection[str]) -> None:
+        self._placement = book
         self._exempt = exempt
         self._gangs: dict[str, RequestedGang] = {}
         self._started: dict[str, Sequence[str]] = {}  # by gang, the members that were the first to hold something
@@ -40,7 +40,7 @@ class GangWatch:
         self._withdrawn[uuid] = None
 
     def __call__(self) -> None:
-        """After a commit of the book: the first claims of a gang are claims for enough of it. Raises Breach."""
+        """After a commit of placement: the first claims of a gang are claims for enough of it. Raises Breach."""
         for uuid, gang in self._gangs.items():
             if uuid in self._started or self._is_exempt(gang):
                 continue
@@ -70,5 +70,5 @@ class GangWatch:
         return any(one in self._exempt for one in gang.members)
 
     def _holds(self, uuid: str) -> bool:
-        kept = self._book.consumers.get(uuid)
-        return kept is not None and bool(kept.consumer.holding)
+        kept = self._placement.consumers.get(uuid)
+        return kept is not None and bool(kept.consumer.allocations)

@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import Struct
 
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import LEFT_WITH_ORDER
-from compute_sim.fleet import Guest
+from cell_conductor.domain.report import ENDED_BY_COMMAND
+from compute_sim.fleet import SimulatedMachine
 from lab.simulation.plan import MAX_FAULT_S
 from lab.simulation.watch import Breach
 from placement_worker.domain.values import Provider
@@ -69,10 +69,10 @@ class HarmWatch:
         self.taken_back: Container[str] = ()  # instances of which a restored database has an old record
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
-        self.restores = 0  # how often the book was set back
+        self.restores = 0  # how often placement was set back
         self.providers: dict[str, None] = {}  # of another source
 
-    def ours(self, instance: str) -> bool:
+    def own(self, instance: str) -> bool:
         """Whether its build was ever requested of berth."""
         return instance in self.requested
 
@@ -96,12 +96,12 @@ class HarmWatch:
             # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.phase in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
-            if instance.move is None and instance.phase in (*WANTED, FAILS_OVER):
+            if instance.action is None and instance.phase in (*WANTED, FAILS_OVER):
                 left = instance.attempt - (instance.phase in WANTED)
                 tried = {one.attempt for one in instance.history if one.attempt <= left}
                 self._left.setdefault(uuid, set()).update(tried)
-            elif instance.state is State.FAILED and instance.move is None:
-                gone = {one.attempt for one in instance.history if one.outcome in LEFT_WITH_ORDER}
+            elif instance.state is State.FAILED and instance.action is None:
+                gone = {one.attempt for one in instance.history if one.outcome in ENDED_BY_COMMAND}
                 self._left.setdefault(uuid, set()).update(gone)
             lost = self._lost.setdefault(uuid, set())
             lost.update(one.attempt for one in instance.history if one.code in LOST)
@@ -116,20 +116,20 @@ class HarmWatch:
         The answer of a service that has died since may be this old: its conductor waited for its database.
         """
         goes_back = before is not None and before.state is State.RESIZED and after.phase in GOES_BACK
-        source = after.move.source if goes_back and after.move is not None else None
+        source = after.action.source if goes_back and after.action is not None else None
         if before is None or source is None or after.uuid in self.taken_back or self.is_deleted(after.uuid):
             return
         down_s = self._now() - self.down_since.get(source.service, self._now())
-        if down_s > LATE_REPORT_S and self.machines(before.here.host_uuid, after.uuid):
-            words = f"{after.uuid} on {before.here.host} is given up for {source.host}, whose service has been down"
+        if down_s > LATE_REPORT_S and self.machines(before.current.host_uuid, after.uuid):
+            words = f"{after.uuid} on {before.current.host} is given up for {source.host}, whose service has been down"
             raise Breach("destroyed_with_reason", f"{words} for {down_s:.0f} s")
 
-    def destroyed(self, host: str, guest: Guest) -> None:
+    def destroyed(self, host: str, machine: SimulatedMachine) -> None:
         """A driver takes a machine away. Raises Breach."""
-        uuid, attempt = guest.instance_uuid, guest.attempt
-        if not self.ours(uuid):
+        uuid, attempt = machine.instance_uuid, machine.attempt
+        if not self.own(uuid):
             raise Breach("foreign_unchanged", f"the machine {uuid} on {host} is not ours, and is destroyed")
-        if guest.complete and (words := self._unfounded(host, uuid, attempt)):
+        if machine.complete and (words := self._unfounded(host, uuid, attempt)):
             raise Breach("destroyed_with_reason", words)
 
     def _unfounded(self, host: str, uuid: str, attempt: int | None) -> str:
@@ -167,7 +167,7 @@ class HarmWatch:
         """A node has another instance now, or none."""
         self._changed_hands[node] = self._now()
         former = self._returned.setdefault(node, {})
-        for instance in former:  # our mark still names it where the taker leaves the node with none
+        for instance in former:  # our tag still names it where the taker leaves the node with none
             former[instance] = self._now() if after in (instance, None) else None
         if before is not None:
             former.setdefault(before, None)
@@ -203,7 +203,7 @@ class HarmWatch:
             if method == "PATCH" and (node["provision_state"] == "available" or was_free):
                 return  # taken, or marked before that
             raise Breach("foreign_unchanged", f"{what}, of no owner")
-        if not self.ours(owner):
+        if not self.own(owner):
             raise Breach("foreign_unchanged", f"{what}, of {owner}")
         ends = b"deleted" in body or (method == "PATCH" and b'"remove"' in body and b"instance_uuid" in body)
         if ends and (words := self._unfounded(uuid, owner, attempt)):
@@ -216,20 +216,20 @@ class HarmWatch:
         """
         return seen.instance is None and seen.state == "available" and self._now() - seen.at <= RACE_S
 
-    # --- the book
+    # --- placement
 
     def begin_anew(self, consumers: Mapping[str, ConsumerRow]) -> None:
-        """The book is what it was at an earlier moment: what others held then they hold again."""
+        """Placement is what it was at an earlier moment: what others held then they hold again."""
         self.restores += 1
         for uuid in self.holdings:
             kept = consumers.get(uuid)
-            self.holdings[uuid] = kept.consumer.holding if kept is not None else {}
+            self.holdings[uuid] = kept.consumer.allocations if kept is not None else {}
 
-    def book(self, consumers: Mapping[str, ConsumerRow], providers: Mapping[str, Provider]) -> None:
-        """After a commit of the book: what others hold they keep holding. Raises Breach."""
+    def placement(self, consumers: Mapping[str, ConsumerRow], providers: Mapping[str, Provider]) -> None:
+        """After a commit of placement: what others hold they keep holding. Raises Breach."""
         for uuid, held in self.holdings.items():
             kept = consumers.get(uuid)
-            now: Mapping[str, Mapping[str, int]] = kept.consumer.holding if kept is not None else {}
+            now: Mapping[str, Mapping[str, int]] = kept.consumer.allocations if kept is not None else {}
             if not held and now:
                 self.holdings[uuid] = now
             elif held and now != held and uuid not in self.may_let_go:

@@ -17,7 +17,7 @@ from berth.trial.ironic_stand_in.node_pool import NodePool, RequestError
 from bus.clock import Clock, new_uuid
 from bus.port import Outgoing, PublishRefused, QueueMissing
 from compute_sim.driver import Build, ChangeFault, ChangeOrder, ChangeResult
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import HarmWatch
 from lab.simulation.loop import Process
@@ -361,7 +361,7 @@ class SimIronic:
 JOB: ContextVar[str] = ContextVar("job", default="")
 
 
-class WatchedBareMetal(BareMetal):
+class WatchedIronicDriver(IronicDriver):
     """The driver, whose requests to Ironic name the job that they belong to. failed: a power order has, by its answer,
     on this node, and began then.
     """
@@ -376,11 +376,11 @@ class WatchedBareMetal(BareMetal):
         finally:
             JOB.reset(before)
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
         """Destroy."""
         before = JOB.set(f"destroy {host_uuid} {instance_uuid} {attempt}")
         try:
-            await super().destroy(host_uuid, instance_uuid, attempt, deployment)
+            await super().destroy(host_uuid, instance_uuid, attempt, database_id)
         finally:
             JOB.reset(before)
 

@@ -48,7 +48,7 @@ class IronicSyncWatch:
         """A notification arrives at the process."""
         outer = json.loads(body)
         if "oslo.message" not in outer:
-            return  # the book's word, not Ironic's
+            return  # placement's word, not Ironic's
         inner = json.loads(outer["oslo.message"])
         _, kind, action, status = inner["event_type"].split(".")
         node = inner["payload"]["ironic_object.data"]
@@ -82,7 +82,7 @@ class IronicSyncWatch:
             known.may_remove, known.missing_at = True, max(at, known.missing_at)
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
-        """The process is about to keep these, and to report them to the book."""
+        """The process is about to keep these, and to report them to placement."""
         for position in positions:
             known, before = self._nodes.get(position.uuid), loaded.get(position.uuid)
             if before is not None and before.version == position.version:
@@ -101,7 +101,7 @@ class WatchedPositions:
     def __init__(self, inner: Positions, watch: IronicSyncWatch) -> None:
         self._inner = inner
         self._watch = watch
-        self.deployment = inner.deployment
+        self.database_id = inner.database_id
 
     def become_leader(self) -> AbstractAsyncContextManager[Term]:
         """As ever."""
@@ -147,13 +147,13 @@ def offers(report: ProviderReport | None) -> bool:
 def disagreements(
     ironic: SimIronic, providers: Mapping[str, Provider], positions: Mapping[str, Position]
 ) -> Iterator[str]:
-    """At rest: every node is in the book as Ironic shows it, and none that Ironic does not have."""
+    """At rest: every node is in placement as Ironic shows it, and none that Ironic does not have."""
     if not ironic.pool.idle:
         yield "liveness: a node is still on its way"
     for uuid, node in ironic.pool.nodes.items():
         provider = providers.get(uuid)
         if provider is None:
-            yield f"ironic_agrees: the book has no node {uuid}"
+            yield f"ironic_agrees: placement has no node {uuid}"
         elif words := _differs(node, provider):
             yield f"ironic_agrees: {uuid} in {node['provision_state']}: {words}"
     for uuid in positions:
@@ -161,13 +161,13 @@ def disagreements(
         if uuid in ironic.pool.nodes or provider is None:
             continue
         # Removed while it was in use, or with what others gave it, it is a shell.
-        if is_reported(provider) or not (any(provider.used.values()) or provider.is_given):
-            yield f"ironic_agrees: the book has {uuid}, Ironic has not"
+        if is_reported(provider) or not (any(provider.used.values()) or provider.is_changed_by_clients):
+            yield f"ironic_agrees: placement has {uuid}, Ironic has not"
 
 
 def is_reported(provider: Provider) -> bool:
-    """Whether a source reports any of its inventory: all of a removed provider in use is stranded."""
-    return any(not inventory.stranded for inventory in provider.inventories.values())
+    """Whether a source reports any of its inventory: all of a removed provider in use is orphaned."""
+    return any(not inventory.orphaned for inventory in provider.inventories.values())
 
 
 def _differs(node: Mapping[str, Any], provider: Provider) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.watch import Breach
 
 # Their image is what is kept of these, at the client's request.
 _OFFLOADED = frozenset({(State.OFFLOADED, None), *((one, State.OFFLOADED) for one in State)})
-_OF_IMAGE = frozenset({MoveKind.UNSHELVE, MoveKind.SHELVE, MoveKind.OFFLOAD})
+_OF_IMAGE = frozenset({ActionKind.UNSHELVE, ActionKind.SHELVE, ActionKind.OFFLOAD})
 
 
 class LastMachineWatch:
@@ -36,23 +36,23 @@ class LastMachineWatch:
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
         for uuid, instance in instances.items():
-            kind = None if instance.move is None else instance.move.kind
-            if instance.move is not None and instance.move.to_cell is not None:
+            kind = None if instance.action is None else instance.action.kind
+            if instance.action is not None and instance.action.to_cell is not None:
                 if instance.phase == (State.DESTROYING, State.OFFLOADED):
                     self._imaged[uuid] = instance.attempt
             elif uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
                 self._shelved[uuid] = None
 
-    def destroyed(self, host: str, guest: Guest, is_deleted: bool) -> None:
+    def destroyed(self, host: str, machine: SimulatedMachine, is_deleted: bool) -> None:
         """A driver takes a machine away. Raises Breach."""
-        uuid = guest.instance_uuid
-        if not guest.complete or is_deleted or uuid not in self._was_active or uuid in self._shelved:
+        uuid = machine.instance_uuid
+        if not machine.complete or is_deleted or uuid not in self._was_active or uuid in self._shelved:
             return
-        if guest.attempt <= self._imaged.get(uuid, 0):
+        if machine.attempt <= self._imaged.get(uuid, 0):
             return
         for fleet in self._fleets.values():
-            for other, one in fleet.guests():
-                if one.instance_uuid == uuid and one.complete and (other, one.attempt) != (host, guest.attempt):
+            for other, one in fleet.machines():
+                if one.instance_uuid == uuid and one.complete and (other, one.attempt) != (host, machine.attempt):
                     return
         states = {cell: table.instances[uuid].state for cell, table in self._cells.items() if uuid in table.instances}
-        raise Breach("never_in_neither", f"{uuid} attempt {guest.attempt} on {host} is its last machine: {states}")
+        raise Breach("never_in_neither", f"{uuid} attempt {machine.attempt} on {host} is its last machine: {states}")

@@ -14,7 +14,7 @@ from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, ORDER_OUTDATED, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import ActionEvent
 from bus.contracts.placement import Claim, ClaimAll, Restate
 from bus.persistence import memory_database
 from bus.persistence.outbox import decode_row
@@ -27,7 +27,7 @@ from lab.simulation.watch import Breach
 if TYPE_CHECKING:
     from lab.simulation.world import World
 
-MOVE_TAG = tag_of(MoveEvent)
+ACTION_TAG = tag_of(ActionEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
 CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
 RESTATE_TAG = tag_of(Restate)
@@ -46,7 +46,7 @@ _claim = msgspec.json.Decoder(Claim)
 _restate = msgspec.json.Decoder(Restate)
 _claim_all = msgspec.json.Decoder(ClaimAll)
 _build = msgspec.json.Decoder(CellBuild)
-_moved = msgspec.json.Decoder(MoveEvent)
+_moved = msgspec.json.Decoder(ActionEvent)
 _result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
@@ -69,7 +69,7 @@ class MessageWatch:
                 continue
             self._world.taken.add((bus, body))
             tag = _tagged.decode(body).type
-            if tag == MOVE_TAG and (bus != API or self._world.plan.through_schedulers):
+            if tag == ACTION_TAG and (bus != API or self._world.plan.through_schedulers):
                 self._moved(_moved.decode(body), bus)
             # What a cell commanded before its database was set back is refused, and nobody awaits it any more.
             if message.headers.get(CODE) != ORDER_OUTDATED:
@@ -89,14 +89,14 @@ class MessageWatch:
 
     def _asked(self, tag: str, body: bytes) -> None:
         if tag == RESTATE_TAG:
-            self._world.book_watch.restate(_restate.decode(body))
+            self._world.placement_watch.restate(_restate.decode(body))
         if tag == CLAIM_TAG and self._world.probing:
             self._claimed(_claim.decode(body))
         if tag == GANG_TAG and self._world.probing:
             for claim in _claim_all.decode(body).claims:
                 self._claimed(claim)
 
-    def _moved(self, event: MoveEvent, bus: str) -> None:
+    def _moved(self, event: ActionEvent, bus: str) -> None:
         try:
             self._world.move_watch.on_event(event, bus)
         except Breach as breach:
@@ -116,7 +116,7 @@ class MessageWatch:
             return
         for option in claim.options:
             # A request that comes again checks with a claim that fits nowhere whether it holds something already: that
-            # claim names any host of the book and leads no build there.
+            # claim names any host of placement and leads no build there.
             if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
                 self._led(claim.consumer, option.allocations)
 
@@ -139,7 +139,7 @@ def no_message_is_lost(world: World) -> Iterator[None]:
         gone = list(keys)
         for row in [rows[key] for key in gone if isinstance(rows.get(key), memory_database.Row)]:
             for item in decode_row(row.body):
-                is_progress = isinstance(item.message, BuildEvent | MoveEvent) and not item.message.terminal
+                is_progress = isinstance(item.message, BuildEvent | ActionEvent) and not item.message.terminal
                 if not is_progress and (item.bus, encode(item.message)) not in world.taken:
                     what = f"{tag_of(type(item.message))} for {item.bus}"
                     world.fail(Breach("no_message_is_lost", f"{what} left its outbox, and no broker has taken it"))

@@ -12,11 +12,11 @@ from bus.contracts.base import Message
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
-from bus.contracts.moves import CellMove, MoveAccepted, MoveKind, MoveRequest
+from bus.contracts.moves import ActionAccepted, ActionKind, ActionRequest, CellAction
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
-from cell_conductor.domain.desires import ELSEWHERE
+from cell_conductor.domain.desires import IN_OTHER_CELL
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import LeaseState
 from lab.simulation.load import RETRY_S
@@ -29,10 +29,10 @@ from lab.simulation.world import World
 
 STEP_S = 10.0
 ABROAD = 0.7  # the share of moves that name a host of another cell, where that is allowed
-GOES_ABROAD = frozenset({MoveKind.UNSHELVE, MoveKind.MIGRATE, MoveKind.RESIZE})
+GOES_ABROAD = frozenset({ActionKind.UNSHELVE, ActionKind.MIGRATE, ActionKind.RESIZE})
 MAX_HOSTS_PER_RUN = 3
 FENCE = "fence"  # the verb of an order that fences a service's hosts
-DRAIN = "drain"  # ... and of one that empties a host; every other verb is a MoveKind
+DRAIN = "drain"  # ... and of one that empties a host; every other verb is a ActionKind
 DRAIN_STEP_S = 0.5
 DRAIN_DEADLINE_S = 25.0
 DRAIN_AT_ONCE = 2  # hosts have a few instances
@@ -47,8 +47,8 @@ def _starts_again(instance: Instance | None, host: str, attempt: int) -> bool:
     if instance is None or instance.state is State.ACTIVE:
         is_here = instance is not None and (instance.host_uuid, instance.attempt) == (host, attempt)
         return is_here and instance is not None and instance.power is Power.RUNNING
-    move = instance.move
-    is_evacuated = move is not None and move.kind is MoveKind.EVACUATE and move.power is Power.RUNNING
+    move = instance.action
+    is_evacuated = move is not None and move.kind is ActionKind.EVACUATE and move.power is Power.RUNNING
     return is_evacuated and move is not None and (instance.source_host_uuid, move.source_attempt) == (host, attempt)
 
 
@@ -97,7 +97,7 @@ class Mover:
             for cell, table in sorted(self._world.cells.items())
             for uuid, one in sorted(table.instances.items())
             if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED)
-            or (one.move is not None and one.phase not in ELSEWHERE)
+            or (one.action is not None and one.phase not in IN_OTHER_CELL)
         ]
         if order.service == METAL:
             there = [(cell, uuid) for cell, uuid in there if self._is_on_metal(self._world.cells[cell].instances[uuid])]
@@ -106,14 +106,14 @@ class Mover:
         there = [(cell, uuid) for cell, uuid in there if order.instance in ("", uuid)]
         if not there:
             return
-        kind, plan = MoveKind(order.verb), self._world.plan
+        kind, plan = ActionKind(order.verb), self._world.plan
         fitting = [
             (cell, uuid)
             for cell, uuid in there
             if (self._world.cells[cell].instances[uuid].state is State.RESIZED)
-            is (kind in (MoveKind.CONFIRM, MoveKind.REVERT))
+            is (kind in (ActionKind.CONFIRM, ActionKind.REVERT))
         ]
-        if plan.moves_across_cells and kind is MoveKind.UNSHELVE:
+        if plan.actions_across_cells and kind is ActionKind.UNSHELVE:
             offloaded = self._world.cells
             fitting = [(cell, uuid) for cell, uuid in there if offloaded[cell].instances[uuid].state is State.OFFLOADED]
         chosen = fitting or there
@@ -127,36 +127,36 @@ class Mover:
         if instance is None:
             return False  # it was deleted and forgotten while a drain waited
         is_judged = world.plan.judges_machines or uuid not in world.taken_back
-        return world.harm.ours(uuid) and is_judged and not self._is_on_metal(instance)
+        return world.harm.own(uuid) and is_judged and not self._is_on_metal(instance)
 
     def _is_on_metal(self, instance: Instance) -> bool:
         ironic = self._world.ironic
         return ironic is not None and instance.host_uuid in ironic.pool.nodes
 
-    async def _ask(self, cell: str, instance: Instance, order: Order, kind: MoveKind) -> None:
+    async def _ask(self, cell: str, instance: Instance, order: Order, kind: ActionKind) -> None:
         rng = random.Random(f"berth.sim.move {order.uuid}")
         spec = instance.spec
         assert spec is not None
         if self._world.plan.through_schedulers:
             await self._ask_scheduler(cell, instance, order, kind, rng)
             return
-        if kind is MoveKind.RESIZE:
+        if kind is ActionKind.RESIZE:
             spec = replace(spec, flavor=rng.choice(SIZES))
-        if kind is MoveKind.REBUILD:
+        if kind is ActionKind.REBUILD:
             spec = replace(spec, image=f"image-{order.uuid[:4]}")
-        request = CellMove(
+        request = CellAction(
             request_id=order.uuid,
             instance_uuid=instance.uuid,
             project_id=spec.project_id,
             kind=kind,
-            spec=spec if kind in (MoveKind.RESIZE, MoveKind.REBUILD) else None,
-            expected_flavor="" if kind is MoveKind.RESIZE else spec.flavor,
+            spec=spec if kind in (ActionKind.RESIZE, ActionKind.REBUILD) else None,
+            expected_flavor="" if kind is ActionKind.RESIZE else spec.flavor,
             selections=self._selections(cell, instance, spec, kind, rng),
             limits=self._world.plan.quota_of(spec.project_id),
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
             offload=rng.random() < 0.5,
             fenced=order.verb == FENCE
-            or (kind is MoveKind.EVACUATE and rng.random() < 0.7 and self._is_up(cell, instance)),
+            or (kind is ActionKind.EVACUATE and rng.random() < 0.7 and self._is_up(cell, instance)),
             step_timeout_s=STEP_S,
         )
         await self._send(cell, request)
@@ -167,24 +167,24 @@ class Mover:
         """Whether the cell has to refuse the false statement that this host is off. While its service is silent, the
         statement is all the proof that there can be (seed 1795400627).
         """
-        lease = self._world.cells[cell].leases.get(instance.here.service)
+        lease = self._world.cells[cell].leases.get(instance.current.service)
         return lease is not None and lease.state is LeaseState.UP
 
     async def _ask_scheduler(
-        self, cell: str, instance: Instance, order: Order, kind: MoveKind, rng: random.Random
+        self, cell: str, instance: Instance, order: Order, kind: ActionKind, rng: random.Random
     ) -> None:
         """As a client requests it. It states no fence, and no host but one of another cell to go to."""
         assert instance.spec is not None
         host = None
-        if self._world.plan.moves_across_cells and kind in GOES_ABROAD and rng.random() < ABROAD:
+        if self._world.plan.actions_across_cells and kind in GOES_ABROAD and rng.random() < ABROAD:
             host = self._host_abroad(cell, rng)
-        request = MoveRequest(
+        request = ActionRequest(
             request_id=order.uuid,
             instance_uuid=instance.uuid,
             project_id=instance.spec.project_id,
             kind=kind,
-            flavor=rng.choice(SIZES) if kind is MoveKind.RESIZE else None,
-            image=f"image-{order.uuid[:4]}" if kind is MoveKind.REBUILD else None,
+            flavor=rng.choice(SIZES) if kind is ActionKind.RESIZE else None,
+            image=f"image-{order.uuid[:4]}" if kind is ActionKind.REBUILD else None,
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
             offload=rng.random() < 0.5,
             timeout_s=STEP_S,
@@ -198,12 +198,12 @@ class Mover:
             else:
                 await self._publish(API, request)
 
-    async def _request(self, request: MoveRequest, order: Order) -> None:
+    async def _request(self, request: ActionRequest, order: Order) -> None:
         """Until it is answered. One that its client gives up has an end only if it is on record."""
         waits_s = order.waits_s
         while True:
             try:
-                await self._buses[API].request(request, MoveAccepted, timeout_s=waits_s)
+                await self._buses[API].request(request, ActionAccepted, timeout_s=waits_s)
             except (BusError, Transient):
                 if order.gives_up:
                     self._world.move_watch.sent.pop(request.request_id, None)
@@ -222,28 +222,28 @@ class Mover:
         return rng.choice(names) if names else None
 
     def _selections(
-        self, cell: str, instance: Instance, spec: InstanceSpec, kind: MoveKind, rng: random.Random
+        self, cell: str, instance: Instance, spec: InstanceSpec, kind: ActionKind, rng: random.Random
     ) -> tuple[Selection, ...]:
         """Hosts of the cell, with what the flavor requests, all of it at the root."""
         if kind not in (
-            MoveKind.MIGRATE,
-            MoveKind.LIVE_MIGRATE,
-            MoveKind.RESIZE,
-            MoveKind.EVACUATE,
-            MoveKind.UNSHELVE,
+            ActionKind.MIGRATE,
+            ActionKind.LIVE_MIGRATE,
+            ActionKind.RESIZE,
+            ActionKind.EVACUATE,
+            ActionKind.UNSHELVE,
         ):
             return ()
-        if kind is MoveKind.UNSHELVE and instance.state is not State.OFFLOADED:
+        if kind is ActionKind.UNSHELVE and instance.state is not State.OFFLOADED:
             return ()
         world = self._world
         amounts = resources_of_flavor(spec.flavor)
         found = []
         for service, _ in world.cell(cell).services:
             for host in world.fleets[service].hosts if service not in world.dead else ():
-                root = world.book.providers.get(host.plan.uuid)
+                root = world.placement.providers.get(host.plan.uuid)
                 if root is None or host.plan.uuid in world.left or not host.enabled:
                     continue
-                if kind is not MoveKind.RESIZE and host.plan.uuid == instance.host_uuid:
+                if kind is not ActionKind.RESIZE and host.plan.uuid == instance.host_uuid:
                     continue
                 if all(name in root.inventories for name in amounts):
                     found.append(
@@ -270,7 +270,7 @@ class Mover:
             if instance.host_uuid == host and instance.state is State.ACTIVE and self._may_move(cell, uuid):
                 live = instance.power is Power.RUNNING
                 request = order.uuid[:24] + uuid[24:]
-                kind = MoveKind.LIVE_MIGRATE if live else MoveKind.MIGRATE
+                kind = ActionKind.LIVE_MIGRATE if live else ActionKind.MIGRATE
                 await self._ask(cell, instance, replace(order, uuid=request), kind)
                 await asyncio.sleep(DRAIN_STEP_S)
         await asyncio.sleep(order.seconds)
@@ -313,16 +313,16 @@ class Mover:
         world.kill(name)
         fleet, cell = world.fleets[order.service], world.cell_of(order.service).name
         world.move_watch.fenced.update(host.plan.uuid for host in fleet.hosts)
-        for host, guest in list(fleet.guests()):
-            if world.harm.ours(guest.instance_uuid):
-                fleet.put(host, replace(guest, runs=False))
+        for host, machine in list(fleet.machines()):
+            if world.harm.own(machine.instance_uuid):
+                fleet.put(host, replace(machine, runs=False))
         await asyncio.sleep(SEEN_S)
         hosts = {host.plan.uuid for host in fleet.hosts}
         for uuid, instance in sorted(world.cells[cell].instances.items()):
             if instance.host_uuid in hosts and instance.state is State.ACTIVE and self._may_move(cell, uuid):
                 rng = random.Random(f"berth.sim.evacuation {order.uuid} {uuid}")
                 request = order.uuid[:24] + uuid[24:]
-                await self._ask(cell, instance, replace(order, uuid=request), MoveKind.EVACUATE)
+                await self._ask(cell, instance, replace(order, uuid=request), ActionKind.EVACUATE)
                 await asyncio.sleep(rng.uniform(0.0, 0.5))
         await asyncio.sleep(order.seconds)
         if order.service not in world.dead:
@@ -349,9 +349,9 @@ class Mover:
         fleet, cell = world.fleets[order.service], world.cell_of(order.service).name
         hosts = [host.plan for host in fleet.hosts]
         world.move_watch.fenced.update(host.uuid for host in hosts)
-        for host, guest in list(fleet.guests()):
-            if world.harm.ours(guest.instance_uuid):
-                fleet.put(host, replace(guest, runs=False))
+        for host, machine in list(fleet.machines()):
+            if world.harm.own(machine.instance_uuid):
+                fleet.put(host, replace(machine, runs=False))
         decided = {}
         fenced = self._to_enable.setdefault(order.service, {})
         async with self._deciding.setdefault(order.service, asyncio.Lock()):
@@ -376,10 +376,10 @@ class Mover:
             fenced.pop(host, None)
             await self._decide(host, cell, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
-        starting = self._resume_guests(order.service, cell, set(decided))
+        starting = self._resume_machines(order.service, cell, set(decided))
         self._starting.append(self._process.spawn(starting, f"the guests of {order.service} start"))
 
-    async def _resume_guests(self, service: str, cell: str, hosts: set[str]) -> None:
+    async def _resume_machines(self, service: str, cell: str, hosts: set[str]) -> None:
         """Once its fence is lifted, a host starts the machines that it still has, as hypervisors do after a restart:
         those that its cell has given up are gone by then.
         """
@@ -388,15 +388,20 @@ class Mover:
             return  # a record from before may have a machine here that has left since
         while waits := hosts & table.fenced.keys():
             evacuated = [one for one in table.instances.values() if one.source_host_uuid in waits]
-            if service in world.hosts_off | world.dead or any(one.here.service in world.dead for one in evacuated):
+            if service in world.hosts_off | world.dead or any(one.current.service in world.dead for one in evacuated):
                 return
             await asyncio.sleep(RETRY_S)
         fleet = world.fleets[service]
-        for host, guest in list(fleet.guests()):
-            instance = table.instances.get(guest.instance_uuid)
-            if host in hosts and guest.complete and not guest.runs and _starts_again(instance, host, guest.attempt):
-                world.event_log.record("order", f"{guest.instance_uuid} starts again on {host}")
-                fleet.put(host, replace(guest, runs=True))
+        for host, machine in list(fleet.machines()):
+            instance = table.instances.get(machine.instance_uuid)
+            if (
+                host in hosts
+                and machine.complete
+                and not machine.runs
+                and _starts_again(instance, host, machine.attempt)
+            ):
+                world.event_log.record("order", f"{machine.instance_uuid} starts again on {host}")
+                fleet.put(host, replace(machine, runs=True))
 
     async def _decide(self, host: str, cell: str, state: AdminState, tries: int | None) -> HostAdminState | None:
         """An operator decides, who knows that the host is off. tries: at most; None: until it is decided.
@@ -445,7 +450,7 @@ class Mover:
                 await asyncio.sleep(RETRY_S)
         return None
 
-    async def _send(self, cell: str, request: CellMove) -> None:
+    async def _send(self, cell: str, request: CellAction) -> None:
         self._world.event_log.record("order", f"{request.kind.value} {request.instance_uuid}")
         self._world.move_watch.sent[request.request_id] = request.instance_uuid
         await self._publish(cell, request)

@@ -11,7 +11,7 @@ from bus.contracts.queues import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.broker import Deaths
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
-from bus.topology import foreign_plan
+from bus.topology import external_plan
 from lab.simulation.event_log import EventLog
 from lab.simulation.loop import Process
 from lab.simulation.plan import Rates
@@ -71,7 +71,7 @@ class Broker(MemoryBroker):
 
     def add_foreign_tenant(self) -> None:
         """Another tenant of the broker has a queue with something in it, and never looks."""
-        self.declare(foreign_plan(THEIRS), None)
+        self.declare(external_plan(THEIRS), None)
         self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=FOREIGN_BODY))
 
     def theirs_differ(self) -> str:
@@ -170,19 +170,21 @@ class SimTransport:
     async def check_publishes(self, keys: Sequence[tuple[str, str]]) -> None:
         """The broker of a simulation knows no users."""
 
-    async def mark(self, name: str, owner: str) -> None:
-        """Leave a mark, or find it there; at once, so that the run goes as it did before there were marks."""
-        await self._inner.mark(name, owner)
+    async def set_owner(self, name: str, owner: str) -> None:
+        """Set the owner of a name, or find it there; at once, so that the run goes as it did before there were
+        marks.
+        """
+        await self._inner.set_owner(name, owner)
 
     async def owner_of(self, name: str) -> str:
-        """The owner of a mark."""
+        """The owner of a name."""
         await self._trip()
         return await self._inner.owner_of(name)
 
-    async def unmark(self, name: str) -> None:
-        """Take a mark away."""
+    async def clear_owner(self, name: str) -> None:
+        """A name has no owner any more."""
         await self._trip()
-        await self._inner.unmark(name)
+        await self._inner.clear_owner(name)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue."""
@@ -192,10 +194,10 @@ class SimTransport:
         """Declare a private queue."""
         await self._lasting(lambda: self._inner.declare_reply_queue(name))
 
-    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+    async def bind_external(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange of another system."""
         await self._trip()
-        await self._inner.bind_foreign(queue, exchange, keys)
+        await self._inner.bind_external(queue, exchange, keys)
 
     async def publish(self, message: Outgoing) -> None:
         """To the broker and back with its confirm; either way may fail."""

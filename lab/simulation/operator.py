@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from bus.contracts.build import BuildState
 from bus.contracts.placement import InventoryUpdate
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
 from lab.simulation.load import Client
 from lab.simulation.plan import SIZES, Action, Order
 from lab.simulation.rest import unclearable
@@ -88,21 +88,21 @@ class Operator:
         while True:
             await asyncio.sleep(POLL_S)
             for table in world.cells.values():
-                for place, one in list(table.unexplained.items()):
+                for place, one in list(table.unknown_machines.items()):
                     build, is_kept = (
                         world.builds.recorded.get(place[1]),
-                        one.machine.kind is UnexplainedKind.QUARANTINED,
+                        one.machine.kind is UnknownMachineKind.QUARANTINED,
                     )
-                    waits = is_kept and build is not None and build.state is BuildState.DELETING and not one.verdict
+                    waits = is_kept and build is not None and build.state is BuildState.DELETING and not one.decision
                     if not waits:
                         since.pop(place, None)
                     elif world.now() - since.setdefault(place, world.now()) >= LOOK_S:
                         is_gone = one.service in world.dead or place[0] in world.left  # its host will not report
-                        verdict = KEEP if is_gone else DESTROY
-                        world.event_log.record("order", f"release {place[1]} {verdict}")
+                        decision = PROTECT if is_gone else DESTROY
+                        world.event_log.record("order", f"release {place[1]} {decision}")
                         machine = DecidedMachine(place[1], place[0], one.machine.attempt)
                         safety = MemoryInstances(table.session()).safety
-                        await safety.decide([machine], verdict, "operator", world.clock.time())
+                        await safety.decide([machine], decision, "operator", world.clock.time())
 
     async def _carry_out(self, order: Order) -> None:
         self._world.event_log.record("order", f"{order.action} {order.service} {order.host} {order.size}")
@@ -122,7 +122,7 @@ class Operator:
             case Action.ENABLE:
                 fleet.enable(host)
             case _:
-                fleet.lose(host)  # what others had there, too
+                fleet.wipe(host)  # what others had there, too
                 world = self._world
                 world.foreign = {uuid: at for uuid, at in world.foreign.items() if at != host}
 
@@ -149,7 +149,7 @@ class Operator:
         self._start(order.service)
 
     async def _die(self, order: Order) -> None:
-        """The racks burn: the service and all its hosts, unannounced."""
+        """The racks burn: the service and all its hosts, not_reported."""
         world, name = self._world, f"compute-{order.service}"
         world.expected_down.add(name)
         world.dead.add(order.service)
@@ -174,7 +174,7 @@ class Operator:
     # --- hosts that go
 
     async def _drain(self, order: Order) -> None:
-        """Empty a host, take it out of its service, and its provider out of the book."""
+        """Empty a host, take it out of its service, and its provider out of placement."""
         host = self._host(order)
         if host is None or not await self._emptied(order.service, host):
             return
@@ -182,7 +182,9 @@ class Operator:
         world.take_out(order.service, host)
         world.left[host] = "drained"
         version = fleet.records.versions(1, world.clock.time() + world.plan.skew_s)
-        await self._client.publish(InventoryUpdate(source=f"compute-{order.service}", version=version, root_uuid=host))
+        await self._client.publish(
+            InventoryUpdate(reporter=f"compute-{order.service}", version=version, root_uuid=host)
+        )
 
     async def _rehome(self, order: Order) -> None:
         """Empty a host and give it to the next service of its cell."""
@@ -215,22 +217,22 @@ class Operator:
             uuid
             for table in self._world.cells.values()
             for uuid, one in table.instances.items()
-            if one.move is not None and one.phase != (State.DESTROYING, State.DELETED) and not one.blocked_reason
+            if one.action is not None and one.phase != (State.DESTROYING, State.DELETED) and not one.blocked_reason
         } - set(self._world.taken_back)
 
     def _tenants(self, service: str, host: str) -> list[str]:
         """The instances that are on this host, are to be, or hold a part of it."""
         world = self._world
-        here = {guest.instance_uuid: None for at, guest in world.fleets[service].guests() if at == host}
+        here = {machine.instance_uuid: None for at, machine in world.fleets[service].machines() if at == host}
         for uuid, instance in world.cells[world.cell_of(service).name].instances.items():
             # The source of a move is held by the migration: its machine may be lost, and the instance goes back there.
             is_here = host in (instance.host_uuid, instance.source_host_uuid)
-            if is_here and instance.state.value not in ("failed", "deleted", "tombstone", "departed"):
+            if is_here and instance.state.value not in ("failed", "deleted", "tombstone", "transferred"):
                 here[uuid] = None
-        for uuid, kept in world.book.consumers.items():
-            if any(world.book.providers[one].root == host for one in kept.consumer.holding):
+        for uuid, kept in world.placement.consumers.items():
+            if any(world.placement.providers[one].root == host for one in kept.consumer.allocations):
                 here[uuid] = None
         # Of those that a restored database does not know no client can see the end; of those that can never be cleared
         # away there is none. One that moves to a host that burnt down comes back, or is deleted (seed 1795425973).
         gone = unclearable(world) - self._moving()
-        return [uuid for uuid in here if uuid not in gone and world.harm.ours(uuid)]
+        return [uuid for uuid in here if uuid not in gone and world.harm.own(uuid)]

@@ -17,8 +17,8 @@ from bus.contracts.queues import COMMANDS, EVENTS
 from bus.persistence.memory_database import MemoryDatabase
 from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
 from bus.wire import BATCH, JSON, MAX_ID
-from compute_sim.domain.attempts import Entry
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.domain.attempts import HostAttempt
+from compute_sim.fleet import Fleet, SimulatedMachine
 from compute_sim.records import Key
 from lab.simulation.load import Client
 from lab.simulation.orders import TAKES_OVER
@@ -82,8 +82,8 @@ WORDS = ("", "x" * MAX_ID, "\ufffd" * 85, "\udcff" * 85, "\x00", "a b\n", "sched
 NUMBERS: tuple[str | int | float, ...] = (0, -1, 2**31 - 1, 2**63 - 1, -(2**63), "three", 1e308, -0.5, "")
 HEADERS = (
     "berth-sent-at-ms",
-    "berth-attempt",
-    "berth-patience-ms",
+    "berth-delivery-attempt",
+    "berth-timeout-ms",
     "berth-cause",
     "berth-key",
     "traceparent",
@@ -104,7 +104,7 @@ KEPT = frozenset(
         "_last_row",
         "place",
         "servers",
-        "histories",
+        "incarnations",
     }
 )
 
@@ -202,7 +202,7 @@ class ForeignTrees:
             ),
         )
         return InventoryUpdate(
-            source=THEIRS, version=self._version, root_uuid=root, providers=() if gone else providers
+            reporter=THEIRS, version=self._version, root_uuid=root, providers=() if gone else providers
         )
 
     async def _publish(self, *messages: Message) -> None:
@@ -219,7 +219,7 @@ class OtherTenants:
         self._trees = ForeignTrees(world, client)
         self._rest = RestClient(world)
         self._backups: dict[str, dict[str, Any]] = {}
-        self._copies: dict[str, tuple[list[tuple[str, Guest]], list[tuple[Key, Entry]]]] = {}
+        self._copies: dict[str, tuple[list[tuple[str, SimulatedMachine]], list[tuple[Key, HostAttempt]]]] = {}
         self._acts: dict[Action, Callable[[Order], Awaitable[None]]] = {
             Action.FOREIGN: self._foreign,
             Action.CELL: self._cell,
@@ -251,7 +251,7 @@ class OtherTenants:
         if order.verb == "boot":
             hosts = [one.plan.uuid for one in fleet.hosts]
             if order.host < len(hosts):
-                Fleet.put(fleet, hosts[order.host], Guest(order.uuid, 1, {}, True))
+                Fleet.put(fleet, hosts[order.host], SimulatedMachine(order.uuid, 1, {}, True))
                 world.foreign[order.uuid] = hosts[order.host]
             return
         world.foreign.pop(order.uuid, None)
@@ -301,7 +301,7 @@ class OtherTenants:
 
     async def _decide(self, cell: str, body: dict[str, Any]) -> None:
         change = ObjectChange(kind=ObjectKind.CELL, name=cell, body=body)
-        decision = ObjectsChange(changes=(change,), who="operator", why="simulated", force=True)
+        decision = ObjectsChange(changes=(change,), actor="operator", reason="simulated", force=True)
         await self._client.until_answered(decision, ObjectsChanged)
         self._world.event_log.record("decided", f"{cell} {body['state']}")
 
@@ -377,7 +377,7 @@ class OtherTenants:
 
     async def _copy(self, order: Order) -> None:
         fleet = self._world.fleets[order.service]
-        self._copies[order.uuid] = (list(fleet.guests()), list(fleet.records.entries()))
+        self._copies[order.uuid] = (list(fleet.machines()), list(fleet.records.entries()))
 
     async def _bring_back(self, order: Order) -> None:
         """The disks of a service's hosts are what they were; its owner stopped it for that, and starts it again."""
@@ -388,21 +388,21 @@ class OtherTenants:
         await asyncio.sleep(order.seconds)
         if order.service in world.dead or f"compute-{order.service}" in world.lives:
             return
-        guests, entries = copied
-        now = {(uuid, guest.instance_uuid): guest for uuid, guest in fleet.guests()}
-        for uuid, guest in guests:
-            if now.get((uuid, guest.instance_uuid)) != guest:
-                world.move_watch.brought_back.add((uuid, guest.instance_uuid, guest.attempt))
-            if (uuid, guest.instance_uuid) not in now:
-                world.harm.brought_back(uuid, guest.instance_uuid)
+        machines, entries = copied
+        now = {(uuid, machine.instance_uuid): machine for uuid, machine in fleet.machines()}
+        for uuid, machine in machines:
+            if now.get((uuid, machine.instance_uuid)) != machine:
+                world.move_watch.brought_back.add((uuid, machine.instance_uuid, machine.attempt))
+            if (uuid, machine.instance_uuid) not in now:
+                world.harm.brought_back(uuid, machine.instance_uuid)
         for host in fleet.hosts:
-            fleet.lose(host.plan.uuid)
+            fleet.wipe(host.plan.uuid)
             world.machines.set_back(host.plan.uuid)
-        for uuid, guest in guests:
-            if world.harm.ours(guest.instance_uuid) or guest.instance_uuid in world.foreign:
-                Fleet.put(fleet, uuid, guest)
+        for uuid, machine in machines:
+            if world.harm.own(machine.instance_uuid) or machine.instance_uuid in world.foreign:
+                Fleet.put(fleet, uuid, machine)
         for uuid, host_uuid in list(world.foreign.items()):
-            if fleet.host(host_uuid) is not None and fleet.guest(host_uuid, uuid) is None:
+            if fleet.host(host_uuid) is not None and fleet.machine(host_uuid, uuid) is None:
                 del world.foreign[uuid]  # made since the copy, and gone with it
         if order.size:
             for key, entry in entries:

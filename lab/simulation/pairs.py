@@ -41,14 +41,14 @@ class Seen:
         self.pairs[state, type(event).__name__] += 1
         entered, since = self._entered.get(before.uuid, (state, now))
         if entered == state and now - since > SHORTEST_S:
-            service = before.here.service if before.selections else ""
+            service = before.current.service if before.selections else ""
             self.stays.append(Stay(before.uuid, state, service, since, now))
         self._entered[before.uuid] = named(after), now
 
 
 def named(instance: Instance) -> str:
     """The state, and the kind of the move that it is part of."""
-    return instance.state.value if instance.move is None else f"{instance.state.value} {instance.move.kind.value}"
+    return instance.state.value if instance.action is None else f"{instance.state.value} {instance.action.kind.value}"
 
 
 @contextmanager

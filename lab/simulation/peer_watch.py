@@ -1,4 +1,4 @@
-"""The rules of server groups, hints and quotas, judged from the requests and from the book's allocations.
+"""The rules of server groups, hints and quotas, judged from the requests and from placement's allocations.
 
 Nothing of the product's own counting is used: not who it takes for a member, nor its sum of what a project holds.
 """
@@ -17,12 +17,12 @@ from cell_conductor.store.memory import MemoryInstanceTable
 from lab.simulation.plan import Order, Plan
 from lab.simulation.watch import Breach, is_open
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
+from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
 OVER_QUOTA = "quota.exceeded"
-OVERLAP_S = 0.1  # between the reads of a transaction of the book and its commit
-HOSTLESS = (State.OFFLOADED, State.DEPARTED)
+OVERLAP_S = 0.1  # between the reads of a transaction of placement and its commit
+HOSTLESS = (State.OFFLOADED, State.TRANSFERRED)
 
 
 def resources_of_flavor(name: str) -> dict[str, int]:
@@ -34,13 +34,13 @@ def resources_of_flavor(name: str) -> dict[str, int]:
 
 
 class PeerWatch:
-    """Looks after every commit of the book and of a cell, and at what schedulers publish."""
+    """Looks after every commit of placement and of a cell, and at what schedulers publish."""
 
     def __init__(
-        self, plan: Plan, book: MemoryBookTable, cells: Mapping[str, MemoryInstanceTable], now: Callable[[], float]
+        self, plan: Plan, book: MemoryPlacementTable, cells: Mapping[str, MemoryInstanceTable], now: Callable[[], float]
     ) -> None:
         self._plan = plan
-        self._book = book
+        self._placement = book
         self._cells = cells
         self._now = now
         self._orders: dict[str, Order] = {}
@@ -62,11 +62,11 @@ class PeerWatch:
         self._projects[order.project] = None
         self._since.setdefault(order.uuid, self._now())
 
-    # --- the book
+    # --- placement
 
     def __call__(self) -> None:
-        """After a commit of the book. Raises Breach."""
-        consumers = self._book.consumers
+        """After a commit of placement. Raises Breach."""
+        consumers = self._placement.consumers
         changed = [uuid for uuid, kept in consumers.items() if self._seen.get(uuid) is not kept]
         gone = [uuid for uuid in self._seen if uuid not in consumers]
         if not changed and not gone:
@@ -81,9 +81,9 @@ class PeerWatch:
         self._groups({uuid: host for uuid, where in self._hosts.items() if (host := where[-1][1] if where else None)})
 
     def _root(self, uuid: str) -> str | None:
-        kept = self._book.consumers.get(uuid)
-        holding = kept.consumer.holding if kept is not None else {}
-        return next((self._book.providers[provider].root for provider in holding), None)
+        kept = self._placement.consumers.get(uuid)
+        holding = kept.consumer.allocations if kept is not None else {}
+        return next((self._placement.providers[provider].root for provider in holding), None)
 
     def _quotas(self) -> None:
         """A project's total grows only within its quota, but for what moves keep on their sources, as in Nova.
@@ -92,12 +92,12 @@ class PeerWatch:
         """
         claimed: dict[str, Counter[str]] = {}
         sources: dict[str, dict[str, Counter[str]]] = {}
-        for uuid, kept in self._book.consumers.items():
+        for uuid, kept in self._placement.consumers.items():
             # Other clients claim by themselves, without limits: a claim carries those that it is held to.
-            if not kept.consumer.holding or kept.consumer.project_id not in self._projects:
+            if not kept.consumer.allocations or kept.consumer.project_id not in self._projects:
                 continue
             amounts = Counter[str]()
-            for resources in kept.consumer.holding.values():
+            for resources in kept.consumer.allocations.values():
                 amounts.update(resources)
             if kept.consumer.consumer_type == MIGRATION_TYPE:
                 sources.setdefault(kept.consumer.project_id, {})[uuid] = amounts

@@ -186,7 +186,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def through_schedulers(self) -> bool:
         """Whether what is done with instances is asked of schedulers, and fences are an operator's decisions there."""
-        is_decided = "fences" in self.widenings or self.drains_by_schedulers or self.moves_across_cells
+        is_decided = "fences" in self.widenings or self.drains_by_schedulers or self.actions_across_cells
         return is_decided or self.sets_cells_back  # a recovery is told of requests by the schedulers alone
 
     @property
@@ -195,7 +195,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return any(one.action is Action.RESTORE and one.uuid and one.service.startswith("cell_") for one in self.orders)
 
     @property
-    def moves_across_cells(self) -> bool:
+    def actions_across_cells(self) -> bool:
         """Whether instances may be unshelved in another cell."""
         return "transfers" in self.widenings or self.judges_machines
 

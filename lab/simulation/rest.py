@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
+from berth.audit.invariants import Facts, InstanceFact, InventoryFact, ReporterFact, RunningFact, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
 from bus.contracts.moves import Condition
 from bus.contracts.objects import HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import ProviderReport
-from cell_conductor.domain.desires import desire_of
+from cell_conductor.domain.desires import desired_state_of
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.domain.hosts import tree
 from compute_sim.domain.reserved import with_reserved
@@ -26,11 +26,11 @@ from lab.simulation.load import Client
 from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.peer_watch import OVER_QUOTA, resources_of_flavor
 from lab.simulation.plan import Action
-from lab.simulation.standing import forgotten_have_ends, is_stranded, standing
-from lab.simulation.world import World, marked
+from lab.simulation.standing import forgotten_have_ends, is_unlocatable, standing
+from lab.simulation.world import World, tagged_instance
 from placement_worker.domain.values import Provider
-from placement_worker.replica.book import Book
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.replica.book import Replica
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
 
@@ -67,19 +67,19 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(world.move_watch.unsettled(lost))
     # Of instances whose host has burnt down: they wait for a fence, which some kinds do not have, and which a host that
     # burns down a second time does not get.
-    burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
+    burnt = set(lost) - set(world.taken_back) if world.plan.actions_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
     found += list(_former_cells_rest(world, burnt | set(lost)))
-    found += list(forgotten_have_ends(world, _stranded(world) | _left_to_the_audit(world)))
+    found += list(forgotten_have_ends(world, _unlocatable(world) | _left_to_the_audit(world)))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
     if world.ironic is not None:
-        found += disagreements(world.ironic, world.book.providers, world.positions.positions)
+        found += disagreements(world.ironic, world.placement.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
     found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
     found += [f"steps_are_made: {count} failed" for count in [world.machines.failed_steps()] if count]
     for name, replica in world.replicas.items():
-        if words := _replica_differs(world.book, replica):
+        if words := _replica_differs(world.placement, replica):
             found.append(f"replica_agrees: {name}: {words}")
     return found
 
@@ -96,7 +96,7 @@ def _stuck(world: World, schema: str, outbox: Collection[int]) -> int:
 
 def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten."""
-    for move in world.builds.moves.values():
+    for move in world.builds.actions.values():
         if not move[0].terminal and move[0].instance_uuid not in burnt:
             yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
     for uuid, build in world.builds.recorded.items():
@@ -114,17 +114,17 @@ def _former_cells_rest(world: World, lost: Collection[str]) -> Iterator[str]:
         for uuid, instance in table.instances.items():
             build = world.builds.recorded.get(uuid)
             is_active = build is not None and build.state is BuildState.ACTIVE
-            if is_active and uuid not in lost and instance.phase == (State.DEPARTED, None):
+            if is_active and uuid not in lost and instance.phase == (State.TRANSFERRED, None):
                 yield f"former_cells_rest: {uuid} has left {name}, which still tells of it"
-            if build is None or build.cell in (None, name) or instance.move is None:
+            if build is None or build.cell in (None, name) or instance.action is None:
                 continue
-            if desire_of(instance).asks is not None:
+            if desired_state_of(instance).placement_call is not None:
                 yield f"former_cells_rest: {uuid} is {instance.phase} in {name}, and the map has it in {build.cell}"
 
 
 def _drains_have_ended(world: World, burnt: Collection[str]) -> Iterator[str]:
     """No drain is under way for ever, and none ends before the moves that it has begun (seed 1795407114)."""
-    moves = [move for move, _ in world.builds.moves.values() if move.drain is not None and not move.terminal]
+    moves = [move for move, _ in world.builds.actions.values() if move.drain is not None and not move.terminal]
     waiting = {move.drain for move in moves if move.instance_uuid in burnt}
     states = {name: drain.state for name, drain in drains_of(world.builds.objects.present.objects).items()}
     for drain, state in states.items():
@@ -146,25 +146,25 @@ def _fences_are_on_record(world: World) -> Iterator[str]:
         if kind is not ObjectKind.FENCE:
             continue
         fence = fence_of(stored)
-        table = None if fence.lifting or not fence.is_acknowledged else world.cells.get(fence.cell or "")
+        table = None if fence.unfencing or not fence.is_acknowledged else world.cells.get(fence.cell or "")
         if table is not None and host not in table.fenced:
             yield f"fences_are_on_record: {fence.cell} has acknowledged that of {host}, and does not have it"
 
 
 def _others(world: World) -> Iterator[str]:
     """Others' objects are as they left them."""
-    machines = {guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests()}
+    machines = {machine.instance_uuid for fleet in world.fleets.values() for _, machine in fleet.machines()}
     there = {host.plan.uuid for fleet in world.fleets.values() for host in fleet.hosts}
     for uuid, host in world.foreign.items():
         if host in there and uuid not in machines:
             yield f"foreign_unchanged: the machine {uuid} of others is gone from {host}"
     for service, fleet in world.fleets.items():
         table = world.cells[world.cell_of(service).name]
-        listed = {(record.machine.host_uuid, record.machine.uuid) for record in table.unexplained.values()}
-        for host, guest in fleet.guests() if service not in world.dead | world.duplicates.keys() else ():
-            known = guest.instance_uuid in table.instances or not guest.complete
-            if not known and (host, guest.instance_uuid) not in listed:
-                yield f"unexplained_is_listed: {guest.instance_uuid} runs on {host}, and no record or list has it"
+        listed = {(record.machine.host_uuid, record.machine.uuid) for record in table.unknown_machines.values()}
+        for host, machine in fleet.machines() if service not in world.dead | world.duplicates.keys() else ():
+            known = machine.instance_uuid in table.instances or not machine.complete
+            if not known and (host, machine.instance_uuid) not in listed:
+                yield f"unexplained_is_listed: {machine.instance_uuid} runs on {host}, and no record or list has it"
     for name, broker in world.brokers.items():
         if words := broker.theirs_differ():
             yield f"foreign_unchanged: on the bus {name} {words}"
@@ -175,11 +175,13 @@ def _quarantined(world: World) -> Iterator[str]:
     for service, fleet in world.fleets.items():
         if service in world.dead | world.duplicates.keys():
             continue
-        records = world.cells[world.cell_of(service).name].unexplained.values()
-        kept = {one.place for one in records if one.machine.kind is UnexplainedKind.QUARANTINED}
+        records = world.cells[world.cell_of(service).name].unknown_machines.values()
+        kept = {one.location for one in records if one.machine.kind is UnknownMachineKind.QUARANTINED}
         for host in fleet.hosts:
-            uuid, guests = host.plan.uuid, host.guests or {}
-            wanted = {instance for instance, guest in guests.items() if guest.complete and (uuid, instance) in kept}
+            uuid, machines = host.plan.uuid, host.machines or {}
+            wanted = {
+                instance for instance, machine in machines.items() if machine.complete and (uuid, instance) in kept
+            }
             reserved = {one.instance_uuid for one in fleet.records.reserved(uuid)}
             if wanted != reserved:
                 yield f"quarantined_is_reserved: {host.plan.name} keeps room for {reserved}, in quarantine are {wanted}"
@@ -190,13 +192,15 @@ def given_back(world: World) -> list[str]:
     lost = unclearable(world)
     held = {
         uuid
-        for uuid, kept in world.book.consumers.items()
-        if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
+        for uuid, kept in world.placement.consumers.items()
+        if kept.consumer.allocations and uuid not in lost and world.harm.own(uuid)
     }
     if held:
         return [f"{uuid} holds something" for uuid in sorted(held)]
-    projects = {world.book.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.book.consumers}
-    counted = {project: world.book.held_by(project) for project in PROJECTS if project not in projects}
+    projects = {
+        world.placement.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.placement.consumers
+    }
+    counted = {project: world.placement.usage_of(project) for project in PROJECTS if project not in projects}
     return [f"{project} is counted as holding {used}" for project, used in counted.items() if any(used.values())]
 
 
@@ -224,22 +228,23 @@ def _closed(world: World) -> set[str]:
 
 
 def _has_vcpu(world: World, root: str) -> bool:
-    """Whether a host has a free VCPU by the book, in any part of its tree (seed 1795410495: none had)."""
+    """Whether a host has a free VCPU by placement, in any part of its tree (seed 1795410495: none had)."""
     return any(
         part.inventories["VCPU"].capacity > part.used.get("VCPU", 0)
-        for part in world.book.providers.values()
+        for part in world.placement.providers.values()
         if part.root == root and "VCPU" in part.inventories
     )
 
 
 def unclearable(world: World) -> set[str]:
-    """Instances that can never be cleared away: the stranded ones, and those of which a restored database knows an old
+    """Instances that can never be cleared away: the unlocatable ones, and those of which a restored database knows an
+    old
     truth: what becomes of their machines is judged as it happens.
     """
-    return set(world.taken_back) | _stranded(world) | _left_to_the_audit(world)
+    return set(world.taken_back) | _unlocatable(world) | _left_to_the_audit(world)
 
 
-def _stranded(world: World) -> set[str]:
+def _unlocatable(world: World) -> set[str]:
     """Instances that are to be destroyed, or are blocked, on a host that burnt down.
 
     Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
@@ -248,10 +253,14 @@ def _stranded(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if (instance.phase == (State.DESTROYING, State.DELETED) or instance.blocked_reason or instance.move is not None)
+        if (
+            instance.phase == (State.DESTROYING, State.DELETED)
+            or instance.blocked_reason
+            or instance.action is not None
+        )
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
-            or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
+            or (instance.action is not None and _is_removed(world, instance.host_uuid or ""))
         )
     }
 
@@ -263,8 +272,8 @@ def _left_to_the_audit(world: World) -> set[str]:
     return {
         uuid
         for uuid, build in world.builds.recorded.items()
-        if is_stranded(build) and (kept := world.book.consumers.get(uuid)) is not None
-        if all(_is_removed(world, provider) for provider in kept.consumer.holding)
+        if is_unlocatable(build) and (kept := world.placement.consumers.get(uuid)) is not None
+        if all(_is_removed(world, provider) for provider in kept.consumer.allocations)
     }
 
 
@@ -275,7 +284,7 @@ def _unfenced(world: World) -> set[str]:
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
         for host in (instance.host_uuid, instance.source_host_uuid)
-        if instance.move is not None and world.left.get(host or "") == "dead" and host not in table.fenced
+        if instance.action is not None and world.left.get(host or "") == "dead" and host not in table.fenced
     }
 
 
@@ -287,12 +296,12 @@ def _leftovers(world: World) -> Iterator[str]:
     """
     brought_back = world.move_watch.brought_back
     for service, fleet in world.fleets.items():
-        for host, guest in fleet.guests() if service not in world.dead else ():
-            key = (host, guest.instance_uuid, guest.attempt)
+        for host, machine in fleet.machines() if service not in world.dead else ():
+            key = (host, machine.instance_uuid, machine.attempt)
             if key in brought_back or world.machines.is_untold(*key):
                 continue
-            if not guest.complete and guest.instance_uuid not in world.taken_back:
-                yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
+            if not machine.complete and machine.instance_uuid not in world.taken_back:
+                yield f"no_leftovers: {machine.instance_uuid} attempt {machine.attempt} is half-built on {host}"
 
 
 def _requested(world: World, client: Client) -> list[str]:
@@ -319,7 +328,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
     """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to."""
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
-            kept = world.book.consumers.get(uuid)
+            kept = world.placement.consumers.get(uuid)
             if (
                 instance.state is not State.ACTIVE
                 or kept is None
@@ -328,7 +337,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
             ):
                 continue
             held: Counter[str] = Counter()
-            for amounts in kept.consumer.holding.values():
+            for amounts in kept.consumer.allocations.values():
                 held.update(amounts)
             flavor = client.flavors[uuid]
             if uuid in world.move_watch.moved and instance.spec is not None:
@@ -338,21 +347,21 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 
 
 def _inventories(world: World) -> Iterator[str]:
-    """Every host is in the book as it is; what has left for good is not."""
+    """Every host is in placement as it is; what has left for good is not."""
     for uuid, how in world.left.items():
         # A shell stays for as long as its tree is used, or has what others gave it.
-        shell = world.book.providers.get(uuid) if how == "drained" else None
+        shell = world.placement.providers.get(uuid) if how == "drained" else None
         if shell is None:
             continue
-        tree_here = [one for one in world.book.providers.values() if one.root == uuid]
-        if is_reported(shell) or not any(any(one.used.values()) or one.is_given for one in tree_here):
-            yield f"left_for_good: the book still has {uuid}"
+        tree_here = [one for one in world.placement.providers.values() if one.root == uuid]
+        if is_reported(shell) or not any(any(one.used.values()) or one.is_changed_by_clients for one in tree_here):
+            yield f"left_for_good: placement still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():
             whole = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)
             reports = with_reserved(whole, fleet.records.reserved(host.plan.uuid))
             for report in reports:
-                if words := _reported_differs(report, world.book.providers.get(report.uuid)):
+                if words := _reported_differs(report, world.placement.providers.get(report.uuid)):
                     yield f"book_has_the_hosts: {report.name}: {words}"
 
 
@@ -376,21 +385,21 @@ def _schedulers_know_hosts(world: World) -> Iterator[str]:
 
 def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
     if provider is None:
-        return "not in the book"
+        return "not in placement"
     reported = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
     kept = {
         name: (inventory.total, inventory.reserved, inventory.allocation_ratio)
         for name, inventory in provider.inventories.items()
-        if not inventory.stranded
+        if not inventory.orphaned
     }
     if reported != kept:
-        return f"reported {reported}, the book has {kept}"
-    return "" if set(report.traits) == set(provider.traits) else f"the book has the traits {provider.traits}"
+        return f"reported {reported}, placement has {kept}"
+    return "" if set(report.traits) == set(provider.traits) else f"placement has the traits {provider.traits}"
 
 
 def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Facts:
     """Everything `berth.audit.invariants.check_invariants` wants to know, from stores and machines; not of the lost."""
-    book, builds = world.book, world.builds
+    book, builds = world.placement, world.builds
     return Facts(
         inventories=[
             InventoryFact(p.uuid, name, s.total, s.reserved, s.allocation_ratio, float(s.capacity), p.used.get(name, 0))
@@ -398,24 +407,24 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             for name, s in p.inventories.items()
         ],
         allocations={
-            uuid: {provider: dict(held) for provider, held in kept.consumer.holding.items()}
+            uuid: {provider: dict(held) for provider, held in kept.consumer.allocations.items()}
             for uuid, kept in book.consumers.items()
-            if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
+            if kept.consumer.allocations and uuid not in lost and world.harm.own(uuid)
         },
         roots={p.uuid: p.root for p in book.providers.values()},
         requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
         cells={uuid: one.cell for uuid, one in builds.recorded.items() if one.cell is not None},
         instances=[
-            InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
+            InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_reporter_of(i))
             for cell, table in world.cells.items()
             for i in table.instances.values()
-            if i.uuid not in lost and i.state is not State.DEPARTED
+            if i.uuid not in lost and i.state is not State.TRANSFERRED
         ],
         running=[
             one
             for one in _running(world)
             if one.instance_uuid not in lost
-            and world.harm.ours(one.instance_uuid)
+            and world.harm.own(one.instance_uuid)
             and not _is_old_copy(world, one)
             and not _is_from_before(world, one)
             and not _is_untold_and_listed(world, one)
@@ -429,12 +438,12 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
     )
 
 
-def _source_of(instance: Instance) -> SourceFact | None:
+def _reporter_of(instance: Instance) -> ReporterFact | None:
     """The second machine of an instance whose move awaits its confirm."""
-    move = instance.move
+    move = instance.action
     if instance.state is not State.RESIZED or move is None or move.source is None:
         return None
-    return SourceFact(move.request_id, move.source.host_uuid, move.source_attempt)
+    return ReporterFact(move.request_id, move.source.host_uuid, move.source_attempt)
 
 
 def _running(world: World) -> Iterator[RunningFact]:
@@ -445,26 +454,26 @@ def _running(world: World) -> Iterator[RunningFact]:
     """
     burnt: dict[tuple[str, str], int] = {}
     for service, fleet in world.fleets.items():
-        for host, guest in fleet.guests():
+        for host, machine in fleet.machines():
             if service in world.dead:
-                burnt[guest.instance_uuid, host] = guest.attempt
-            elif guest.complete:
-                yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
+                burnt[machine.instance_uuid, host] = machine.attempt
+            elif machine.complete:
+                yield RunningFact(machine.instance_uuid, machine.attempt, host, is_stopped=not machine.runs)
     # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
     # when it has gone; but none of it may run here, too, unless the process that built it first died unheard. Of a
     # service that died for good nobody answers for either's machines, and its builds go on elsewhere (seed 212712).
     elsewhere = {
-        guest.instance_uuid
+        machine.instance_uuid
         for service, fleet in world.fleets.items()
-        for _, guest in fleet.guests()
-        if guest.complete and service not in world.dead
+        for _, machine in fleet.machines()
+        if machine.complete and service not in world.dead
     }
     for service, duplicate in world.duplicates.items():
-        for host, guest in duplicate.guests() if service not in world.dead else ():
+        for host, machine in duplicate.machines() if service not in world.dead else ():
             # A source that the second service stopped and handed over is destroyed by neither once that has gone.
-            counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
-            if counts and not world.machines.is_untold(host, guest.instance_uuid, guest.attempt):
-                yield RunningFact(guest.instance_uuid, guest.attempt, host)
+            counts = machine.complete and machine.runs and machine.instance_uuid in elsewhere
+            if counts and not world.machines.is_untold(host, machine.instance_uuid, machine.attempt):
+                yield RunningFact(machine.instance_uuid, machine.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             host = instance.host_uuid or ""
@@ -504,8 +513,8 @@ def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
 
 
 def _is_quarantined(table: MemoryInstanceTable, one: RunningFact) -> bool:
-    kept = table.unexplained.get((one.host_uuid, one.instance_uuid))
-    return kept is not None and kept.machine.kind is UnexplainedKind.QUARANTINED
+    kept = table.unknown_machines.get((one.host_uuid, one.instance_uuid))
+    return kept is not None and kept.machine.kind is UnknownMachineKind.QUARANTINED
 
 
 def _is_removed(world: World, host: str) -> bool:
@@ -517,7 +526,7 @@ def _is_removed(world: World, host: str) -> bool:
 def _on_nodes(world: World) -> Iterator[RunningFact]:
     for node in world.ironic.pool.nodes.values() if world.ironic else ():
         uuid = node["instance_uuid"]
-        if uuid is None and (left := marked(node)) is not None and _is_active_on(world, left, node["uuid"]):
+        if uuid is None and (left := tagged_instance(node)) is not None and _is_active_on(world, left, node["uuid"]):
             # Its operator cleared `instance_uuid` alone: a machine that was not deleted, nor left for an alternate,
             # still runs.
             uuid = left
@@ -530,11 +539,11 @@ def _is_active_on(world: World, uuid: str, host: str) -> bool:
     return any(instance.state is State.ACTIVE and instance.host_uuid == host for instance in found)
 
 
-def _audit(book: MemoryBookTable) -> Iterator[str]:
-    """Where what the book keeps as used is not the sum of its allocations."""
+def _audit(book: MemoryPlacementTable) -> Iterator[str]:
+    """Where what placement keeps as used is not the sum of its allocations."""
     sums: dict[tuple[str, str], int] = {}
     for kept in book.consumers.values():
-        for provider, held in kept.consumer.holding.items():
+        for provider, held in kept.consumer.allocations.items():
             for name, amount in held.items():
                 sums[provider, name] = sums.get((provider, name), 0) + amount
     used = {(p.uuid, name): amount for p in book.providers.values() for name, amount in p.used.items()}
@@ -543,12 +552,12 @@ def _audit(book: MemoryBookTable) -> Iterator[str]:
             yield f"{key[0]} {key[1]}: used {used.get(key, 0)}, allocated {sums.get(key, 0)}"
 
 
-def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
-    """The differences of a scheduler's replica from the book; "" when they agree."""
+def _replica_differs(book: MemoryPlacementTable, replica: Replica) -> str:
+    """The differences of a scheduler's replica from placement; "" when they agree."""
     if replica.sequence != book.head:
-        return f"the replica is at {replica.sequence}, the book at {book.head}"
+        return f"the replica is at {replica.sequence}, placement at {book.head}"
     if len(replica) != len(book.providers):
-        return f"the replica has {len(replica)} providers, the book {len(book.providers)}"
+        return f"the replica has {len(replica)} providers, placement {len(book.providers)}"
     assumed = sorted(replica.assumptions.keys())
     if assumed:
         return f"still assumed: {assumed[:3]}"
@@ -560,14 +569,14 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
         theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
         here, there = (int(replica.generation[row]), mine), (provider.generation, theirs)
         if here != there:
-            return f"{provider.name}: (generation, used) is {here} in the replica, {there} in the book"
+            return f"{provider.name}: (generation, used) is {here} in the replica, {there} in placement"
     return ""
 
 
 def _breaches(facts: Facts) -> list[str]:
     """Breaches of the invariants of `berth check`, one line each.
 
-    Not of capacity: inventories shrink here, and `BookWatch` has seen that no usage rose past its capacity.
+    Not of capacity: inventories shrink here, and `PlacementWatch` has seen that no usage rose past its capacity.
     """
     verdicts = [verdict for verdict in check_invariants(facts) if not verdict.holds and verdict.name != "capacity"]
     return [f"{verdict.name}: {example}" for verdict in verdicts for example in verdict.examples]

@@ -20,7 +20,7 @@ RETRY_S = 0.5
 TRIES = 4  # of one request that has no answer, or 503
 SENT_S = 0.002  # how long a request is on its way at most, and its answer
 LOST_SHARE = 0.05  # of the answers, in runs in which connections break
-DOUBTED = 503  # whether the book has been written is open: the commit's own answer may be lost
+DOUBTED = 503  # whether placement has been written is open: the commit's own answer may be lost
 
 VERSION = "1.38"
 PROJECT, USER, TYPE = "theirs", "another-client", "RESERVATION"

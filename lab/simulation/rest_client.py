@@ -196,7 +196,7 @@ class RestClient:
             expect_status("DELETE", f"/allocations/{consumer}", answer, 204, 404)
             await self._ended(answer, {consumer: {}}, restores)
             if answer is not None and answer.status == 404:
-                self._held.pop(consumer, None)  # the book was set back to before it, or judges find what let it go
+                self._held.pop(consumer, None)  # placement was set back to before it, or judges find what let it go
 
     def _one(self, rng: random.Random) -> tuple[str, Holding]:
         held = [consumer for consumer, holding in self._held.items() if holding]
@@ -206,7 +206,7 @@ class RestClient:
     def _begins(self, *consumers: str) -> int:
         """Let these consumers' allocations change from now on, by this client's own request.
 
-        Returns how often the book was set back before.
+        Returns how often placement was set back before.
         """
         for consumer in consumers:
             self._world.harm.holdings.setdefault(consumer, {})
@@ -241,5 +241,5 @@ class RestClient:
 
 
 def _shown(value: Any) -> Any:
-    """The part of a provider that a client writes, without the book's own additions."""
+    """The part of a provider that a client writes, without placement's own additions."""
     return {name: one["total"] for name, one in value.items()} if isinstance(value, dict) else sorted(value)

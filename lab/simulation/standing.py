@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from bus.contracts.build import BuildState
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from lab.simulation.plan import Action
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from scheduler_worker.domain.builds import OPEN, STRANDED, RecordedBuild
+from scheduler_worker.domain.builds import OPEN, UNLOCATABLE, RecordedBuild
 
 
-def is_stranded(build: RecordedBuild) -> bool:
+def is_unlocatable(build: RecordedBuild) -> bool:
     """Whether it has ended because no cell is known of what it holds, or may wait for that."""
-    return build.state is BuildState.ACCEPTED or build.code == STRANDED
+    return build.state is BuildState.ACCEPTED or build.code == UNLOCATABLE
 
 
 def standing(world: World, build: RecordedBuild) -> str:
@@ -25,9 +25,9 @@ def standing(world: World, build: RecordedBuild) -> str:
     stopped = {order.service for order in world.plan.orders if order.action is Action.LEAVE}
     is_kept = (
         Widening.REQUESTS_FORGOTTEN in world.plan.widenings
-        and is_stranded(build)
+        and is_unlocatable(build)
         and any(
-            instance.here is not None and instance.here.service in stopped
+            instance.current is not None and instance.current.service in stopped
             for table in world.cells.values()
             if (instance := table.instances.get(build.instance_uuid)) is not None
         )
@@ -35,19 +35,19 @@ def standing(world: World, build: RecordedBuild) -> str:
     return (BuildState.ACTIVE if is_kept else build.state).value
 
 
-def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str]:
+def forgotten_have_ends(world: World, unlocatable: Collection[str]) -> Iterator[str]:
     """A build, or a delete, of which a restored database knows an old truth may have a second end, and has one.
 
-    Not one that no scheduler has on record, or whose cell waits for a host that burnt down (`stranded`). Nor a delete
-    that its cell has no record of while a machine of it has the mark of another deployment: that one is never
+    Not one that no scheduler has on record, or whose cell waits for a host that burnt down (`unlocatable`). Nor a
+    delete that its cell has no record of while a machine of it has the tag of another database: that one is never
     destroyed, and an operator decides about it.
     """
     ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
     for uuid in sorted({*world.taken_back, *world.listener.exempt}):
         build = world.builds.recorded.get(uuid)
-        if build is None or uuid in stranded:
+        if build is None or uuid in unlocatable:
             continue
-        if build.state is BuildState.DELETING and build.cell is not None and _is_anothers(world, build.cell, uuid):
+        if build.state is BuildState.DELETING and build.cell is not None and _is_foreign(world, build.cell, uuid):
             continue
         if build.state in OPEN:
             yield f"one_terminal_event: {uuid} is {build.state} at the top"
@@ -55,6 +55,6 @@ def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str
             yield f"one_terminal_event: {uuid} is {build.state} at the top, and clients have had no end"
 
 
-def _is_anothers(world: World, cell: str, uuid: str) -> bool:
-    records = world.cells[cell].unexplained.values()
-    return any(one.machine.uuid == uuid and one.machine.kind is UnexplainedKind.FOREIGN for one in records)
+def _is_foreign(world: World, cell: str, uuid: str) -> bool:
+    records = world.cells[cell].unknown_machines.values()
+    return any(one.machine.uuid == uuid and one.machine.kind is UnknownMachineKind.FOREIGN for one in records)

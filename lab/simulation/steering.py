@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.build import member_uuids
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from lab.simulation.draw import plan_of
 from lab.simulation.load import request_of
 from lab.simulation.pairs import Pair, Stay
@@ -95,7 +95,7 @@ def with_act(plan: Plan, stay: Stay, act: Act, rng: random.Random) -> Plan:
 def acts_in(plan: Plan) -> dict[str, Act]:
     """By name, those that the judges of this plan can tell from a defect."""
     acts: dict[str, Act] = {"delete": _delete}
-    acts |= {kind.value: _moved(kind) for kind in MoveKind if kind is not MoveKind.EVACUATE}
+    acts |= {kind.value: _moved(kind) for kind in ActionKind if kind is not ActionKind.EVACUATE}
     acts |= {f"{kind.value} {who}": _fault(kind, who) for kind in FAULTS for who in ("service", "conductor")}
     return acts if plan.judges_machines or plan.judges_forgotten else acts | {"lose": _lose}
 
@@ -113,7 +113,7 @@ def _delete(plan: Plan, stay: Stay, at: float, _: random.Random) -> Plan:
     return _ordered(plan, *(Order(at=at, action=Action.DELETE, uuid=stay.uuid, project=one.project) for one in builds))
 
 
-def _moved(kind: MoveKind) -> Act:
+def _moved(kind: ActionKind) -> Act:
     def add(plan: Plan, stay: Stay, at: float, rng: random.Random) -> Plan:
         order = Order(at=at, action=Action.MOVE, verb=kind.value, uuid=new_uuid(rng), instance=stay.uuid)
         return _ordered(plan, order)

@@ -16,11 +16,11 @@ from bus.contracts.queues import DEAD, EVENTS, Where
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.metrics import STEPS_FAILED
 from cell_conductor.store.memory import MemoryInstanceTable
-from compute_sim.fleet import Fleet, Guest, Host
+from compute_sim.fleet import Fleet, Host, SimulatedMachine
 from lab.simulation.loop import PROCESS, Process
 from lab.simulation.plan import MAX_FAULT_S
 from placement_worker.domain.values import Provider
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 # The message types that belong to the API bus alone.
 ABOVE = frozenset(tag_of(row.message) for row in MESSAGES if row.where is Where.API)
@@ -38,10 +38,10 @@ class Breach(Exception):
         self.detail = detail
 
 
-class BookWatch:
-    """Looks at the book after each of its commits: only at what the commit touched."""
+class PlacementWatch:
+    """Looks at placement after each of its commits: only at what the commit touched."""
 
-    def __init__(self, table: MemoryBookTable) -> None:
+    def __init__(self, table: MemoryPlacementTable) -> None:
         self._table = table
         # Another client's DELETE /allocations leaves the generation, as Placement's does, and so does a new name
         # or parent.
@@ -56,10 +56,10 @@ class BookWatch:
         self._restated.update((uuid, name) for uuid, held in (message.allocations or {}).items() for name in held)
 
     def begin_anew(self) -> None:
-        """The book is what it was at an earlier moment: from here on everything rises again."""
+        """Placement is what it was at an earlier moment: from here on everything rises again."""
         table = self._table
         self._seen = dict(table.providers)
-        self._versions = {key: source.version for key, source in table.sources.items()}
+        self._versions = {key: source.version for key, source in table.reporters.items()}
         self._head = table.head
 
     def __call__(self) -> None:
@@ -80,7 +80,7 @@ class BookWatch:
             self._seen[uuid] = provider
         for uuid in [uuid for uuid in self._seen if uuid not in table.providers]:
             del self._seen[uuid]
-        for key, source in table.sources.items():
+        for key, source in table.reporters.items():
             if source.version < self._versions.get(key, 0):
                 raise Breach("stale_never_applied", f"{key}: {source.version} after {self._versions[key]}")
             self._versions[key] = source.version
@@ -112,8 +112,12 @@ def _is_freed(provider: Provider, before: Provider) -> bool:
 def _is_placed_anew(provider: Provider, before: Provider) -> bool:
     """Whether nothing has changed but its name, the name of a class of which it has an inventory, or its parent."""
     has_the_same = sorted(map(repr, provider.inventories.values())) == sorted(map(repr, before.inventories.values()))
-    of_place = {name: getattr(before, name) for name in ("name", "parent", "root", "shape", "inventories", "used")}
-    return has_the_same and provider.shape >= before.shape and replace(provider, **of_place) == before
+    of_place = {
+        name: getattr(before, name) for name in ("name", "parent", "root", "spec_generation", "inventories", "used")
+    }
+    return (
+        has_the_same and provider.spec_generation >= before.spec_generation and replace(provider, **of_place) == before
+    )
 
 
 def failed_steps() -> int:
@@ -161,24 +165,24 @@ class MachineWatch:
         """A machine of metal comes to be."""
         self._deployed.add((node, instance))
 
-    def put(self, host: str, guest: Guest) -> None:
+    def put(self, host: str, machine: SimulatedMachine) -> None:
         """A machine comes to be."""
-        key = (host, guest.instance_uuid)
-        if guest.attempt <= self._destroyed.get(key, 0):
+        key = (host, machine.instance_uuid)
+        if machine.attempt <= self._destroyed.get(key, 0):
             if _share_a_name(self._destroyers.get(key), PROCESS.get()):
                 # The other process of the name has answered, while this one was in the middle of the build.
-                self._untold.add((*key, guest.attempt))
+                self._untold.add((*key, machine.attempt))
             elif not self.has_a_double(host):
                 raise Breach(
-                    "fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, was destroyed"
+                    "fenced_for_good", f"{machine.instance_uuid} attempt {machine.attempt} on {host}, was destroyed"
                 )
-        self._begun[*key, guest.attempt] = None if guest.complete else PROCESS.get()
-        if guest.complete:
-            self._built.add((host, guest.instance_uuid, guest.attempt))
+        self._begun[*key, machine.attempt] = None if machine.complete else PROCESS.get()
+        if machine.complete:
+            self._built.add((host, machine.instance_uuid, machine.attempt))
 
-    def built_in(self, fleet: WatchedFleet, host: str, guest: Guest) -> None:
+    def built_in(self, fleet: WatchedFleet, host: str, machine: SimulatedMachine) -> None:
         """A complete machine comes to be in this fleet: one of two, where two services share a name."""
-        key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
+        key, builder = (host, machine.instance_uuid, machine.attempt), PROCESS.get()
         former_fleet, former = self._builders.get(key, (fleet, None))
         self._builders[key] = (fleet, builder)
         is_new = self._now() - self._recorded.get(key, 0.0) <= SENT_AGAIN_S
@@ -277,16 +281,16 @@ class WatchedFleet(Fleet):
 
     watch: MachineWatch
     fail: Callable[[Breach], None]
-    destroyed: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
-    moves: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
+    destroyed: Callable[[str, SimulatedMachine], None] = staticmethod(lambda _host, _guest: None)
+    moves: Callable[[str, SimulatedMachine], None] = staticmethod(lambda _host, _guest: None)
     has_name: Callable[[Process], bool] = staticmethod(lambda _process: True)  # whether it has the service's name now
 
     def remove(self, host: str, instance: str) -> None:
         """A driver takes a machine away."""
-        guest = self.guest(host, instance)
-        if guest is not None:
+        machine = self.machine(host, instance)
+        if machine is not None:
             try:
-                self.destroyed(host, guest)
+                self.destroyed(host, machine)
             except Breach as breach:
                 self.fail(breach)
         super().remove(host, instance)
@@ -304,31 +308,31 @@ class WatchedFleet(Fleet):
         for callback in list(self._listeners):
             callback((host.plan.uuid,))
 
-    def put(self, host: str, guest: Guest) -> None:
+    def put(self, host: str, machine: SimulatedMachine) -> None:
         """A machine is on this host from now on; or it is another, or switched off, from now on."""
-        here = self.guest(host, guest.instance_uuid)
+        here = self.machine(host, machine.instance_uuid)
         try:
             # One that is switched off does not come to be. Its host may have been another service's, which answered
             # that it destroyed the machine (seed 1795417062).
-            if here is None or guest != replace(here, runs=False):
-                self.watch.put(host, guest)
-                if guest.complete:
-                    self.watch.built_in(self, host, guest)
-            self.moves(host, guest)
+            if here is None or machine != replace(here, runs=False):
+                self.watch.put(host, machine)
+                if machine.complete:
+                    self.watch.built_in(self, host, machine)
+            self.moves(host, machine)
         except Breach as breach:
             self.fail(breach)
-        super().put(host, guest)
+        super().put(host, machine)
 
 
 class SecondFleet(Fleet):
-    """Hosts whose uuids are another service's, which is up: the book, the cell and the schedulers have them as its."""
+    """Hosts whose uuids are another service's, which is up: placement, the cell and the schedulers have them as its."""
 
     fail: Callable[[Breach], None]
 
-    def put(self, host: str, guest: Guest) -> None:
+    def put(self, host: str, machine: SimulatedMachine) -> None:
         """A machine is on this host from now on: it was built by the wrong service."""
-        self.fail(Breach("host_has_one_service", f"{guest.instance_uuid} was built on the second {host}"))
-        super().put(host, guest)
+        self.fail(Breach("host_has_one_service", f"{machine.instance_uuid} was built on the second {host}"))
+        super().put(host, machine)
 
 
 class Listener:

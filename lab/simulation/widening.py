@@ -353,7 +353,7 @@ def _cell_schemas(plan: Plan) -> list[str]:
     return [f"cell_{cell.name}" for cell in plan.cells]
 
 
-# A project's quota and a group's rule are kept by the book; one that has forgotten who holds what cannot keep them.
+# A project's quota and a group's rule are kept by placement; one that has forgotten who holds what cannot keep them.
 def _book(plan: Plan) -> list[str]:
     return [] if plan.with_peers else ["placement"]
 

@@ -17,28 +17,28 @@ import placement_worker.app
 import scheduler_worker.app
 from bus.persistence.memory_database import MemorySession
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import ChangeOrder, ChangeResult, Driver
-from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.drivers.ironic.driver import ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.ring import Ring
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.source.rest import RestSource
+from ironic_sync.source.rest import IronicRestClient
 from ironic_sync.store.memory import MemoryPositions
-from lab.simulation.ironic import URL, IronicTransport, WatchedBareMetal
+from lab.simulation.ironic import URL, IronicTransport, WatchedIronicDriver
 from lab.simulation.ironic_sync_watch import IronicSyncWatch, WatchedPositions
 from lab.simulation.loop import Process
 from lab.simulation.network import NetworkFaults, SimTransport
 from lab.simulation.plan import SIZES, Plan
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.rest.application import Application
-from placement_worker.store.memory_rows import MemoryBookRows
+from placement_worker.store.memory_rows import MemoryPlacementRows
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
@@ -46,7 +46,7 @@ from scheduler_worker.store.memory import MemoryBuilds
 if TYPE_CHECKING:
     from lab.simulation.world import World
 
-MOVE_QUERY_S = 20.0
+ACTION_QUERY_S = 20.0
 BUILD_TIMEOUT_S = 20.0
 REPORT_S = 25.0
 
@@ -70,7 +70,7 @@ IRONIC = IronicSyncConfig(
     republish_interval_s=60.0,
     transient_retry_max_s=10.0,
     failed_retry_max_s=8.0,
-    absent_retention_s=20.0,  # notifications get lost, and at rest the book has what Ironic has
+    absent_retention_s=20.0,  # notifications get lost, and at rest placement has what Ironic has
     page_size=2,
 )
 METAL_LIMIT_S = 120.0
@@ -80,7 +80,7 @@ def placement(plan: Plan) -> PlacementConfig:
     """Its settings in this run."""
     config = replace(PLACEMENT, feed_retention=plan.feed_retention)
     if plan.keep_s:
-        config = replace(config, fence_retention_s=plan.keep_s, source_retention_s=plan.keep_s)
+        config = replace(config, ended_attempt_retention_s=plan.keep_s, reporter_retention_s=plan.keep_s)
     return replace(config, claim_batch=plan.batch, inventory_batch=plan.batch) if plan.batch else config
 
 
@@ -98,15 +98,15 @@ def scheduler(plan: Plan) -> SchedulerConfig:
     config = SchedulerConfig(
         host_subset_size=plan.subset,
         build_timeout_s=BUILD_TIMEOUT_S,
-        move_query_s=MOVE_QUERY_S,
+        action_query_s=ACTION_QUERY_S,
         default_quota=plan.quota,
         quotas=plan.quotas,
-        moves_across_cells=plan.moves_across_cells,
+        actions_across_cells=plan.actions_across_cells,
     )
     return replace(config, batch=plan.batch) if plan.batch else config
 
 
-class CalmedHypervisors(Hypervisors):
+class CalmedSimulatedDriver(SimulatedDriver):
     """A driver whose changes neither hang nor fail any more when faults have ended: a chain of them has no bound in
     time, because the command is repeated less and less often (seeds 1795406056, 1795406988, 4300346).
     """
@@ -126,7 +126,7 @@ class ProcessContext(Struct, frozen=True):
     process: Process
     transports: list[SimTransport]
     session: Callable[[str], MemorySession]
-    book: Book | None
+    replica: Replica | None
     hosts: HostTable | None
 
 
@@ -137,7 +137,7 @@ class Wiring:
         self._world = world
         self.applications: dict[str, Application] = {}  # the REST API of each placement worker's newest life
 
-    def build(self, name: str, env: Environment, context: ProcessContext) -> Service:
+    def build(self, name: str, env: Environment, context: ProcessContext) -> WorkerRuntime:
         """The service of one life of the process of this name."""
         world, (kind, _, rest) = self._world, name.partition("-")
         cells = list(world.known_cells)
@@ -155,7 +155,7 @@ class Wiring:
         if kind.startswith("scheduler"):
             store = MemoryBuilds(context.session("scheduler"))
             return scheduler_worker.app.build(
-                env, scheduler(world.plan), cells, store=store, book=context.book, table=context.hosts
+                env, scheduler(world.plan), cells, store=store, replica=context.replica, table=context.hosts
             )
         if kind.startswith("ironic"):
             return self._ironic(env, context)
@@ -164,7 +164,7 @@ class Wiring:
             env,
             placement(world.plan),
             cells,
-            store=ResourceBook(MemoryBookRows(context.session("placement")), env.clock),
+            store=PlacementService(MemoryPlacementRows(context.session("placement")), env.clock),
             answer=answer,
         )
 
@@ -204,14 +204,14 @@ class Wiring:
         cells = sorted({self._world.cell_of(name).name for name in (*self._world.metal_now, service)})
         return cells.index(self._world.cell_of(service).name), len(cells)
 
-    def _compute(self, env: Environment, service: str, context: ProcessContext, fleet: Fleet) -> Service:
+    def _compute(self, env: Environment, service: str, context: ProcessContext, fleet: Fleet) -> WorkerRuntime:
         world, config = self._world, self.config(service)
         driver: Driver
         cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
             way = IronicTransport(world.ironic, context.process, world.network_faults)
-            driver = WatchedBareMetal(
+            driver = WatchedIronicDriver(
                 config.ironic,
                 cell=cell,
                 service=service,
@@ -222,17 +222,19 @@ class Wiring:
             )
             driver.failed = world.ironic.check_power_failure
         else:
-            driver = CalmedHypervisors(fleet, config.faults, seed=config.seed, clock=env.clock, nested=config.nested)
+            driver = CalmedSimulatedDriver(
+                fleet, config.faults, seed=config.seed, clock=env.clock, nested=config.nested
+            )
             driver.network_faults = world.network_faults
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
-    def _ironic(self, env: Environment, context: ProcessContext) -> Service:
+    def _ironic(self, env: Environment, context: ProcessContext) -> WorkerRuntime:
         world = self._world
         assert world.ironic is not None
         watch = IronicSyncWatch(world.now, world.fail)
         way = IronicTransport(world.ironic, context.process, world.network_faults)
         way.answered, way.missing = watch.answered, watch.missing
-        source = RestSource(
+        source = IronicRestClient(
             URL,
             microversion=IRONIC.microversion,
             timeout_s=IRONIC.request_timeout_s,
@@ -242,7 +244,7 @@ class Wiring:
             transport=way,
         )
         store = WatchedPositions(MemoryPositions(context.session("ironic_sync")), watch)
-        service = ironic_sync.app.build(env, IRONIC, source=source, store=store)
+        service = ironic_sync.app.build(env, IRONIC, client=source, store=store)
         for transport in context.transports:
             transport.arrived = lambda delivery: watch.notified(delivery.body)
         return service

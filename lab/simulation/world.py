@@ -20,12 +20,12 @@ from bus.memory import MemoryTransport
 from bus.persistence.memory_database import MemoryDatabase, MemorySession
 from bus.port import BusUnavailable, QueueMissing
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from cell_conductor.domain.desires import AT_REST, DELETE_REQUESTED
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.drivers.ironic.node import DEPLOYED
-from compute_sim.fleet import Guest, Host
+from compute_sim.fleet import Host, SimulatedMachine
 from compute_sim.name import QUEUE as NAME_QUEUE
 from ironic_sync.store.memory import MemoryPositionTable
 from lab.simulation.breaker_watch import BreakerWatch
@@ -42,10 +42,10 @@ from lab.simulation.move_watch import MoveWatch
 from lab.simulation.network import Broker, NetworkFaults, SimTransport
 from lab.simulation.peer_watch import PeerWatch
 from lab.simulation.plan import Cell, Plan
-from lab.simulation.watch import BookWatch, Breach, Listener, MachineWatch, SecondFleet, WatchedFleet, is_open
+from lab.simulation.watch import Breach, Listener, MachineWatch, PlacementWatch, SecondFleet, WatchedFleet, is_open
 from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
-from placement_worker.replica.book import Book
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.replica.book import Replica
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory_units import MemoryBuildTable
 
@@ -61,13 +61,13 @@ class Incarnation(Struct):
     """One life of one process: from a start to its end."""
 
     process: Process
-    service: Service
+    service: WorkerRuntime
     stop: asyncio.Event
     task: asyncio.Task[None]
     transports: list[SimTransport]
     sessions: list[MemorySession]
     clock: SimClock
-    book: Book | None = None
+    replica: Replica | None = None
     hosts: HostTable | None = None
     killed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
@@ -76,7 +76,7 @@ class Incarnation(Struct):
         for transport in self.transports:
             transport.kill()
         for session in self.sessions:
-            session.cut()
+            session.disconnect()
 
 
 def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
@@ -87,8 +87,8 @@ def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
     return look
 
 
-def marked(node: Mapping[str, Any]) -> str | None:
-    """The instance that our mark names on a deployed node whose operator has cleared `instance_uuid` alone."""
+def tagged_instance(node: Mapping[str, Any]) -> str | None:
+    """The instance that our tag names on a deployed node whose operator has cleared `instance_uuid` alone."""
     if node["instance_uuid"] is not None or node["provision_state"] not in DEPLOYED:
         return None
     mark: Mapping[str, str] = node["instance_info"].get("berth", {})
@@ -140,13 +140,15 @@ class World:
     def _databases(self) -> None:
         """Make the schemas of all roles."""
         plan = self.plan
-        self.book = MemoryBookTable(self.clock)
+        self.placement = MemoryPlacementTable(self.clock)
         self.builds = MemoryBuildTable(self.clock)
         self.cells = {
-            cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
+            cell.name: MemoryInstanceTable(
+                self.clock, database_id=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}"))
+            )
             for cell in plan.cells
         }
-        tables: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
+        tables: dict[str, MemoryDatabase] = {"placement": self.placement, "scheduler": self.builds}
         tables.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.databases = SimDatabases(tables, self.network_faults, self.event_log, self._sessions)
         self.positions = MemoryPositionTable(self.clock)
@@ -155,22 +157,24 @@ class World:
         """Make what checks the invariants, and have every commit looked at."""
         plan = self.plan
         self.machines = MachineWatch(self.now)
-        self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
-        self.gang_watch = GangWatch(self.book, self.taken_back)
-        self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
+        self.peer_watch = PeerWatch(plan, self.placement, self.cells, self.now)
+        self.gang_watch = GangWatch(self.placement, self.taken_back)
+        self.move_watch = MoveWatch(self.placement, self.cells, self.fleets, self.duplicates)
         self.peer_watch.exempt = self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
         self.harm.machines = self._has_machine
         self.move_watch.judges_machines = plan.judges_machines
         self.move_watch.has_untold = self.machines.has_untold
         self.last_machines = LastMachineWatch(self.cells, self.fleets, self.move_watch.was_active)
-        self.book_watch = BookWatch(self.book)
-        self.book_watch.rest_frees = plan.has_rest_clients
+        self.placement_watch = PlacementWatch(self.placement)
+        self.placement_watch.rest_frees = plan.has_rest_clients
         self.breaker_watch = BreakerWatch(plan, self.now)
-        drain_watch = DrainWatch(self.book, self.builds, self.now, self.taken_back)
-        looks = _all_of(self.book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
-        looks = _all_of(looks, drain_watch.book_committed)
-        self.book.on_commit.append(partial(self._committed, "placement", looks))
+        drain_watch = DrainWatch(self.placement, self.builds, self.now, self.taken_back)
+        looks = _all_of(
+            self.placement_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.placement
+        )
+        looks = _all_of(looks, drain_watch.placement_committed)
+        self.placement.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", drain_watch.builds_committed))
         for name, cell_table in self.cells.items():
             look = _all_of(
@@ -218,7 +222,7 @@ class World:
             return sessions[-1]
 
         stop = asyncio.Event()
-        book, hosts = (Book(), HostTable()) if name.startswith("scheduler") else (None, None)
+        book, hosts = (Replica(), HostTable()) if name.startswith("scheduler") else (None, None)
         # In its context, as what it makes keeps that one: else its tasks outlive a kill.
         around = ProcessContext(process, transports, session, book, hosts)
         service = process.context.run(self.wiring.build, name, environment, around)
@@ -316,16 +320,16 @@ class World:
         fleet.has_name = partial(self._has_name, cell, service)
         return fleet
 
-    def _destroyed(self, host: str, guest: Guest) -> None:
-        self.harm.destroyed(host, guest)
+    def _destroyed(self, host: str, machine: SimulatedMachine) -> None:
+        self.harm.destroyed(host, machine)
         if self.plan.judges_machines:
-            self.last_machines.destroyed(host, guest, is_deleted=self.harm.is_deleted(guest.instance_uuid))
+            self.last_machines.destroyed(host, machine, is_deleted=self.harm.is_deleted(machine.instance_uuid))
 
     def _has_machine(self, host: str, instance: str) -> bool:
         """Whether one machine of this instance is on this host, and the host has not burnt down."""
         if self.move_watch.has_a_double(host) or host in self.left:
             return False
-        return any(fleet.guest(host, instance) is not None for fleet in self.fleets.values())
+        return any(fleet.machine(host, instance) is not None for fleet in self.fleets.values())
 
     def _has_name(self, cell: str, service: str, process: Process) -> bool:
         """Whether this process has the name of a service: its private queue. One that only waits for it has not."""
@@ -364,11 +368,11 @@ class World:
         for service, fleet in self.fleets.items():
             if service in self.duplicates:  # which of two hosts of one uuid is looked at cannot be known
                 continue
-            guest = fleet.guest(host, instance)
-            if guest is not None and guest.complete:
-                return guest.attempt
+            machine = fleet.machine(host, instance)
+            if machine is not None and machine.complete:
+                return machine.attempt
         node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
-        is_there = node is not None and instance in (node["instance_uuid"], marked(node))
+        is_there = node is not None and instance in (node["instance_uuid"], tagged_instance(node))
         return self.attempt_on(host, instance) if is_there else None
 
     def attempt_on(self, node: str, instance: str) -> int:
@@ -401,7 +405,7 @@ class World:
         tables: dict[str, list[dict[str, Any]]] = {
             f"cell_{name}": [table.instances] for name, table in self.cells.items()
         }
-        tables["placement"] = [self.book.consumers]
+        tables["placement"] = [self.placement.consumers]
         tables["scheduler"] = [self.builds.recorded, self.builds.records]
         now = [dict(rows) for rows in tables.get(schema, [])]
         restore()
@@ -419,11 +423,11 @@ class World:
                 self.taken_back.update(dict.fromkeys(differing))
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
-            self.book_watch.begin_anew()
-            self.harm.begin_anew(self.book.consumers)
-            # A root that an operator took out since is in the book again, until an operator takes it out once more.
+            self.placement_watch.begin_anew()
+            self.harm.begin_anew(self.placement.consumers)
+            # A root that an operator took out since is in placement again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
-        if isinstance(table := self.databases.tables[schema], MemoryBookTable | MemoryInstanceTable):
+        if isinstance(table := self.databases.tables[schema], MemoryPlacementTable | MemoryInstanceTable):
             table.place += 1
 
     def take_over(self, schema: str) -> None:
@@ -442,7 +446,7 @@ class World:
         self.event_log.record("others", " ".join(tag_of(type(message)) for message in messages))
 
     def _others_hold(self) -> None:
-        self.harm.book(self.book.consumers, self.book.providers)
+        self.harm.placement(self.placement.consumers, self.placement.providers)
 
     def _ironic(self) -> SimIronic | None:
         metal = self.plan.metal
@@ -490,6 +494,6 @@ class World:
         return next(cell for cell in self.plan.cells if service in (*dict(cell.services), *cell.metal))
 
     @property
-    def replicas(self) -> Mapping[str, Book]:
+    def replicas(self) -> Mapping[str, Replica]:
         """The replicas of the schedulers that run."""
-        return {name: life.book for name, life in self.lives.items() if life.book is not None}
+        return {name: life.replica for name, life in self.lives.items() if life.replica is not None}

@@ -1,9 +1,9 @@
 """Migrates allocations when a provider loses a class to others of its tree: a flat host that turns nested.
 
-A report names the providers that take over (`ProviderReport.takes_from`); this module decides which consumer moves to
-which of them. The largest allocations move first, each whole to the first taker with room for all of it. An allocation
-that no taker has room for is split. Allocations that do not fit at all stay on their provider, whose inventory is then
-stranded, and migrate with a later report.
+A report names the providers that take over (`ProviderReport.receives_from`); this module decides which consumer moves
+to which of them. The largest allocations move first, each whole to the first taker with room for all of it. An
+allocation that no taker has room for is split. Allocations that do not fit at all stay on their provider, whose
+inventory is then orphaned, and migrate with a later report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import ProviderReport
 from placement_worker.domain.claim_ledger import Decision
-from placement_worker.domain.values import ConsumerState, Holding, Provider, StoredInventory
+from placement_worker.domain.values import ConsumerState, Provider, ProviderAllocations, StoredInventory
 
 Used = Mapping[str, Mapping[str, int]]
 Inventories = Mapping[str, Mapping[str, StoredInventory]]
@@ -22,13 +22,13 @@ Inventories = Mapping[str, Mapping[str, StoredInventory]]
 
 def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
     """Providers that others take over from, each once, in the order in which they are named."""
-    return list(dict.fromkeys(report.takes_from for report in reports if report.takes_from is not None))
+    return list(dict.fromkeys(report.receives_from for report in reports if report.receives_from is not None))
 
 
 def migrating_classes(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
     """The (provider, class) pairs whose allocations migrate, if there are allocations of them."""
     kept = {report.uuid: set(report.inventories) for report in reports}
-    pairs = [(report.takes_from, name) for report in reports for name in report.inventories]
+    pairs = [(report.receives_from, name) for report in reports for name in report.inventories]
     return list(dict.fromkeys((uuid, name) for uuid, name in pairs if uuid and name not in kept.get(uuid, ())))
 
 
@@ -37,15 +37,15 @@ def migrate_allocations(
     source: str,
     inventories: Inventories,
     used: Used,
-    holdings: Mapping[str, Holding],
-) -> dict[str, Holding]:
+    holdings: Mapping[str, ProviderAllocations],
+) -> dict[str, ProviderAllocations]:
     """Return the new allocations of the consumers that move; unchanged consumers are left out.
 
     inventories: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
     something of `source`.
     """
     moving = _Migration(source, inventories, used, holdings)
-    known = {report.uuid: frozenset(report.takes) for report in reports}
+    known = {report.uuid: frozenset(report.known_consumers) for report in reports}
     for classes, takers in _bundles(reports, source, inventories):
         for consumer in _in_order(holdings, source, classes, takers):
             named = [report.uuid for report in takers if consumer in known[report.uuid]]
@@ -54,7 +54,7 @@ def migrate_allocations(
 
 
 def usage_after(
-    used: Mapping[str, int], provider: str, before: Iterable[Holding], after: Iterable[Holding]
+    used: Mapping[str, int], provider: str, before: Iterable[ProviderAllocations], after: Iterable[ProviderAllocations]
 ) -> dict[str, int]:
     """Return the usage of one provider after its allocations are replaced; classes without usage are left out."""
     amounts = dict(used)
@@ -65,7 +65,7 @@ def usage_after(
     return {name: amount for name, amount in amounts.items() if amount}
 
 
-def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
+def old_and_new(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
     """Return the old and the new providers and inventories together, so that allocations can move between them. An
     inventory that is closed by now has room for what has moved there before.
     """
@@ -87,7 +87,7 @@ def _with_old(old: Provider | None, new: Provider) -> Provider:
 def migrated(
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
-    moved: Mapping[str, Holding],
+    moved: Mapping[str, ProviderAllocations],
     consumers: Mapping[str, ConsumerState],
 ) -> Decision:
     """Return the rows of the consumers whose allocations have moved, which keep their generation, and the usage of the
@@ -103,7 +103,7 @@ def migrated(
             used[uuid] = differs
             generations[uuid] = new.generation if new is not None else before[uuid].generation
     changed: dict[str, ConsumerState | None] = {
-        uuid: replace(consumers[uuid], holding=holding) for uuid, holding in moved.items()
+        uuid: replace(consumers[uuid], allocations=holding) for uuid, holding in moved.items()
     }
     return Decision([], changed, used, generations)
 
@@ -115,7 +115,7 @@ def _bundles(
     kept = inventories.get(source, {})
     takers: dict[str, list[ProviderReport]] = {}
     for report in reports:
-        if report.takes_from == source:
+        if report.receives_from == source:
             for name in report.inventories:
                 takers.setdefault(name, []).append(report)
     bundles: dict[tuple[str, ...], list[str]] = {}
@@ -127,12 +127,12 @@ def _bundles(
 
 
 def _in_order(
-    holdings: Mapping[str, Holding], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
+    holdings: Mapping[str, ProviderAllocations], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
 ) -> list[str]:
     """Sort the consumers: those whose destination is known come first, then the largest, which are the hardest to
     place.
     """
-    known = {consumer for report in takers for consumer in report.takes}
+    known = {consumer for report in takers for consumer in report.known_consumers}
 
     def rank(consumer: str) -> tuple[bool, list[int], str]:
         held = holdings[consumer][source]
@@ -144,8 +144,10 @@ def _in_order(
 class _Migration:
     """The holdings and the free amounts after the moves so far."""
 
-    def __init__(self, source: str, inventories: Inventories, used: Used, holdings: Mapping[str, Holding]) -> None:
-        self.moved: dict[str, Holding] = {}
+    def __init__(
+        self, source: str, inventories: Inventories, used: Used, holdings: Mapping[str, ProviderAllocations]
+    ) -> None:
+        self.moved: dict[str, ProviderAllocations] = {}
         self._source = source
         self._inventories = inventories
         self._holdings = holdings
@@ -153,7 +155,7 @@ class _Migration:
 
     def move(self, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
         """Move these classes of one consumer to the takers, as far as they have room."""
-        held = self._held(consumer).get(self._source, {})
+        held = self._allocations(consumer).get(self._source, {})
         wanted = {name: held[name] for name in classes if name in held}
         for taker in takers:
             if all(self._takes(consumer, taker, name, amount) == amount for name, amount in wanted.items()):
@@ -168,7 +170,7 @@ class _Migration:
                     self._give(consumer, taker, name, part)
                     left -= part
 
-    def _held(self, consumer: str) -> Holding:
+    def _allocations(self, consumer: str) -> ProviderAllocations:
         return self.moved.get(consumer, self._holdings[consumer])
 
     def _takes(self, consumer: str, taker: str, name: str, amount: int) -> int:
@@ -176,14 +178,14 @@ class _Migration:
         constraints.
         """
         inventory = self._inventories[taker][name]
-        has = self._held(consumer).get(taker, {}).get(name, 0)
+        has = self._allocations(consumer).get(taker, {}).get(name, 0)
         free = max(0, inventory.capacity - self._used.get(taker, {}).get(name, 0))
         total = min(has + min(amount, free), inventory.max_unit)
         total -= total % inventory.step_size
         return max(0, total - has) if total >= inventory.min_unit else 0
 
     def _give(self, consumer: str, taker: str, name: str, amount: int) -> None:
-        holding = {uuid: dict(resources) for uuid, resources in self._held(consumer).items()}
+        holding = {uuid: dict(resources) for uuid, resources in self._allocations(consumer).items()}
         for uuid, more in ((self._source, -amount), (taker, amount)):
             resources = holding.setdefault(uuid, {})
             resources[name] = resources.get(name, 0) + more

@@ -4,8 +4,8 @@ it.
 These writes differ from claims of the bus (`claims.py`) where Placement's API does. A write increments the generation
 of each provider that it names, and of each provider that a consumer holds when the write leaves that consumer nothing.
 It does not increment the generation of a provider that a replacement no longer names, and DELETE increments none.
-Amounts must satisfy the inventory's unit constraints even where they do not change. There are no shapes and no
-attempts.
+Amounts must satisfy the inventory's unit constraints even where they do not change. There are no spec generations and
+no attempts.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def expected_rows(items: Iterable[AllocationWrite]) -> tuple[dict[str, ConsumerS
 def classes_of_allocations(items: Iterable[AllocationWrite]) -> set[str]:
     """The resource classes that the writes name."""
     writes = (write for item in items if isinstance(item, Replace) for write in item.writes)
-    return {name for write in writes for resources in write.holding.values() for name in resources}
+    return {name for write in writes for resources in write.allocations.values() for name in resources}
 
 
 def entries_of_allocations(item: AllocationWrite) -> int:
     """The consumers, providers and amounts that a write names, by which the work on it grows."""
     if isinstance(item, Remove):
         return 1
-    return sum(1 + len(each.holding) + sum(map(len, each.holding.values())) for each in item.writes)
+    return sum(1 + len(each.allocations) + sum(map(len, each.allocations.values())) for each in item.writes)
 
 
 def touched(
@@ -82,21 +82,21 @@ def touched(
         named = [each.consumer for each in item.writes] if isinstance(item, Replace) else [item.consumer]
         providers = providers_held({uuid: consumers[uuid] for uuid in named if uuid in consumers})
         if isinstance(item, Replace):
-            providers.update(*(each.holding for each in item.writes))
+            providers.update(*(each.allocations for each in item.writes))
         yield item.cause, providers
 
 
 def expect(writes: Iterable[ConsumerWrite], expected: dict[str, ConsumerState], wanted: set[str]) -> None:
     """Add the row that each consumer gets if it is new, and the providers that the writes name."""
     for each in writes:
-        wanted.update(each.holding)
+        wanted.update(each.allocations)
         if each.consumer not in expected:
             expected[each.consumer] = ConsumerState(1, 0, each.project_id, each.user_id, each.consumer_type or "")
 
 
 def providers_held(consumers: Mapping[str, ConsumerState]) -> set[str]:
     """The providers that these consumers hold something of."""
-    return {provider for consumer in consumers.values() for provider in consumer.holding}
+    return {provider for consumer in consumers.values() for provider in consumer.allocations}
 
 
 def decide(
@@ -114,9 +114,9 @@ def decide(
 def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
     """Remove all allocations of one consumer."""
     known = ledger.consumer(item.consumer)
-    if known is None or not known.holding:
+    if known is None or not known.allocations:
         return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
-    ledger.shift(known.holding, NOTHING)
+    ledger.shift(known.allocations, NOTHING)
     ledger.empty(item.consumer, known)
     return None
 
@@ -133,7 +133,7 @@ def _check_generations(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> 
     for write in writes:
         if not ledger.is_expected(write):
             known = ledger.consumer(write.consumer)
-            generation = known.generation if known is not None and known.holding else "null"
+            generation = known.generation if known is not None and known.allocations else "null"
             words = f"consumer generation conflict - expected {generation} but got {write.expects}"
             return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
     return None
@@ -141,13 +141,13 @@ def _check_generations(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> 
 
 def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     for write in writes:
-        for uuid in write.holding:
+        for uuid in write.allocations:
             if uuid not in ledger.providers:
                 return WriteRefusal(
                     Why.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid
                 )
     for write in writes:
-        for resources in write.holding.values():
+        for resources in write.allocations.values():
             for name in resources:
                 if name not in ledger.known_classes:
                     return no_such_class(name)
@@ -160,7 +160,7 @@ def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> All
     """
     before, after = ledger.totals(writes)
     for write in writes:
-        for uuid, resources in write.holding.items():
+        for uuid, resources in write.allocations.items():
             inventories = ledger.providers[uuid].inventories
             for name, amount in resources.items():
                 inventory = inventories.get(name)
@@ -170,7 +170,7 @@ def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> All
                     )
                 if not is_allowed_amount(amount, inventory):
                     return _does_not_fit(name, uuid, "violate inventory constraints")
-                if ledger.fit(uuid, name, amount, after[uuid][name] - amount_of(before, uuid, name)) is Fit.FULL:
+                if ledger.fit(uuid, name, amount, after[uuid][name] - amount_of(before, uuid, name)) is Fit.NO_CAPACITY:
                     return _does_not_fit(name, uuid, "exceed the capacity")
     return None
 
@@ -205,12 +205,12 @@ def reshape(
     providers: Mapping[str, Provider],
     known_classes: Mapping[str, int],
     *,
-    shape: int,
+    spec_generation: int,
 ) -> Reshaped | WriteRefusal:
     """Return the rows to write, or the refusal.
 
-    providers: every provider that the reshape names or that a named consumer holds. shape: the new shape of the
-    providers whose inventories are written.
+    providers: every provider that the reshape names or that a named consumer holds. spec_generation: the new spec
+    generation of the providers whose inventories are written.
     """
     refusal = _check(item, providers, known_classes)
     if refusal is not None:
@@ -218,7 +218,9 @@ def reshape(
     interim = dict(providers)
     for uuid, (_, inventories) in item.inventories.items():
         before = providers[uuid]
-        interim[uuid] = changed(before, inventories={**before.inventories, **inventories}, shape=shape)
+        interim[uuid] = changed(
+            before, inventories={**before.inventories, **inventories}, spec_generation=spec_generation
+        )
     ledger = ClaimLedger(consumers, {uuid: claimed_provider(p) for uuid, p in interim.items()}, known_classes)
     refusal = replace(ledger, item.writes)
     if refusal is not None:

@@ -15,16 +15,16 @@ from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE, is_migration
 from placement_worker.domain.server_groups import HARD
-from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, ProviderAllocations
 
-Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
+Holders = Mapping[int, tuple[messages.ConflictingConsumer, ...]]
 
 NOBODY: Holders = {}
 MAX_PLAIN, MAX_PLAIN_PROVIDERS = 8, 32  # of a group that one statement may take; a larger one shares its round trips
 MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
 
-class WantedMembers(Struct, frozen=True):
+class MembersToLock(Struct, frozen=True):
     """The members of server groups that decide about a group of claims.
 
     hosts: (project, group, host): all members there, so that the size of the group does not matter. moved: (project,
@@ -38,7 +38,7 @@ class WantedMembers(Struct, frozen=True):
     most: int
 
 
-def outdated_by(highest: int) -> Refusal:
+def refuse_stale(highest: int) -> Refusal:
     """The refusal of what a lower incarnation of the cell's database has decided."""
     return Refusal(code=ORDER_OUTDATED, reason=f"the cell has requested by incarnation {highest} of its database")
 
@@ -93,7 +93,7 @@ class ClaimGroup:
             if not isinstance(item, messages.Claim) or not item.options or item.consumer_generation is not None:
                 return {}
             allocations = item.options[0].allocations
-            moves = item.release_first or item.foreign or item.migration is not None
+            moves = item.release_first or item.external or item.migration is not None
             if moves or not (allocations and all(allocations.values())):
                 return {}
             taken[item.consumer] = item.options[0]
@@ -101,17 +101,19 @@ class ClaimGroup:
         is_counted = not any(map(is_migration, self.consumers.values()))
         return taken if is_counted and len(set(named)) == len(named) <= MAX_PLAIN_PROVIDERS else {}
 
-    def of_incarnation(self, highest: int) -> list[ClaimItem]:
+    def items_of_incarnation(self, highest: int) -> list[ClaimItem]:
         """The items that were decided by the highest incarnation of their cell's database, or by none."""
         self.highest = highest
         return [item for item, number in zip(self.items, self._incarnations, strict=True) if number >= highest]
 
-    def with_outdated(self, replies: Sequence[ClaimReply]) -> list[ClaimReply | Refusal]:
+    def with_stale(self, replies: Sequence[ClaimReply]) -> list[ClaimReply | Refusal]:
         """The replies to those, and refusals of the others, in order."""
         decided = iter(replies)
-        return [next(decided) if number >= self.highest else outdated_by(self.highest) for number in self._incarnations]
+        return [
+            next(decided) if number >= self.highest else refuse_stale(self.highest) for number in self._incarnations
+        ]
 
-    def members(self, known: Container[str] | None = None) -> WantedMembers:
+    def members(self, known: Container[str] | None = None) -> MembersToLock:
         """Return the members that decide about the items. known: the named consumers that are on record, if they were
         read; one that holds nothing is a member again where the items give it something.
 
@@ -124,7 +126,7 @@ class ClaimGroup:
         most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
         if self._leaves_fenced:  # the few that have left them decide
             most += MAX_LOCATED_HOSTS
-        return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
+        return MembersToLock(sorted(self._hosts), sorted(moved), sorted(self._together), most)
 
     def _add(
         self, item: messages.Claim | messages.Release | messages.Restate | messages.Revert | messages.Swap
@@ -154,8 +156,10 @@ class ClaimGroup:
 
     def _add_claim(self, claim: messages.Claim) -> None:
         named = [claim.consumer]
-        attempt = 0 if claim.foreign else claim.attempt
-        new = ConsumerState(1, attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or "")
+        attempt = 0 if claim.external else claim.attempt
+        new = ConsumerState(
+            1, attempt, claim.project_id, claim.user_id, claim.consumer_type, claim_owner=claim.owner or ""
+        )
         self.consumers.setdefault(claim.consumer, new)
         if claim.migration is not None:
             named.append(claim.migration.uuid)
@@ -173,7 +177,7 @@ class ClaimGroup:
             return
         key = (claim.project_id, group.uuid)
         self._keys.add(key)
-        if claim.foreign:  # of its own members the book knows more than anyone who claims
+        if claim.external:  # of its own members placement knows more than anyone who claims
             self.enrolled.setdefault(key, set()).update(claim.group_members)
         self._grouped.update((*key, one) for one in named)
         if group.policy in HARD:
@@ -182,7 +186,7 @@ class ClaimGroup:
             self._together.add(key)
             self._leaves_fenced |= bool(claim.fenced_hosts)
 
-    def _name(self, holding: Holding) -> None:
+    def _name(self, holding: ProviderAllocations) -> None:
         self.providers.update(holding)
         self.classes.update(*holding.values())
 
@@ -196,7 +200,7 @@ def numbered(decided: Sequence[ClaimReply], sequence: int, bus: str, holders: Ho
     def claimed(result: messages.ClaimResult) -> messages.ClaimResult:
         members = result.members if bus == ABOVE_CELLS else {}  # a cell learns nothing of other cells' hosts
         named = holders.get(next(places), ())
-        return replace(result, sequence=result.sequence and sequence, members=members, holders=named)
+        return replace(result, sequence=result.sequence and sequence, members=members, conflicting_consumers=named)
 
     def reply(one: ClaimReply) -> ClaimReply:
         if isinstance(one, messages.ClaimResult):

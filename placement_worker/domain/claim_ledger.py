@@ -19,16 +19,25 @@ from bus.contracts.placement import (
     RevertResult,
     SwapResult,
 )
-from placement_worker.domain.moves import source_held, total_of
+from placement_worker.domain.moves import allocations_at_source, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
     counted_by_class,
+    decisive_hosts,
     group_key,
-    held_by_class,
     hosts_of,
-    hosts_that_matter,
+    usage_by_class,
 )
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members, fit
+from placement_worker.domain.values import (
+    NOTHING,
+    ClaimedProvider,
+    ConsumerState,
+    Fit,
+    GroupKey,
+    Members,
+    ProviderAllocations,
+    fit,
+)
 
 NO_GROUPS: Mapping[GroupKey, Members] = {}
 _UNTOUCHED: Mapping[str, int] = {}
@@ -76,7 +85,7 @@ class ConsumerWrite(Struct, frozen=True):
     """
 
     consumer: str
-    holding: Holding
+    allocations: ProviderAllocations
     project_id: str
     user_id: str
     consumer_type: str | None = None
@@ -150,7 +159,7 @@ class ClaimLedger:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
 
-    def others(self, claim: Claim, besides: Collection[str] = ()) -> dict[str, int]:
+    def other_members(self, claim: Claim, besides: Collection[str] = ()) -> dict[str, int]:
         """Return how many members of the claim's server group each host has that matters to the claim, without its own
         consumer and these. besides: the gang that is tried, because its claims are not committed.
 
@@ -167,11 +176,11 @@ class ClaimLedger:
         for consumer in self._changes[group.seen :]:
             if consumer in group.hosts or consumer in joined:
                 # Its hosts now, by what it holds, as of every other member.
-                holding = holding_of(self.changed_consumers[consumer])
+                holding = allocations_of(self.changed_consumers[consumer])
                 group.put(consumer, hosts_of(self.providers[uuid] for uuid in holding))
         group.seen = len(self._changes)
         own = {claim.consumer} if claim.migration is None else {claim.consumer, claim.migration.uuid}
-        return group.without(own.union(besides), hosts_that_matter(claim))
+        return group.without(own.union(besides), decisive_hosts(claim))
 
     def join(self, claim: Claim) -> None:
         """Record that the claim's consumer is a member of its server group. Its row is written next."""
@@ -189,13 +198,15 @@ class ClaimLedger:
             if claim.consumer in joined or self._groups.get(key, {}).get(claim.consumer):
                 joined[migration] = None
 
-    def source_held(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
+    def source_allocations(
+        self, migration: Migration, held: ProviderAllocations, kept: ProviderAllocations
+    ) -> ProviderAllocations:
         """The part of a move's source that the instance and its migration still hold."""
         named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
         roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
-        return source_held(migration.source, held, kept, roots)
+        return allocations_at_source(migration.source, held, kept, roots)
 
-    def is_others(self, holding: Holding) -> bool:
+    def has_foreign_provider(self, holding: ProviderAllocations) -> bool:
         """Whether one of these providers belongs to another cell."""
         return any(uuid in self.foreign for uuid in holding)
 
@@ -213,15 +224,15 @@ class ClaimLedger:
             for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
-    def past_limit(self, claim: Claim, after: Holding, held: Holding) -> str:
+    def past_limit(self, claim: Claim, after: ProviderAllocations, held: ProviderAllocations) -> str:
         """Describe the first class of which the project would exceed its limit when the consumer holds `after` instead
         of `held`; empty when there is none.
 
         A claim that does not increase the consumer's amount of a class is allowed, and what a move keeps on its source
         is not compared, as for a resize in Nova. A revert has no limit: all of its source counts already.
         """
-        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
-        wanted = held_by_class(after)
+        now, before = self.projects.get(claim.project_id, {}), usage_by_class(held)
+        wanted = usage_by_class(after)
         for name, limit in sorted(claim.limits.items()):
             total, more = now.get(name, 0), wanted.get(name, 0) - before.get(name, 0)
             if more > 0 and total + more > limit:
@@ -234,14 +245,14 @@ class ClaimLedger:
         used = self.used.get(uuid, _UNTOUCHED).get(name, inventory and inventory.used)
         return fit(amount, inventory, used or 0, more)
 
-    def move(self, before: Holding, after: Holding) -> None:
+    def move(self, before: ProviderAllocations, after: ProviderAllocations) -> None:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider
         once.
         """
         self.shift(before, after)
         self.bump({**after, **before})
 
-    def shift(self, before: Holding, after: Holding) -> None:
+    def shift(self, before: ProviderAllocations, after: ProviderAllocations) -> None:
         """Change the usage from one holding of a consumer to another, and leave the generations as they are."""
         for holding, sign in ((after, 1), (before, -1)):
             for uuid, resources in holding.items():
@@ -259,21 +270,23 @@ class ClaimLedger:
         for uuid in uuids:
             self.generations[uuid] += 1
 
-    def held_by(self, uuid: str) -> Holding:
+    def allocations_of(self, uuid: str) -> ProviderAllocations:
         """The allocations of a consumer after the decisions so far."""
-        return holding_of(self.consumer(uuid))
+        return allocations_of(self.consumer(uuid))
 
     def is_expected(self, write: ConsumerWrite) -> bool:
         """Whether the consumer has the generation that the write names, and no later attempt has written it."""
         known = self.consumer(write.consumer)
         if known is not None and write.attempt is not None and known.attempt > write.attempt:
             return False
-        generation = known.generation if known is not None and known.holding else None
+        generation = known.generation if known is not None and known.allocations else None
         return write.expects in (ANY, generation)
 
-    def totals(self, writes: Sequence[ConsumerWrite]) -> tuple[Holding, Holding]:
+    def totals(self, writes: Sequence[ConsumerWrite]) -> tuple[ProviderAllocations, ProviderAllocations]:
         """The sums that all these consumers hold before and after the writes, with which capacities are compared."""
-        return total_of(self.held_by(write.consumer) for write in writes), total_of(write.holding for write in writes)
+        return total_of(self.allocations_of(write.consumer) for write in writes), total_of(
+            write.allocations for write in writes
+        )
 
     def replace(self, writes: Sequence[ConsumerWrite], *, bump_left: bool) -> None:
         """Record that each consumer holds what its write says from now on, under its next generation. A consumer that
@@ -285,37 +298,37 @@ class ClaimLedger:
         written: dict[str, None] = {}  # each provider once, in a stated order
         for write in writes:
             known = self.consumer(write.consumer)
-            held, wanted = holding_of(known), write.holding
+            held, wanted = allocations_of(known), write.allocations
             self.shift(held, wanted)
             written.update(dict.fromkeys({**wanted, **held} if bump_left else wanted or held))
             if wanted:
                 old = known or ConsumerState(0, 0, "", "", "")
-                # What is written over a fence is not of its type, nor the claim of its run: a late release of that
-                # run would give the room away.
-                kind, run = (old.consumer_type, old.run) if old.holding else ("", "")
+                # What is written over a fence is not of its type, nor the claim of its claim owner: a late release of
+                # that run would give the room away.
+                kind, run = (old.consumer_type, old.claim_owner) if old.allocations else ("", "")
                 kind = kind if write.consumer_type is None else write.consumer_type
                 attempt = max(write.attempt or 0, old.attempt)
                 owner = (write.project_id, write.user_id, kind)
                 self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, run))
-            elif known is not None and known.holding:
+            elif known is not None and known.allocations:
                 self.empty(write.consumer, known)
         self.bump(written)
 
     def empty(self, uuid: str, known: ConsumerState) -> None:
         """Record that a consumer holds nothing any more: the fence of its attempts is left, if it had any."""
-        self.write(uuid, replace(known, holding=NOTHING) if known.attempt else None)
+        self.write(uuid, replace(known, allocations=NOTHING) if known.attempt else None)
 
-    def generations_of(self, holding: Holding) -> dict[str, int]:
+    def generations_of(self, holding: ProviderAllocations) -> dict[str, int]:
         """Return {provider: generation} of the providers in a holding, after the decisions so far."""
         generations = self.generations
         return {uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in holding}
 
 
-def holding_of(known: ConsumerState | None) -> Holding:
+def allocations_of(known: ConsumerState | None) -> ProviderAllocations:
     """The allocations of a consumer, empty when the consumer does not exist."""
-    return known.holding if known is not None else NOTHING
+    return known.allocations if known is not None else NOTHING
 
 
-def shown(holding: Holding) -> dict[str, dict[str, int]]:
+def reply_form(holding: ProviderAllocations) -> dict[str, dict[str, int]]:
     """Allocations as replies show them."""
     return {uuid: dict(amounts) for uuid, amounts in holding.items()}

@@ -1,9 +1,10 @@
 """Decides a group of claims, releases, reverts and swaps, in order, against the rows that are locked for the group.
 
 A provider has two generations (Placement has one). Every write increments its `generation`, writes of allocations
-included. Its `shape` changes only with inventory, traits, aggregates and parentage. So usage alone never makes a claim
-conflict: the claim is `raced` when the provider's shape has changed since the host was chosen, and `full` when the
-allocations do not fit.
+included. Its `spec_generation` changes only with inventory, traits, aggregates and parentage. So usage alone never
+makes a claim
+conflict: the claim is `conflict` when the provider's spec generation has changed since the host was chosen, and
+`no_capacity` when the allocations do not fit.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from placement_worker.domain.claim_ledger import (
     ConsumerWrite,
     Decision,
     Lacking,
-    holding_of,
-    shown,
+    allocations_of,
+    reply_form,
 )
 from placement_worker.domain.moves import (
     COUNTED_MIGRATION_TYPE,
@@ -47,12 +48,20 @@ from placement_worker.domain.moves import (
     added_to,
     amount_of,
     is_migration,
-    kept_beside,
+    kept_alongside,
     total_of,
     whole_source,
 )
 from placement_worker.domain.server_groups import permitted, visible_members
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members
+from placement_worker.domain.values import (
+    NOTHING,
+    ClaimedProvider,
+    ConsumerState,
+    Fit,
+    GroupKey,
+    Members,
+    ProviderAllocations,
+)
 
 ClaimItem = Claim | ClaimAll | Release | Restate | Revert | Swap
 Outcomes = tuple[ClaimOutcome, ...]  # of a claim's options, in order
@@ -60,11 +69,11 @@ Outcomes = tuple[ClaimOutcome, ...]  # of a claim's options, in order
 # The outcome of a claim none of whose options was taken is the first of these that one of the options has: the earlier
 # an outcome stands here, the sooner a retry may succeed.
 _HOPE = (
-    ClaimOutcome.RACED,
-    ClaimOutcome.OVER_LIMIT,
-    ClaimOutcome.FULL,
-    ClaimOutcome.RULED_OUT,
-    ClaimOutcome.GONE,
+    ClaimOutcome.CONFLICT,
+    ClaimOutcome.OVER_QUOTA,
+    ClaimOutcome.NO_CAPACITY,
+    ClaimOutcome.POLICY_VIOLATED,
+    ClaimOutcome.PROVIDER_REMOVED,
     ClaimOutcome.INVALID,
 )
 # The code at the head of the reason when a cell names a provider of another cell.
@@ -72,7 +81,7 @@ _HOPE = (
 INSTANCE_TYPE = "INSTANCE"
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
-_CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
+_CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY, ClaimOutcome.PROVIDER_REMOVED
 _INCOMPLETE = ClaimResult(outcome=ClaimOutcome.INCOMPLETE)
 
 
@@ -121,56 +130,60 @@ def changes_of(decision: Decision) -> list[Change]:
 def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimResult:
     ledger.claims += 1
     known = ledger.consumer(claim.consumer)
-    held = holding_of(known)
+    held = allocations_of(known)
     if not claim.options:
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
-    if claim.foreign and (claim.release_first or claim.migration is not None):
+    if claim.external and (claim.release_first or claim.migration is not None):
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.foreign: it releases first or moves")
-    if ledger.is_others(held):
-        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
-    if known is not None and known.holding and _is_repeated(claim, known):
+    if ledger.has_foreign_provider(held):
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=OF_ANOTHER_CELL)
+    if known is not None and known.allocations and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         return _changed(claim, known)
     source = kept = NOTHING
     if claim.migration is not None:
-        flaw = _migration_flaw(ledger, claim, held)
-        if flaw is not None:
-            return flaw
-        kept = holding_of(ledger.consumer(claim.migration.uuid))
-        source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
+        problem = _migration_problem(ledger, claim, held)
+        if problem is not None:
+            return problem
+        kept = allocations_of(ledger.consumer(claim.migration.uuid))
+        source = ledger.source_allocations(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
     before = total_of((held, kept))
-    others = ledger.others(claim)
+    others = ledger.other_members(claim)
     for option in claim.options:
-        wanted = _held_after(claim, option, held)
-        outcome = _fits(ledger, option.allocations, before, wanted, option.shapes)
+        wanted = allocations_after(claim, option, held)
+        outcome = _fits(ledger, option.allocations, before, wanted, option.spec_generations)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
         if outcome is _CLAIMED and (past := ledger.past_limit(claim, wanted, held or source)):
-            outcome = ClaimOutcome.OVER_LIMIT
+            outcome = ClaimOutcome.OVER_QUOTA
         outcomes.append(outcome)
         if outcome is _CLAIMED:
             return _take(ledger, claim, known, tuple(outcomes), source)
-    if claim.release_first and known is not None and known.holding:
+    if claim.release_first and known is not None and known.allocations:
         return _release_only(ledger, claim, known, tuple(outcomes), source)
-    return _turned_down(ledger, claim, tuple(outcomes), past)
+    return _refusal_result(ledger, claim, tuple(outcomes), past)
 
 
 def _overall(outcomes: Outcomes) -> ClaimOutcome:
     return next(hope for hope in _HOPE if hope in outcomes)
 
 
-def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimResult:
+def _refusal_result(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: str) -> ClaimResult:
     """Return the reply to a claim none of whose options was taken; nothing changes. past: the limit that was
     exceeded.
     """
     known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
-    held = holding_of(known)
-    members = visible_members(ledger.others(claim, ledger.gang)) if ClaimOutcome.RULED_OUT in outcomes else {}
-    generation = known.generation if known is not None and known.holding else None
-    reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
+    held = allocations_of(known)
+    members = (
+        visible_members(ledger.other_members(claim, ledger.gang)) if ClaimOutcome.POLICY_VIOLATED in outcomes else {}
+    )
+    generation = known.generation if known is not None and known.allocations else None
+    reason = (
+        OF_ANOTHER_CELL if any(ledger.has_foreign_provider(option.allocations) for option in claim.options) else past
+    )
     if overall is _FULL and len(ledger.lost) < MAX_LOST_NAMED:
         lacking = _lacking(ledger, claim.options[outcomes.index(_FULL)], held)
         if lacking:
@@ -184,13 +197,13 @@ def _turned_down(ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, past: st
     )
 
 
-def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> Lacking:
+def _lacking(ledger: ClaimLedger, option: ClaimOption, held: ProviderAllocations) -> Lacking:
     """The (provider, class) pairs that have too little free for this option."""
     return tuple(
         (uuid, name)
         for uuid, resources in option.allocations.items()
         for name, amount in resources.items()
-        if ledger.fit(uuid, name, amount, amount - amount_of(held, uuid, name)) is Fit.FULL
+        if ledger.fit(uuid, name, amount, amount - amount_of(held, uuid, name)) is Fit.NO_CAPACITY
     )
 
 
@@ -213,9 +226,9 @@ def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimAllResult:
 
 def _is_repeated(claim: Claim, known: ConsumerState) -> bool:
     """Whether what the consumer holds is this very claim's."""
-    if claim.foreign:
-        return (known.run, known.project_id) == (claim.by, claim.project_id)
-    is_owners = claim.by in (None, known.run) or claim.takes_over == known.run
+    if claim.external:
+        return (known.claim_owner, known.project_id) == (claim.owner, claim.project_id)
+    is_owners = claim.owner in (None, known.claim_owner) or claim.transfers_from == known.claim_owner
     return (known.attempt, known.project_id) == (claim.attempt, claim.project_id) and is_owners
 
 
@@ -223,92 +236,94 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
     1.28).
     """
-    is_fenced = known is not None and claim.attempt <= known.attempt and not _is_fence_of_another(known, claim)
-    if is_fenced and not claim.foreign:
+    is_fenced = known is not None and claim.attempt <= known.attempt and not _fences_other_owner(known, claim)
+    if is_fenced and not claim.external:
         return False
-    if known is None or not known.holding:
+    if known is None or not known.allocations:
         # A claim with release_first may be repeated after a crash, and then finds nothing left to release.
         return claim.consumer_generation is None or claim.release_first
     return claim.consumer_generation == known.generation
 
 
-def _is_fence_of_another(known: ConsumerState, claim: Claim) -> bool:
-    """Whether the row is only a fence against another run: a release by name refuses nothing of the runs after it.
+def _fences_other_owner(known: ConsumerState, claim: Claim) -> bool:
+    """Whether the row is only a fence against another claim owner: a release by name refuses nothing of the runs after
+    it.
 
     Nor of those before it, of records that are lost: their order does not show. What such a late claim takes starts
-    nothing, because only the run on record is dispatched; it is released by its scheduler, or stays for the audit.
+    nothing, because only the claim owner on record is dispatched; it is released by its scheduler, or stays for the
+    audit.
     """
-    is_runs_fence = not known.holding and known.run and claim.attempt == known.attempt
-    return bool(is_runs_fence) and claim.by not in (None, known.run)
+    is_runs_fence = not known.allocations and known.claim_owner and claim.attempt == known.attempt
+    return bool(is_runs_fence) and claim.owner not in (None, known.claim_owner)
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimResult:
-    """The refusal of a claim that is not the newest, or of another run than what is held. To its own project it shows
-    what the consumer holds, and the attempt: not that of a migration, whose uuid a client may have requested a build
-    under.
+    """The refusal of a claim that is not the newest, or of another claim owner than what is held. To its own project it
+    shows what the consumer holds, and the attempt: not that of a migration, whose uuid a client may have requested a
+    build under.
     """
-    if known is None or not known.holding:
-        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
-    refused = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
+    if known is None or not known.allocations:
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
+    refused = ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, consumer_generation=known.generation)
     if known.project_id != claim.project_id:
         return refused
     is_build = known.attempt >= claim.attempt and known.consumer_type == claim.consumer_type
-    return replace(refused, holding=shown(known.holding), attempt=known.attempt if is_build else 0)
+    return replace(refused, allocations=reply_form(known.allocations), attempt=known.attempt if is_build else 0)
 
 
 def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimResult:
-    if claim.by is not None and claim.by != known.run:
-        ledger.write(claim.consumer, replace(known, run=claim.by))
-    option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
+    if claim.owner is not None and claim.owner != known.claim_owner:
+        ledger.write(claim.consumer, replace(known, claim_owner=claim.owner))
+    option = next((n for n, option in enumerate(claim.options) if option.allocations == known.allocations), None)
     return ClaimResult(
         outcome=_CLAIMED,
         option=option,
         consumer_generation=known.generation,
-        generations=ledger.generations_of(known.holding),
-        holding=shown(known.holding) if option is None else {},
+        generations=ledger.generations_of(known.allocations),
+        allocations=reply_form(known.allocations) if option is None else {},
     )
 
 
-def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimResult | None:
+def _migration_problem(ledger: ClaimLedger, claim: Claim, held: ProviderAllocations) -> ClaimResult | None:
     """The reply when the consumer cannot move under this migration; None when it can."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     if uuid == claim.consumer:
         return ClaimResult(outcome=ClaimOutcome.INVALID, reason="claim.migration: an instance is not its own migration")
     migration = ledger.consumer(uuid)
-    kept = holding_of(migration)
-    if ledger.is_others(kept):
-        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
+    kept = allocations_of(migration)
+    if ledger.has_foreign_provider(kept):
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=OF_ANOTHER_CELL)
     if claim.release_first:
         # This is the claim of an alternate: the migration already holds the source of the same instance, or nothing.
         is_ours = is_migration(migration) and migration.project_id == claim.project_id
         taken = kept and not is_ours
     elif not held:
-        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
+        return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason="claim.nothing_to_move: it holds nothing")
     else:
         taken = kept
     reason = "claim.migration_in_use: another consumer of this uuid holds something"
-    return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=reason) if taken else None
+    return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, reason=reason) if taken else None
 
 
-def _held_after(claim: Claim, option: ClaimOption, held: Holding) -> Holding:
+def allocations_after(claim: Claim, option: ClaimOption, held: ProviderAllocations) -> ProviderAllocations:
     """What the claim's consumer holds when it has taken this option."""
-    return added_to(held, option.allocations) if claim.foreign else option.allocations
+    return added_to(held, option.allocations) if claim.external else option.allocations
 
 
 def _take(
-    ledger: ClaimLedger, claim: Claim, known: ConsumerState | None, outcomes: Outcomes, source: Holding
+    ledger: ClaimLedger, claim: Claim, known: ConsumerState | None, outcomes: Outcomes, source: ProviderAllocations
 ) -> ClaimResult:
     """Take the last option that was tried."""
     number = len(outcomes) - 1
-    wanted = _held_after(claim, claim.options[number], holding_of(known))
+    wanted = allocations_after(claim, claim.options[number], allocations_of(known))
     if claim.migration is not None:
-        _keep_source(ledger, claim, kept_beside(source, wanted))
-    ledger.move(holding_of(known), wanted)
+        _keep_source(ledger, claim, kept_alongside(source, wanted))
+    ledger.move(allocations_of(known), wanted)
     ledger.join(claim)
     generation = 1 if known is None else known.generation + 1
-    run = (known.run if known is not None else "") if claim.by is None else claim.by
-    attempt = 0 if claim.foreign else claim.attempt  # 0: what is held is no build of berth's, whatever was before
+    run = (known.claim_owner if known is not None else "") if claim.owner is None else claim.owner
+    attempt = 0 if claim.external else claim.attempt  # 0: what is held is no build of berth's, whatever was before
     ledger.write(
         claim.consumer,
         ConsumerState(generation, attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
@@ -323,13 +338,13 @@ def _take(
     )
 
 
-def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str = MIGRATION_TYPE) -> None:
+def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: ProviderAllocations, kind: str = MIGRATION_TYPE) -> None:
     """Replace the allocations of the migration by `wanted`, the part of the source that it keeps. kind: its type."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
-    held = holding_of(known)
-    if held == wanted and (known is None or not known.holding or known.consumer_type == kind):
+    held = allocations_of(known)
+    if held == wanted and (known is None or not known.allocations or known.consumer_type == kind):
         return
     if held != wanted:
         ledger.join_migration(claim, uuid)
@@ -342,37 +357,46 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str =
 
 
 def _release_only(
-    ledger: ClaimLedger, claim: Claim, known: ConsumerState, outcomes: Outcomes, source: Holding
+    ledger: ClaimLedger, claim: Claim, known: ConsumerState, outcomes: Outcomes, source: ProviderAllocations
 ) -> ClaimResult:
     """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
     attempts; this attempt may still be repeated. The migration of a move counts in the instance's place until then.
     """
     if claim.migration is not None:
         _keep_source(ledger, claim, source, COUNTED_MIGRATION_TYPE)
-    ledger.move(known.holding, NOTHING)
+    ledger.move(known.allocations, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
     return ClaimResult(
         outcome=_overall(outcomes),
         outcomes=outcomes,
         sequence=CHANGED,
-        generations=ledger.generations_of(known.holding),
+        generations=ledger.generations_of(known.allocations),
     )
 
 
 def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:
-    """The row that refuses claims up to this attempt. by: of this run alone (None: of every run)."""
+    """The row that refuses claims up to this attempt. by: of this claim owner alone (None: of every run)."""
     return ConsumerState(
-        known.generation, attempt, known.project_id, known.user_id, known.consumer_type, run="" if by is None else by
+        known.generation,
+        attempt,
+        known.project_id,
+        known.user_id,
+        known.consumer_type,
+        claim_owner="" if by is None else by,
     )
 
 
 def _fits(
-    ledger: ClaimLedger, wanted: Holding, before: Holding, after: Holding, shapes: Mapping[str, int] = _NO_AMOUNTS
+    ledger: ClaimLedger,
+    wanted: ProviderAllocations,
+    before: ProviderAllocations,
+    after: ProviderAllocations,
+    spec_generations: Mapping[str, int] = _NO_AMOUNTS,
 ) -> ClaimOutcome:
-    """Return whether allocations fit. GONE takes precedence over FULL, FULL over RACED, and RACED over INVALID.
+    """Return whether allocations fit. GONE takes precedence over FULL, FULL over CONFLICT, and CONFLICT over INVALID.
 
     before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
-    shapes: of the providers when they were chosen.
+    spec_generations: of the providers when they were chosen.
     """
     invalid = False
     raced: set[str] = set()
@@ -382,7 +406,7 @@ def _fits(
             return _GONE
         if not resources:
             invalid = True
-        if shapes.get(uuid, provider.shape) != provider.shape:
+        if spec_generations.get(uuid, provider.spec_generation) != provider.spec_generation:
             raced.add(uuid)
     for uuid, resources in wanted.items():
         held, total = before.get(uuid, _NO_AMOUNTS), after[uuid]
@@ -390,38 +414,40 @@ def _fits(
             fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
             # Inventory that was removed after the host was chosen has perhaps moved to a child provider: raced, not
             # full.
-            if fit is Fit.FULL or (fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in raced):
+            if fit is Fit.NO_CAPACITY or (
+                fit is Fit.NO_INVENTORY and name in ledger.known_classes and uuid not in raced
+            ):
                 return _FULL
             invalid = invalid or fit is not Fit.FITS
     if raced:
-        return ClaimOutcome.RACED
+        return ClaimOutcome.CONFLICT
     return ClaimOutcome.INVALID if invalid else _CLAIMED
 
 
 def _release(ledger: ClaimLedger, release: Release) -> ReleaseResult:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
-    if known is None or not known.holding:
+    if known is None or not known.allocations:
         before = ConsumerState(0, 0, "", "", "") if known is None else known
-        is_of_another = before.attempt == attempt and before.run not in ("", release.by)
+        is_of_another = before.attempt == attempt and before.claim_owner not in ("", release.owner)
         if attempt is not None and (before.attempt < attempt or is_of_another):
             # A claim of this attempt may still be in flight; the fence refuses the claim when it arrives. Of two runs
             # it is refused whosever it is.
-            ledger.write(release.consumer, _fence(before, attempt, None if is_of_another else release.by))
+            ledger.write(release.consumer, _fence(before, attempt, None if is_of_another else release.owner))
         return ReleaseResult(outcome="absent")
-    if ledger.is_others(known.holding):
-        return ReleaseResult(outcome="consumer_changed")
+    if ledger.has_foreign_provider(known.allocations):
+        return ReleaseResult(outcome="consumer_conflict")
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
-    is_another |= release.by not in (None, known.run)
+    is_another |= release.owner not in (None, known.claim_owner)
     if is_another or (attempt is not None and known.attempt > attempt):
-        return ReleaseResult(outcome="consumer_changed")
-    ledger.move(known.holding, NOTHING)
-    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.by))
+        return ReleaseResult(outcome="consumer_conflict")
+    ledger.move(known.allocations, NOTHING)
+    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt, release.owner))
     return ReleaseResult(outcome="released", sequence=CHANGED)
 
 
-def _keeps_source(revert: Revert, held: Holding, kept: Holding) -> bool:
+def _keeps_source(revert: Revert, held: ProviderAllocations, kept: ProviderAllocations) -> bool:
     """Whether a consumer that is no migration by its type must be one: it alone has something where the source was.
 
     Another client may have written it anew, with a type of its own or none.
@@ -435,25 +461,27 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
     migration hold before and after, as for a swap.
     """
     if revert.consumer == revert.migration.uuid:
-        return RevertResult(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
+        return RevertResult(outcome="consumer_conflict", reason="revert.migration: it is the instance itself")
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
-    if not is_migration(migration) and not _keeps_source(revert, holding_of(known), holding_of(migration)):
+    if not is_migration(migration) and not _keeps_source(revert, allocations_of(known), allocations_of(migration)):
         migration = None  # an instance that was built under the request's uuid: its allocation is its own
-    held, kept = holding_of(known), holding_of(migration)
-    if ledger.is_others(held) or ledger.is_others(kept):
-        return RevertResult(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
-    if known is None and migration is not None and migration.holding:
+    held, kept = allocations_of(known), allocations_of(migration)
+    if ledger.has_foreign_provider(held) or ledger.has_foreign_provider(kept):
+        return RevertResult(outcome="consumer_conflict", reason=OF_ANOTHER_CELL)
+    if known is None and migration is not None and migration.allocations:
         # The move has taken longer than fences are kept: the one of an instance that holds nothing is gone.
         known = ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
     if known is None or known.attempt > revert.attempt:
-        return RevertResult(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
-    if migration is not None and migration.holding and migration.project_id != known.project_id:
-        return RevertResult(outcome="consumer_changed")
+        return RevertResult(
+            outcome="consumer_conflict", consumer_generation=None if known is None else known.generation
+        )
+    if migration is not None and migration.allocations and migration.project_id != known.project_id:
+        return RevertResult(outcome="consumer_conflict")
     if known.attempt == revert.attempt and not kept:
-        return RevertResult(outcome="reverted", consumer_generation=known.generation, holding=shown(held))
-    source: Holding = held
+        return RevertResult(outcome="reverted", consumer_generation=known.generation, allocations=reply_form(held))
+    source: ProviderAllocations = held
     if known.attempt > revert.source_attempt:
-        source = whole_source(revert.migration.source, ledger.source_held(revert.migration, held, kept))
+        source = whole_source(revert.migration.source, ledger.source_allocations(revert.migration, held, kept))
         outcome = _fits(ledger, source, total_of((held, kept)), source)
         if outcome is not _CLAIMED:
             return RevertResult(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
@@ -461,13 +489,13 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> RevertResult:
         ledger.move(kept, NOTHING)
         if migration is not None:
             ledger.write(revert.migration.uuid, None)
-    after = replace(known, generation=known.generation + 1, attempt=revert.attempt, holding=source)
+    after = replace(known, generation=known.generation + 1, attempt=revert.attempt, allocations=source)
     ledger.write(revert.consumer, after)
     return RevertResult(
         outcome="reverted",
         sequence=CHANGED,
         consumer_generation=after.generation,
-        holding=shown(source),
+        allocations=reply_form(source),
     )
 
 
@@ -476,21 +504,25 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
     above the capacity is said, and held.
     """
     known = ledger.consumer(item.consumer)
-    held = holding_of(known)
+    held = allocations_of(known)
     wanted = held if item.allocations is None else item.allocations
     if known is None and wanted:
         known = ConsumerState(0, 0, item.project_id, item.user_id, INSTANCE_TYPE)
     if known is not None and held and (known.attempt == 0 or known.project_id != item.project_id):
-        return RestateResult(outcome="consumer_changed")
-    if known is not None and (known.attempt > item.attempt or ledger.is_others(held)):
-        return RestateResult(outcome="consumer_changed")
-    over = {uuid: one.holding for uuid in item.migrations if _is_over(one := ledger.consumer(uuid), ledger, item)}
+        return RestateResult(outcome="consumer_conflict")
+    if known is not None and (known.attempt > item.attempt or ledger.has_foreign_provider(held)):
+        return RestateResult(outcome="consumer_conflict")
+    over = {
+        uuid: one.allocations
+        for uuid in item.migrations
+        if _is_ended_migration(one := ledger.consumer(uuid), ledger, item)
+    }
     generation = known.generation if known is not None and held else None
     if wanted == held and not over and (known is None or known.attempt == item.attempt):
         return RestateResult(outcome="restated", consumer_generation=generation)
     outcome = _fits(ledger, wanted, total_of((held, *over.values())), wanted)
     is_above = outcome is _FULL and all(
-        ledger.fit(uuid, name, amount, 0) in (Fit.FITS, Fit.FULL)
+        ledger.fit(uuid, name, amount, 0) in (Fit.FITS, Fit.NO_CAPACITY)
         for uuid, resources in wanted.items()
         for name, amount in resources.items()
     )
@@ -505,16 +537,16 @@ def _restate(ledger: ClaimLedger, item: Restate) -> RestateResult:
         ledger.move(held, wanted)
     if known is not None:
         owner = (item.project_id, known.user_id or item.user_id, known.consumer_type or INSTANCE_TYPE)
-        after = ConsumerState(known.generation + 1, item.attempt, *owner, wanted, known.run)
+        after = ConsumerState(known.generation + 1, item.attempt, *owner, wanted, known.claim_owner)
         ledger.write(item.consumer, after)
         generation = after.generation if wanted else None
     return RestateResult(outcome="restated", over_capacity=is_above, consumer_generation=generation, sequence=CHANGED)
 
 
-def _is_over(known: ConsumerState | None, ledger: ClaimLedger, item: Restate) -> TypeGuard[ConsumerState]:
+def _is_ended_migration(known: ConsumerState | None, ledger: ClaimLedger, item: Restate) -> TypeGuard[ConsumerState]:
     """Whether it is a migration that a restatement ends."""
     is_own = is_migration(known) and known.project_id == item.project_id
-    return is_own and bool(holding_of(known)) and not ledger.is_others(holding_of(known))
+    return is_own and bool(allocations_of(known)) and not ledger.has_foreign_provider(allocations_of(known))
 
 
 def _swap(ledger: ClaimLedger, swap: Swap) -> SwapResult:
@@ -534,15 +566,15 @@ def _swap(ledger: ClaimLedger, swap: Swap) -> SwapResult:
     if len({write.consumer for write in writes}) != len(writes):
         return SwapResult(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
     before, after = ledger.totals(writes)
-    if all(ledger.held_by(write.consumer) == write.holding for write in writes):
+    if all(ledger.allocations_of(write.consumer) == write.allocations for write in writes):
         return SwapResult(outcome=_CLAIMED, generations=ledger.generations_of(before))
     for write in writes:
-        if ledger.is_others(ledger.held_by(write.consumer)):
-            return SwapResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer, reason=OF_ANOTHER_CELL)
+        if ledger.has_foreign_provider(ledger.allocations_of(write.consumer)):
+            return SwapResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, consumer=write.consumer, reason=OF_ANOTHER_CELL)
         if not ledger.is_expected(write):
-            return SwapResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer)
+            return SwapResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, consumer=write.consumer)
     for write in writes:
-        outcome = _fits(ledger, write.holding, before, after)
+        outcome = _fits(ledger, write.allocations, before, after)
         if outcome is not _CLAIMED:
             return SwapResult(outcome=outcome, consumer=write.consumer)
     ledger.replace(writes, bump_left=True)

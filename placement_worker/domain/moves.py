@@ -3,7 +3,7 @@ of the same providers.
 
 While an instance moves, two consumers hold allocations for it: the instance holds those on the destination, the
 migration those on the source. Where both take the same class of one provider (a resize in place, a storage pool that
-both hosts share) the book counts the larger amount and not the sum, because only one of the two machines runs at a
+both hosts share) placement counts the larger amount and not the sum, because only one of the two machines runs at a
 time, and either of them may stay in the end.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
-from placement_worker.domain.values import ConsumerState, Holding
+from placement_worker.domain.values import ConsumerState, ProviderAllocations
 
 MIGRATION_TYPE = "MIGRATION"
 # The type of a migration whose instance holds nothing, because the claim for its next destination has released the last
@@ -29,12 +29,12 @@ def is_migration(consumer: ConsumerState | None) -> TypeGuard[ConsumerState]:
     return consumer is not None and consumer.consumer_type in MIGRATION_TYPES
 
 
-def amount_of(holding: Holding, provider: str, resource_class: str) -> int:
+def amount_of(holding: ProviderAllocations, provider: str, resource_class: str) -> int:
     """The amount of one class of one provider in a holding."""
     return holding.get(provider, _NO_AMOUNTS).get(resource_class, 0)
 
 
-def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
+def total_of(holdings: Iterable[ProviderAllocations]) -> dict[str, dict[str, int]]:
     """The sum of holdings, by provider and class."""
     total: dict[str, dict[str, int]] = {}
     for holding in holdings:
@@ -45,8 +45,8 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
     return total
 
 
-def source_held(
-    requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]
+def allocations_at_source(
+    requested: ProviderAllocations, held: ProviderAllocations, kept: ProviderAllocations, roots: Mapping[str, str]
 ) -> dict[str, dict[str, int]]:
     """Return the part of a move's source that the instance and its migration still hold, never more than both hold.
 
@@ -64,7 +64,7 @@ def source_held(
     return _with_missing(requested, kept, (*where_it_was, *_rows(both)))
 
 
-def whole_source(requested: Holding, source: Holding) -> dict[str, dict[str, int]]:
+def whole_source(requested: ProviderAllocations, source: ProviderAllocations) -> dict[str, dict[str, int]]:
     """Return `source`, as `source_held` returned it, with the amounts that another client has released: they are added
     again at the providers where the rest of their class is. The caller checks the capacity of these.
     """
@@ -72,7 +72,7 @@ def whole_source(requested: Holding, source: Holding) -> dict[str, dict[str, int
 
 
 def _with_missing(
-    requested: Holding, present: Holding, places: Iterable[tuple[str, str, int]]
+    requested: ProviderAllocations, present: ProviderAllocations, places: Iterable[tuple[str, str, int]]
 ) -> dict[str, dict[str, int]]:
     """`present` with the amounts of `requested` that it lacks by class, in the first places that have room.
 
@@ -89,25 +89,25 @@ def _with_missing(
     return result
 
 
-def _rows(holding: Holding) -> list[tuple[str, str, int]]:
+def _rows(holding: ProviderAllocations) -> list[tuple[str, str, int]]:
     return [(uuid, name, amount) for uuid, resources in holding.items() for name, amount in resources.items()]
 
 
-def _total_by_class(holding: Holding) -> Counter[str]:
+def _total_by_class(holding: ProviderAllocations) -> Counter[str]:
     total: Counter[str] = Counter()
     for resources in holding.values():
         total.update(resources)
     return total
 
 
-def added_to(held: Holding, taken: Holding) -> dict[str, dict[str, int]]:
+def added_to(held: ProviderAllocations, taken: ProviderAllocations) -> dict[str, dict[str, int]]:
     """Return what a consumer holds that takes `taken` besides: the larger amount of each class of a provider of both,
     as for a move.
     """
-    return total_of((kept_beside(held, taken), taken))
+    return total_of((kept_alongside(held, taken), taken))
 
 
-def kept_beside(source: Holding, taken: Holding) -> dict[str, dict[str, int]]:
+def kept_alongside(source: ProviderAllocations, taken: ProviderAllocations) -> dict[str, dict[str, int]]:
     """Return the allocations of the migration while the instance holds `taken`: the sum of both is the larger amount of
     each class.
     """

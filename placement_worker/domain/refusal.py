@@ -15,7 +15,7 @@ class Why(StrEnum):
     """The reason why a write is refused. Reasons that call for different reactions have different codes."""
 
     NO_PROVIDER = "no_provider"
-    NO_SUCH = "no_such"  # the book does not know the class or trait
+    NO_SUCH = "no_such"  # placement does not know the class or trait
     NO_INVENTORY = "no_inventory"
     NO_ALLOCATIONS = "no_allocations"
     GENERATION = "generation"  # the provider's generation has changed since the caller read it
@@ -52,7 +52,7 @@ def no_provider(uuid: str) -> WriteRefusal:
 
 
 def no_such_class(name: str) -> WriteRefusal:
-    """The book does not know the class."""
+    """Placement does not know the class."""
     return WriteRefusal(Why.NO_SUCH, f"No such resource class {name}.", name)
 
 

@@ -1,8 +1,8 @@
-"""Decides the effect of inventory updates on the book. An update is a whole tree, as its source sees it.
+"""Decides the effect of inventory updates on placement. An update is a whole tree, as its reporter sees it.
 
-An update from the bus is applied or refused as a whole, and must not block the later updates of its source. So a
+An update from the bus is applied or refused as a whole, and must not block the later updates of its reporter. So a
 provider or class that a report no longer names and a consumer still uses, or a provider to which others gave something,
-is no error: it becomes *stranded* (capacity 0, no new allocations; docs/decisions/0002-stranded-inventory.md).
+is no error: it becomes *orphaned* (capacity 0, no new allocations; docs/decisions/0002-stranded-inventory.md).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bus.contracts.placement import InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.values import (
     ABOVE_CELLS,
-    Holding,
     Provider,
+    ProviderAllocations,
     StoredInventory,
     is_class,
     is_custom,
@@ -31,7 +31,7 @@ from placement_worker.domain.values import (
 )
 
 MAX_SHOWN = 64  # characters of a refused name
-NO_HOLDINGS: Mapping[str, Holding] = {}
+NO_ALLOCATIONS: Mapping[str, ProviderAllocations] = {}
 _Used = dict[str, dict[str, int]]
 
 
@@ -43,18 +43,18 @@ class ReportRefusal(Struct, frozen=True):
 
 
 NAME_TAKEN = "provider.name_taken"
-HOLDERS_BUSY = "inventory.holders_busy"  # the report is applied a moment later
+CONSUMERS_BUSY = "inventory.consumers_busy"  # the report is applied a moment later
 
 
 class Applied(Struct, frozen=True):
-    """An update that was applied: the reported providers, the stranded ones, and whether anything changed.
+    """An update that was applied: the reported providers, the orphaned ones, and whether anything changed.
 
-    stranded: a provider's uuid, or `uuid/CLASS` where a class of a reported provider is stranded. left: the roots of
+    orphaned: a provider's uuid, or `uuid/CLASS` where a class of a reported provider is orphaned. left: the roots of
     other trees, which it has taken providers from.
     """
 
     reported: tuple[str, ...]
-    stranded: tuple[str, ...]
+    orphaned: tuple[str, ...]
     changed: bool
     left: Collection[str] = ()
 
@@ -67,17 +67,17 @@ class ReportPlan(Struct, frozen=True):
 
     results: list[Applied | ReportRefusal]
     after: dict[str, Provider]
-    moved: dict[str, Holding]
+    moved: dict[str, ProviderAllocations]
 
 
-def foreign(uuid: str) -> ReportRefusal:
+def refuse_foreign(uuid: str) -> ReportRefusal:
     """The refusal of a report that came on a cell's bus and names a provider of another cell."""
     return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
 def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[InventoryUpdate, tuple[str, ...]]:
-    """The update without the traits that are neither custom nor known to the book, which nobody can ask for; and these,
-    each once.
+    """The update without the traits that are neither custom nor known to placement, which nobody can ask for; and
+    these, each once.
     """
     named = {trait: None for report in update.providers for trait in report.traits}
     unknown = {trait: None for trait in named if not is_custom(trait) and trait not in known}
@@ -88,8 +88,8 @@ def without_unknown(update: InventoryUpdate, known: Collection[str]) -> tuple[In
     return replace(update, providers=tuple(reports)), tuple(unknown)
 
 
-def flaw(update: InventoryUpdate) -> ReportRefusal | None:
-    """Return the error of an update that can be found without the book; None when there is none."""
+def problem_of(update: InventoryUpdate) -> ReportRefusal | None:
+    """Return the error of an update that can be found without placement; None when there is none."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
         return ReportRefusal("inventory.root", "the first provider is the root, and the root has no parent")
@@ -100,21 +100,21 @@ def flaw(update: InventoryUpdate) -> ReportRefusal | None:
             return ReportRefusal("inventory.duplicate", f"provider {report.uuid} is reported twice")
         if number and report.parent_uuid not in seen:
             return ReportRefusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
-        if report.name in names and not report.theirs:
+        if report.name in names and not report.is_reference:
             return ReportRefusal(NAME_TAKEN, f"two providers are named {report.name!r}")
         if "\x00" in report.name:
             return ReportRefusal("provider.name", f"the name of {report.uuid} has a NUL character")
-        if report.takes_from == report.uuid:
-            return ReportRefusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
+        if report.receives_from == report.uuid:
+            return ReportRefusal("inventory.receives_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
-        names.update(() if report.theirs else (report.name,))
-        wrong = _flaw_of_report(report)
+        names.update(() if report.is_reference else (report.name,))
+        wrong = _problem_of_report(report)
         if wrong is not None:
             return wrong
     return None
 
 
-def _flaw_of_report(report: ProviderReport) -> ReportRefusal | None:
+def _problem_of_report(report: ProviderReport) -> ReportRefusal | None:
     for name, inventory in report.inventories.items():
         if not is_class(name):
             reason = f"{name[:MAX_SHOWN]!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
@@ -127,22 +127,23 @@ def _flaw_of_report(report: ProviderReport) -> ReportRefusal | None:
 def plan(
     updates: Sequence[InventoryUpdate],
     earlier: Sequence[Sequence[str]],
-    book: Mapping[str, Provider],
-    holdings: Mapping[str, Holding] = NO_HOLDINGS,
+    recorded: Mapping[str, Provider],
+    holdings: Mapping[str, ProviderAllocations] = NO_ALLOCATIONS,
     bus: str = ABOVE_CELLS,
     *,
-    shape: int,
+    spec_generation: int,
     final: bool = False,
 ) -> ReportPlan:
     """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all, and those together
     whose providers have exchanged their names.
 
-    earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). book: every
-    provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations
-    of every consumer of a provider that others take from. shape: the new shape of every provider that changes; it is
-    higher than any shape in the book. final: what others gave to a provider that is taken out goes with it.
+    earlier[n]: the providers that updates[n] takes out if it does not report them (`ReportGroup.earlier`). recorded:
+    every provider of every tree that contains a root, a provider or a provider name of the updates. holdings: the
+    allocations of every consumer of a provider that others take from. spec_generation: the new spec generation of every
+    provider that changes; it is higher than any spec generation in placement. final: what others gave to a provider
+    that is taken out goes with it.
     """
-    draft = _Draft(book, holdings, bus, shape, final=final)
+    draft = _Draft(recorded, holdings, bus, spec_generation, final=final)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
     waiting = {
         number: updates[number]
@@ -183,25 +184,31 @@ def _removed(provider: Provider) -> Change:
 
 
 class _Draft:
-    """The book after the updates so far. A refused update changes nothing."""
+    """Placement after the updates so far. A refused update changes nothing."""
 
     def __init__(
-        self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str, shape: int, *, final: bool
+        self,
+        recorded: Mapping[str, Provider],
+        holdings: Mapping[str, ProviderAllocations],
+        bus: str,
+        spec_generation: int,
+        *,
+        final: bool,
     ) -> None:
-        self.providers = dict(book)
+        self.providers = dict(recorded)
         self._bus = bus
-        self._shape = shape
+        self._spec_generation = spec_generation
         self._final = final
         self._generations: dict[str, int] = {}  # of providers that an update removed; a later one may report them
-        self.moved: dict[str, Holding] = {}
-        self._holdings = holdings
+        self.moved: dict[str, ProviderAllocations] = {}
+        self._allocations = holdings
         self._holders: dict[str, list[str]] = {}
         for consumer, holding in holdings.items():
             for uuid in holding:
                 self._holders.setdefault(uuid, []).append(consumer)
-        self.names = {provider.name: provider.uuid for provider in book.values()}
+        self.names = {provider.name: provider.uuid for provider in recorded.values()}
         self.trees: dict[str, set[str]] = {}
-        for provider in book.values():
+        for provider in recorded.values():
             self.trees.setdefault(provider.root, set()).add(provider.uuid)
 
     def trial(self) -> _Draft:
@@ -216,7 +223,7 @@ class _Draft:
         """Of updates that were refused for a name, by number: those that may be applied together, because no two of
         them give the same name; and their providers.
         """
-        own = {n: [report for report in u.providers if not report.theirs] for n, u in refused.items()}
+        own = {n: [report for report in u.providers if not report.is_reference] for n, u in refused.items()}
         while True:
             giving = {report.uuid for reports in own.values() for report in reports}
             times = Counter(report.name for reports in own.values() for report in reports)
@@ -233,20 +240,20 @@ class _Draft:
         """giving: providers that updates beside this one give other names."""
         for uuid in [report.uuid for report in update.providers] or (update.root_uuid,):  # the first is the root
             if is_foreign(self._cell(uuid), self._bus):
-                return foreign(uuid)
-        if self._is_anothers(update, earlier):
-            return foreign(update.root_uuid)
+                return refuse_foreign(uuid)
+        if self._is_foreign(update, earlier):
+            return refuse_foreign(update.root_uuid)
         for report in update.providers:
             known = self.providers.get(report.uuid)
             # With another parent than it has, the parents of the tree could go round in a circle.
-            if report.theirs and (known is None or known.parent != report.parent_uuid):
-                reason = f"the source that owns {report.uuid} has not reported it there"
+            if report.is_reference and (known is None or known.parent != report.parent_uuid):
+                reason = f"the reporter that owns {report.uuid} has not reported it there"
                 return ReportRefusal("inventory.not_there", reason)
-        own = [report for report in update.providers if not report.theirs]
+        own = [report for report in update.providers if not report.is_reference]
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
         moved, used = self._migrate(own, {*reported, *leaving})
-        gone, stranded = self._partition_leaving(leaving, set(reported), used)
+        gone, orphaned = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # A provider that this update removes, or reports under another name, does not keep the name.
@@ -257,15 +264,15 @@ class _Draft:
             old = self.providers.get(report.uuid)
             cell = self._bound(update) if report.uuid == update.root_uuid else None
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
-        for uuid in stranded:
-            touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
+        for uuid in orphaned:
+            touched[uuid] = _orphan(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched)
         classes = [
-            f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.stranded)
+            f"{u}/{n}" for u in reported for n in sorted(n for n, one in touched[u].inventories.items() if one.orphaned)
         ]
         self.moved.update(moved)
         changed = self._commit(touched, gone)
-        return Applied(reported, (*stranded, *classes), bool(changed), changed - {update.root_uuid})
+        return Applied(reported, (*orphaned, *classes), bool(changed), changed - {update.root_uuid})
 
     def _cell(self, uuid: str) -> str | None:
         """The cell that a provider belongs to, which is the cell of its root."""
@@ -275,8 +282,8 @@ class _Draft:
     def _bound(self, update: InventoryUpdate) -> str | None:
         """Return the cell of a root after a report on this bus. A report on the API bus does not bind an unbound root.
 
-        A source on the API bus may name the cell, unless a consumer uses the root: that consumer may belong to another
-        cell, which could then no longer release its allocations.
+        A reporter on the API bus may name the cell, unless a consumer uses the root: that consumer may belong to
+        another cell, which could then no longer release its allocations.
         """
         root = update.root_uuid
         named = update.cell if self._bus == ABOVE_CELLS else None
@@ -284,9 +291,9 @@ class _Draft:
             return named or self._bus
         return self._cell(root) or (self._bus if self._bus != ABOVE_CELLS else None)
 
-    def _is_anothers(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
-        """Whether a source on the API bus reports, for one cell, a root that it never reported before and that belongs
-        to another cell.
+    def _is_foreign(self, update: InventoryUpdate, earlier: Sequence[str]) -> bool:
+        """Whether a reporter on the API bus reports, for one cell, a root that it never reported before and that
+        belongs to another cell.
 
         Two Ironics may have a node of one uuid.
         """
@@ -297,13 +304,15 @@ class _Draft:
     def _is_used(self, root: str) -> bool:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
-    def _migrate(self, reports: Sequence[ProviderReport], covered: set[str]) -> tuple[dict[str, Holding], _Used]:
+    def _migrate(
+        self, reports: Sequence[ProviderReport], covered: set[str]
+    ) -> tuple[dict[str, ProviderAllocations], _Used]:
         """Return (the new holdings, the usage after them). Allocations move only between the providers of the report's
-        own source, and away from those that it covers.
+        own reporter, and away from those that it covers.
         """
         sources = [uuid for uuid in sources_of(reports) if uuid in covered and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(covered)}
-        moved: dict[str, Holding] = {}
+        moved: dict[str, ProviderAllocations] = {}
         for source in sources:
             inventories = {report.uuid: _inventories(report) for report in reports}
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
@@ -313,11 +322,11 @@ class _Draft:
             moved.update(then)
         return moved, used
 
-    def _held(self, consumer: str) -> Holding:
-        return self.moved.get(consumer, self._holdings[consumer])
+    def _held(self, consumer: str) -> ProviderAllocations:
+        return self.moved.get(consumer, self._allocations[consumer])
 
     def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
-        """The providers of this tree that the source no longer reports, deepest first."""
+        """The providers of this tree that the reporter no longer reports, deepest first."""
         tree = self.trees.get(update.root_uuid, set())
         is_whole = not reported and update.root_uuid in earlier
         leaving = [u for u in (sorted(tree) if is_whole else earlier) if u in tree and u not in reported]
@@ -336,7 +345,7 @@ class _Draft:
         others gave them something, which a host that is hidden for a moment has to find again).
         """
         gone: set[str] = set()
-        stranded: list[str] = []
+        orphaned: list[str] = []
         needed: set[str | None] = set()
         if leaving:
             going = set(leaving)
@@ -344,12 +353,12 @@ class _Draft:
             needed = {self.providers[uuid].parent for uuid in tree if uuid not in going and uuid not in reported}
         for uuid in leaving:
             provider = self.providers[uuid]
-            if uuid in needed or any(used[uuid].values()) or (provider.is_given and not self._final):
-                stranded.append(uuid)
+            if uuid in needed or any(used[uuid].values()) or (provider.is_changed_by_clients and not self._final):
+                orphaned.append(uuid)
                 needed.add(provider.parent)
             else:
                 gone.add(uuid)
-        return gone, stranded
+        return gone, orphaned
 
     def _follow_moves(self, touched: dict[str, Provider]) -> None:
         """Set the root of the descendants that were not reported: they stay under their parent, which may have moved to
@@ -383,7 +392,7 @@ class _Draft:
             # A provider that one update removes and another one reports continues its generation, so that older states
             # can be recognised.
             generation = provider.generation if before is not None else self._generations.get(uuid, 0)
-            self.providers[uuid] = replace(provider, generation=generation + 1, shape=self._shape)
+            self.providers[uuid] = replace(provider, generation=generation + 1, spec_generation=self._spec_generation)
             if before is not None and before.root == provider.root and before.name == provider.name:
                 continue
             if before is not None:
@@ -418,29 +427,29 @@ def _reported(
         parent=report.parent_uuid,
         root=root,
         generation=old.generation,
-        shape=old.shape,
+        spec_generation=old.spec_generation,
         inventories=inventories,
         used=used,
         # A report without the traits that were set through the REST API does not remove them: its service does not
         # know them.
-        traits=tuple(sorted({*report.traits, *old.lasting})),
+        traits=tuple(sorted({*report.traits, *old.own_traits})),
         aggregates=tuple(sorted(set(aggregates))),
         cell=cell,
-        lasting=old.lasting,
+        own_traits=old.own_traits,
     )
 
 
-def _strand(provider: Provider) -> Provider:
+def _orphan(provider: Provider) -> Provider:
     """Strand a provider: it takes no new allocations, and its unused classes are removed at once. What is kept for
     others' gifts alone gives its name back: the host may be made anew under another uuid.
     """
     inventories = {
         name: _closed(inventory) for name, inventory in provider.inventories.items() if provider.used.get(name)
     }
-    if not inventories and provider.is_given:
-        return replace(provider, inventories={}, name=provider.uuid, traits=provider.lasting)
+    if not inventories and provider.is_changed_by_clients:
+        return replace(provider, inventories={}, name=provider.uuid, traits=provider.own_traits)
     return replace(provider, inventories=inventories)
 
 
 def _closed(inventory: StoredInventory) -> StoredInventory:
-    return replace(inventory, reserved=inventory.total, capacity=0, stranded=True)
+    return replace(inventory, reserved=inventory.total, capacity=0, orphaned=True)

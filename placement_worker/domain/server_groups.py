@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from bus.contracts.placement import INSTANCES, MAX_LOCATED_HOSTS, Claim, ClaimOption, ClaimOutcome, GroupPolicy
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Holding, Provider
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Provider, ProviderAllocations
 
 # The policies that placement enforces with each claim. The soft policies are left to the scheduler's weighers.
 HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
@@ -88,14 +88,14 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
         return ClaimOutcome.INVALID
     if group.policy is GroupPolicy.ANTI_AFFINITY:
         allowed = others.get(option.host, 0) < group.max_per_host
-    elif group.policy is GroupPolicy.AFFINITY and claim.foreign:
+    elif group.policy is GroupPolicy.AFFINITY and claim.external:
         allowed = not others or option.host in others
     else:
         allowed = group.policy is not GroupPolicy.AFFINITY or set(others) <= {option.host, *claim.fenced_hosts}
-    return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
+    return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.POLICY_VIOLATED
 
 
-def hosts_that_matter(claim: Claim) -> Collection[str] | None:
+def decisive_hosts(claim: Claim) -> Collection[str] | None:
     """The hosts whose members decide about the claim, and are shown where it is refused; None: all.
 
     With anti-affinity these are only the hosts that the claim names, because the group may be on very many others.
@@ -111,7 +111,7 @@ def visible_members(others: Mapping[str, int]) -> dict[str, int]:
     return dict(islice(others.items(), MAX_LOCATED_HOSTS))
 
 
-def held_by_class(holding: Holding) -> dict[str, int]:
+def usage_by_class(holding: ProviderAllocations) -> dict[str, int]:
     """Return the amounts of one consumer that count against a quota: the sum of each class over all its providers, and
     one instance.
     """
@@ -126,7 +126,7 @@ def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
     """Return the amounts of a consumer that count against its project's quota: all that it holds, as Nova counts by the
     usages of Placement. A migration is not another instance; one whose instance holds nothing has another type.
     """
-    held = held_by_class(consumer.holding)
+    held = usage_by_class(consumer.allocations)
     if consumer.consumer_type == MIGRATION_TYPE:
         held.pop(INSTANCES, None)
     return held

@@ -3,8 +3,9 @@ for the group.
 
 Generations are incremented exactly as Placement does: by every write of inventories, even when nothing changes; by a
 write of traits only when they change; by every write of aggregates from 1.19 on and by none before; not by a rename or
-a new parent. berth's own `shape` changes with inventory, traits, aggregates and parentage. Each new shape is a number
-that the book has never given before, so a provider that is deleted and created again has none of its old shapes.
+a new parent. berth's own `spec_generation` changes with inventory, traits, aggregates and parentage. Each new spec
+generation is a number that placement has never given before, so a provider that is deleted and created again has none
+of its old spec generations.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class DeleteTree(ProviderWrite, frozen=True):
 
 
 class SetInventories(ProviderWrite, frozen=True):
-    """Replace all inventories of a provider. generation: the one that the provider must have; None: any. flaw: the
+    """Replace all inventories of a provider. generation: the one that the provider must have; None: any. problem: the
     first error among the inventories, empty when there is none.
     """
 
     inventories: Mapping[str, StoredInventory]
     generation: int | None = None
-    flaw: str = ""
+    problem: str = ""
 
 
 class WriteInventory(ProviderWrite, frozen=True):
@@ -71,7 +72,7 @@ class WriteInventory(ProviderWrite, frozen=True):
     resource_class: str
     inventory: StoredInventory
     generation: int | None = None
-    flaw: str = ""
+    problem: str = ""
 
 
 class DeleteInventory(ProviderWrite, frozen=True):
@@ -120,7 +121,7 @@ TreeWrite = (
 TreeOutcome = Provider | WriteRefusal
 
 
-class WantedTrees(Struct, frozen=True):
+class TreesToLock(Struct, frozen=True):
     """The providers that a group of writes locks: these, and the whole trees of those in `whole` and of those that have
     one of the names. creating: the providers that may be created.
     """
@@ -131,7 +132,7 @@ class WantedTrees(Struct, frozen=True):
     creating: Sequence[str] = ()
 
 
-def wanted_trees(writes: Iterable[TreeWrite]) -> WantedTrees:
+def trees_to_lock(writes: Iterable[TreeWrite]) -> TreesToLock:
     """The providers that the writes name by uuid or name, and the trees of those that are updated or deleted."""
     uuids: set[str] = set()
     names: set[str] = set()
@@ -149,7 +150,7 @@ def wanted_trees(writes: Iterable[TreeWrite]) -> WantedTrees:
             whole.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 whole.add(write.parent)
-    return WantedTrees(uuids, names, whole, list(creating))
+    return TreesToLock(uuids, names, whole, list(creating))
 
 
 def entries_of_tree(write: TreeWrite) -> int:
@@ -177,7 +178,7 @@ def traits_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     return {trait for write in writes if isinstance(write, SetTraits) for trait in write.traits}
 
 
-def adopted_providers(writes: Iterable[TreeWrite]) -> list[str]:
+def reparented_providers(writes: Iterable[TreeWrite]) -> list[str]:
     """The providers that writes of a group put below another one."""
     return [write.uuid for write in writes if isinstance(write, UpdateProvider) and isinstance(write.parent, str)]
 
@@ -191,7 +192,8 @@ def deleted_trees(writes: Iterable[TreeWrite], outcomes: Iterable[TreeOutcome]) 
 class ProviderTrees:
     """The providers of one group of writes: first as loaded, then as the writes so far have left them.
 
-    shape: the shape of every provider that the group creates or changes. reported: roots that a source reports.
+    spec_generation: the spec generation of every provider that the group creates or changes. reported: roots that a
+    source reports.
     """
 
     def __init__(
@@ -200,11 +202,11 @@ class ProviderTrees:
         known_classes: Collection[str],
         known_traits: Collection[str],
         *,
-        shape: int,
+        spec_generation: int,
         reported: Collection[str] = (),
     ) -> None:
         self.providers = dict(providers)
-        self._shape = shape
+        self._spec_generation = spec_generation
         self._reported = reported
         self._names = {provider.name: provider.uuid for provider in providers.values()}
         self._known_classes = known_classes
@@ -244,7 +246,7 @@ class ProviderTrees:
             root = parent.root
         if taken:
             return WriteRefusal(Why.DUPLICATE, ", ".join(taken), write.name)
-        created = Provider(write.uuid, write.name, write.parent, root, 0, self._shape, {}, {}, (), ())
+        created = Provider(write.uuid, write.name, write.parent, root, 0, self._spec_generation, {}, {}, (), ())
         self.providers[write.uuid] = created
         self._names[write.name] = write.uuid
         return created
@@ -261,13 +263,13 @@ class ProviderTrees:
             if write.parent in subtree:
                 return _bad_parent("update", "creating loop in the provider tree is not allowed.")
             if (write.parent, target) != (before.parent, before.root):
-                moved = replace(before, parent=write.parent, root=target, shape=self._shape)
+                moved = replace(before, parent=write.parent, root=target, spec_generation=self._spec_generation)
         if self._names.get(write.name, before.uuid) != before.uuid:
             return WriteRefusal(Why.DUPLICATE, f"name: {write.name}", write.name)
         if moved.root != before.root:
             for uuid in subtree[1:]:
                 below = self.providers[uuid]
-                self.providers[uuid] = replace(below, root=moved.root, shape=self._shape)
+                self.providers[uuid] = replace(below, root=moved.root, spec_generation=self._spec_generation)
         if write.name != before.name:
             self._names.pop(before.name, None)
             self._names[write.name] = before.uuid
@@ -324,7 +326,7 @@ class ProviderTrees:
     def set_inventories(self, before: Provider, write: SetInventories) -> TreeOutcome:
         """Replace all inventories."""
         return self._refusal(before, write, write.inventories) or with_inventories(
-            before, self._shape, write.inventories
+            before, self._spec_generation, write.inventories
         )
 
     def write_inventory(self, before: Provider, write: WriteInventory) -> TreeOutcome:
@@ -336,7 +338,7 @@ class ProviderTrees:
             return WriteRefusal(Why.DUPLICATE, f"inventory of class {name} already exists")
         if write.generation is not None and name not in before.inventories:
             return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {name} found.")
-        return with_inventories(before, self._shape, {**before.inventories, name: write.inventory})
+        return with_inventories(before, self._spec_generation, {**before.inventories, name: write.inventory})
 
     def _refusal(
         self, before: Provider, write: SetInventories | WriteInventory, classes: Iterable[str]
@@ -344,8 +346,8 @@ class ProviderTrees:
         """What speaks against a write of inventories, whatever inventories the provider has."""
         if write.generation not in {None, before.generation}:
             return generation_conflict()
-        if write.flaw:
-            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
+        if write.problem:
+            return WriteRefusal(Why.BAD_INVENTORY, write.problem)
         return next((no_such_class(name) for name in classes if name not in self._known_classes), None)
 
     def delete_inventory(self, before: Provider, write: DeleteInventory) -> TreeOutcome:
@@ -355,7 +357,9 @@ class ProviderTrees:
         if write.resource_class not in before.inventories:
             return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
         return with_inventories(
-            before, self._shape, {name: s for name, s in before.inventories.items() if name != write.resource_class}
+            before,
+            self._spec_generation,
+            {name: s for name, s in before.inventories.items() if name != write.resource_class},
         )
 
     def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
@@ -369,9 +373,15 @@ class ProviderTrees:
         if traits == before.traits:
             return before
         # New traits are lasting: reports do not remove what was set through the API. Other traits keep their mark.
-        marked, known = set(before.lasting), set(before.traits)
+        marked, known = set(before.own_traits), set(before.traits)
         lasting = tuple(trait for trait in traits if trait in marked or trait not in known)
-        return replace(before, traits=traits, lasting=lasting, generation=before.generation + 1, shape=self._shape)
+        return replace(
+            before,
+            traits=traits,
+            own_traits=lasting,
+            generation=before.generation + 1,
+            spec_generation=self._spec_generation,
+        )
 
     def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
         """Replace all aggregates."""
@@ -381,7 +391,7 @@ class ProviderTrees:
         aggregates = tuple(sorted(set(write.aggregates)))
         if aggregates == before.aggregates:
             return replace(before, generation=generation) if generation != before.generation else before
-        return replace(before, aggregates=aggregates, generation=generation, shape=self._shape)
+        return replace(before, aggregates=aggregates, generation=generation, spec_generation=self._spec_generation)
 
     def change_membership(self, before: Provider, write: ChangeMembership) -> TreeOutcome:
         """Add or remove one aggregate."""
@@ -389,7 +399,9 @@ class ProviderTrees:
             return before
         others = {one for one in before.aggregates if one != write.aggregate}
         aggregates = tuple(sorted(others | {write.aggregate} if write.member else others))
-        return replace(before, aggregates=aggregates, generation=before.generation + 1, shape=self._shape)
+        return replace(
+            before, aggregates=aggregates, generation=before.generation + 1, spec_generation=self._spec_generation
+        )
 
 
 _CHANGED = "Resource provider's generation already changed. Please update the generation and try again."
@@ -415,15 +427,17 @@ def used_of(providers: Iterable[Provider]) -> Counter[str]:
     return +used
 
 
-def with_inventories(before: Provider, shape: int, inventories: Mapping[str, StoredInventory]) -> TreeOutcome:
-    """Return the provider with these inventories, and with this shape if they differ from its own; or the refusal when
-    an inventory in use would be removed.
+def with_inventories(before: Provider, spec_generation: int, inventories: Mapping[str, StoredInventory]) -> TreeOutcome:
+    """Return the provider with these inventories, and with this spec generation if they differ from its own; or the
+    refusal when an inventory in use would be removed.
     """
     missing = [name for name in before.inventories if name not in inventories and before.used.get(name)]
     if missing:
         return in_use(before.uuid, missing)
-    shape = before.shape if before.inventories == inventories else shape
-    return replace(before, inventories=dict(inventories), generation=before.generation + 1, shape=shape)
+    spec_generation = before.spec_generation if before.inventories == inventories else spec_generation
+    return replace(
+        before, inventories=dict(inventories), generation=before.generation + 1, spec_generation=spec_generation
+    )
 
 
 def in_use(provider: str, classes: Iterable[str]) -> WriteRefusal:

@@ -1,5 +1,5 @@
-"""The values of the book that decisions read: a provider's inventory, a consumer's allocations; and the names of
-classes and traits: which the book accepts, and which known name a mistyped one is close to.
+"""The values of placement that decisions read: a provider's inventory, a consumer's allocations; and the names of
+classes and traits: which placement accepts, and which known name a mistyped one is close to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Fit(Enum):
 
     FITS = "fits"
     NO_INVENTORY = "no_inventory"  # the provider has nothing of the class
-    FULL = "full"
+    NO_CAPACITY = "no_capacity"
     NOT_IN_UNITS = "not_in_units"
 
 
@@ -47,15 +47,15 @@ def fit(amount: int, rules: InventoryUsage | StoredInventory | None, used: int, 
     if rules is None:
         return Fit.NO_INVENTORY
     if used + more > rules.capacity:
-        return Fit.FULL
+        return Fit.NO_CAPACITY
     return Fit.FITS if is_allowed_amount(amount, rules) else Fit.NOT_IN_UNITS
 
 
 # A provider with this trait shares its inventory with other trees, so a consumer of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
 
-Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
-NOTHING: Holding = {}
+ProviderAllocations = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+NOTHING: ProviderAllocations = {}
 
 # GroupKey names a server group: (project, uuid). Members has its members that hold allocations: {consumer: its hosts}.
 GroupKey = tuple[str, str]
@@ -84,15 +84,17 @@ class ClaimedProvider(Struct, frozen=True):
     """
 
     generation: int
-    shape: int
+    spec_generation: int
     inventories: dict[str, InventoryUsage]
     root: str
     shares: bool = False
 
 
 class ConsumerState(Struct, frozen=True):
-    """A consumer and its allocations. run: whose claim it is ('': unknown). With an empty holding the row is only a
-    fence: attempts up to `attempt` are refused, and where it has a run that last attempt of this run alone.
+    """A consumer and its allocations. claim_owner: whose claim it is ('': unknown). With an empty holding the row is
+    only a
+    fence: attempts up to `attempt` are refused, and where it has a claim owner that last attempt of this claim owner
+    alone.
     """
 
     generation: int
@@ -100,16 +102,16 @@ class ConsumerState(Struct, frozen=True):
     project_id: str
     user_id: str
     consumer_type: str
-    holding: Holding = NOTHING
-    run: str = ""
+    allocations: ProviderAllocations = NOTHING
+    claim_owner: str = ""
 
 
 class StoredInventory(Struct, frozen=True, gc=False):
     """One inventory of one provider. capacity: computed when the inventory is written (`stored_inventory`), and only
     read afterwards.
 
-    stranded: its source no longer reports the inventory, but consumers use it. Its capacity is 0 until it is unused and
-    deleted.
+    orphaned: its reporter no longer reports the inventory, but consumers use it. Its capacity is 0 until it is unused
+    and deleted.
     """
 
     total: int
@@ -119,7 +121,7 @@ class StoredInventory(Struct, frozen=True, gc=False):
     step_size: int
     allocation_ratio: float
     capacity: int
-    stranded: bool = False
+    orphaned: bool = False
 
 
 class Provider(Struct, frozen=True):
@@ -127,7 +129,7 @@ class Provider(Struct, frozen=True):
 
     cell: set on roots, and valid for the whole tree: the cell whose bus first reported the root, or ABOVE_CELLS for the
     API bus. None: no report has named the root yet (the REST API created it, or the rows are older than this column).
-    lasting: the traits that were set through the REST API; reports neither add nor remove them.
+    own_traits: the traits that were set through the REST API; reports neither add nor remove them.
     """
 
     uuid: str
@@ -135,18 +137,18 @@ class Provider(Struct, frozen=True):
     parent: str | None
     root: str
     generation: int
-    shape: int
+    spec_generation: int
     inventories: dict[str, StoredInventory]
     used: dict[str, int]
     traits: tuple[str, ...]
     aggregates: tuple[str, ...]
     cell: str | None = None
-    lasting: tuple[str, ...] = ()
+    own_traits: tuple[str, ...] = ()
 
     @property
-    def is_given(self) -> bool:
-        """Whether it has what its source did not give it, and could not give it back."""
-        return bool(self.aggregates or self.lasting)
+    def is_changed_by_clients(self) -> bool:
+        """Whether it has what its reporter did not give it, and could not give it back."""
+        return bool(self.aggregates or self.own_traits)
 
     @property
     def shares(self) -> bool:
@@ -195,7 +197,7 @@ def state_of(provider: Provider) -> ProviderState:
         parent_uuid=provider.parent,
         root_uuid=provider.root,
         generation=provider.generation,
-        shape=provider.shape,
+        spec_generation=provider.spec_generation,
         inventories={
             name: (
                 float(inventory.capacity),
@@ -222,7 +224,7 @@ def claimed_provider(provider: Provider) -> ClaimedProvider:
         )
         for name, inventory in provider.inventories.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root, provider.shares)
+    return ClaimedProvider(provider.generation, provider.spec_generation, inventories, provider.root, provider.shares)
 
 
 CUSTOM = "CUSTOM_"

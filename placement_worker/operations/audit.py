@@ -1,7 +1,7 @@
-"""Checks of the whole book, for `berth check` and for tests, which change nothing: also for allocations that a consumer
-has twice, and usage beyond an inventory's capacity. And an operator's writes: repairs of what they find, a host's move
-to another cell, and the claim of a bare-metal node for the instance that already runs there. Each write is inside the
-caller's transaction, with its changes of the feed.
+"""Checks of all of placement, for `berth check` and for tests, which change nothing: also for allocations that a
+consumer has twice, and usage beyond an inventory's capacity. And an operator's writes: repairs of what they find, a
+host's move to another cell, and the claim of a bare-metal node for the instance that already runs there. Each write is
+inside the caller's transaction, with its changes of the feed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from bus.contracts.base import Refusal
 from bus.contracts.placement import INSTANCES, ConsumerAllocations, Swap, SwapResult
 from bus.persistence.tables import UUID, fetch
-from placement_worker.book import ResourceBook, claim
+from placement_worker.book import PlacementService, claim
 from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claim_ledger import ClaimReply
 from placement_worker.domain.reports import changes_of
-from placement_worker.domain.values import ABOVE_CELLS, Holding
+from placement_worker.domain.values import ABOVE_CELLS, ProviderAllocations
 from placement_worker.store import feed, tables
 from placement_worker.store.claims import COUNT_ANEW, WRONG
-from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import CLASSES, ROOT, SHARES, STOCKS, holdings_of, one_of, read_providers
-from placement_worker.store.tables import consumers, inventories, providers, sources
+from placement_worker.store.postgres_rows import PostgresPlacementTransaction
+from placement_worker.store.rows import CLASSES, ROOT, SHARES, STOCKS, allocations_by_consumer, one_of, read_providers
+from placement_worker.store.tables import consumers, inventories, providers, reporters
 from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
-_STOCK, _HELD, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
+_STOCK, _ALLOCATED, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
 
 
 def _place(provider_id: sa.ColumnElement[int]) -> sa.ColumnElement[str]:
@@ -38,13 +38,13 @@ def _place(provider_id: sa.ColumnElement[int]) -> sa.ColumnElement[str]:
 
 # Allocations of a provider that does not exist, too.
 _ALLOCATIONS = (
-    sa.select(_HELD.consumer, _place(_HELD.provider_id), CLASSES.name, _HELD.amount)
+    sa.select(_ALLOCATED.consumer, _place(_ALLOCATED.provider_id), CLASSES.name, _ALLOCATED.amount)
     .select_from(
-        tables.allocations.outerjoin(tables.providers, tables.providers.c.id == _HELD.provider_id).join(
-            tables.resource_classes, CLASSES.id == _HELD.class_id
+        tables.allocations.outerjoin(tables.providers, tables.providers.c.id == _ALLOCATED.provider_id).join(
+            tables.resource_classes, CLASSES.id == _ALLOCATED.class_id
         )
     )
-    .order_by(_HELD.consumer, _HELD.provider_id, CLASSES.name)
+    .order_by(_ALLOCATED.consumer, _ALLOCATED.provider_id, CLASSES.name)
 )
 
 
@@ -58,8 +58,12 @@ _PROJECTS = (
 def _mismatches() -> sa.Select[Any]:
     """Inventories whose `used` is not the sum of their allocations, and allocations without an inventory."""
     counted = (
-        sa.select(_HELD.provider_id, _HELD.class_id, sa.cast(sa.func.sum(_HELD.amount), sa.BigInteger).label("amount"))
-        .group_by(_HELD.provider_id, _HELD.class_id)
+        sa.select(
+            _ALLOCATED.provider_id,
+            _ALLOCATED.class_id,
+            sa.cast(sa.func.sum(_ALLOCATED.amount), sa.BigInteger).label("amount"),
+        )
+        .group_by(_ALLOCATED.provider_id, _ALLOCATED.class_id)
         .subquery()
     )
     pair = sa.and_(counted.c.provider_id == _STOCK.provider_id, counted.c.class_id == _STOCK.class_id)
@@ -77,7 +81,7 @@ def _mismatches() -> sa.Select[Any]:
     )
 
 
-def _holes() -> sa.CompoundSelect[Any]:
+def _feed_gaps() -> sa.CompoundSelect[Any]:
     """Neighbouring rows of the feed whose numbers are not consecutive, and a last row whose number is not the head."""
     head = sa.select(tables.feed_head.c.number).scalar_subquery()
     rows = sa.select(sa.func.lag(_FEED.last).over(order_by=_FEED.last).label("before"), _FEED.first).subquery()
@@ -89,46 +93,48 @@ def _holes() -> sa.CompoundSelect[Any]:
 def _strays() -> sa.CompoundSelect[Any]:
     """Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence."""
     consumers = tables.consumers.c
-    held = sa.exists().where(_HELD.consumer == consumers.uuid)
-    known = sa.exists().where(consumers.uuid == _HELD.consumer, consumers.released_at.is_(None))
+    held = sa.exists().where(_ALLOCATED.consumer == consumers.uuid)
+    known = sa.exists().where(consumers.uuid == _ALLOCATED.consumer, consumers.released_at.is_(None))
     empty = sa.select(sa.func.concat("consumer ", consumers.uuid, " holds nothing")).where(
         consumers.released_at.is_(None), ~held
     )
-    unknown = sa.func.concat("allocation of ", _HELD.consumer, ", whom the book does not know")
+    unknown = sa.func.concat("allocation of ", _ALLOCATED.consumer, ", whom placement does not know")
     return empty.union_all(sa.select(unknown).distinct().where(~known))
 
 
-def _doubled() -> sa.Select[Any]:
+def _duplicate() -> sa.Select[Any]:
     roots = sa.distinct(sa.cast(ROOT.c.uuid, sa.Text))
     return (
         sa.select(
-            _HELD.consumer, CLASSES.name, sa.func.array_agg(aggregate_order_by(roots, sa.cast(ROOT.c.uuid, sa.Text)))
+            _ALLOCATED.consumer,
+            CLASSES.name,
+            sa.func.array_agg(aggregate_order_by(roots, sa.cast(ROOT.c.uuid, sa.Text))),
         )
         .select_from(
-            tables.allocations.join(tables.providers, tables.providers.c.id == _HELD.provider_id)
+            tables.allocations.join(tables.providers, tables.providers.c.id == _ALLOCATED.provider_id)
             .join(ROOT, ROOT.c.id == tables.providers.c.root_id)
-            .join(tables.resource_classes, CLASSES.id == _HELD.class_id)
+            .join(tables.resource_classes, CLASSES.id == _ALLOCATED.class_id)
         )
         .where(~SHARES)
-        .group_by(_HELD.consumer, CLASSES.name)
+        .group_by(_ALLOCATED.consumer, CLASSES.name)
         .having(sa.func.count(sa.distinct(tables.providers.c.root_id)) > 1)
-        .order_by(_HELD.consumer, CLASSES.name)
+        .order_by(_ALLOCATED.consumer, CLASSES.name)
     )
 
 
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
     """Return the allocations of every consumer: {consumer: {provider: {class: amount}}}."""
-    return holdings_of(await fetch(connection, _ALLOCATIONS))
+    return allocations_by_consumer(await fetch(connection, _ALLOCATIONS))
 
 
-async def doubled(connection: asyncpg.Connection) -> list[str]:
+async def duplicates(connection: asyncpg.Connection) -> list[str]:
     """Return consumers that hold one class of two trees, neither of which shares it; one line each."""
-    rows = await fetch(connection, _doubled())
+    rows = await fetch(connection, _duplicate())
     return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
 
 
 async def findings(connection: asyncpg.Connection) -> list[str]:
-    """Return all findings about the book, one line each; none when the book is consistent."""
+    """Return all findings about placement, one line each; none when placement is consistent."""
     lines = [
         f"{provider} {name}: used {used}, allocated {allocated}"
         for provider, name, used, allocated in await fetch(connection, _mismatches())
@@ -138,7 +144,7 @@ async def findings(connection: asyncpg.Connection) -> list[str]:
         for project, name, amount, held in await fetch(connection, _PROJECTS)
     ]
     lines += [row[0] for row in await fetch(connection, _strays())]
-    lines += [f"feed: nothing between {after} and {before}" for after, before in await fetch(connection, _holes())]
+    lines += [f"feed: nothing between {after} and {before}" for after, before in await fetch(connection, _feed_gaps())]
     return lines
 
 
@@ -147,19 +153,19 @@ async def findings(connection: asyncpg.Connection) -> list[str]:
 HOLD_CONSUMERS = sa.text("LOCK TABLE consumers IN EXCLUSIVE MODE")
 LOCK_ALL = sa.select(providers.c.id).order_by(providers.c.id).with_for_update(key_share=True)
 
-_KNOWN = sa.exists().where(consumers.c.uuid == _HELD.consumer, consumers.c.released_at.is_(None))
-_IN_STOCK = sa.exists().where(_STOCK.provider_id == _HELD.provider_id, _STOCK.class_id == _HELD.class_id)
+_KNOWN = sa.exists().where(consumers.c.uuid == _ALLOCATED.consumer, consumers.c.released_at.is_(None))
+_IN_STOCK = sa.exists().where(_STOCK.provider_id == _ALLOCATED.provider_id, _STOCK.class_id == _ALLOCATED.class_id)
 # Allocations without a consumer, a provider or an inventory, which no client can release.
-_DELETE_STRAYS = sa.delete(tables.allocations).where(sa.or_(~_KNOWN, ~_IN_STOCK)).returning(_HELD.consumer)
+_DELETE_STRAYS = sa.delete(tables.allocations).where(sa.or_(~_KNOWN, ~_IN_STOCK)).returning(_ALLOCATED.consumer)
 _DELETE_EMPTY = (
     sa.delete(consumers)
-    .where(consumers.c.released_at.is_(None), ~sa.exists().where(_HELD.consumer == consumers.c.uuid))
+    .where(consumers.c.released_at.is_(None), ~sa.exists().where(_ALLOCATED.consumer == consumers.c.uuid))
     .returning(consumers.c.uuid)
 )
 # Usage is the sum of the allocations.
 _SUM = (
-    sa.select(sa.func.coalesce(sa.cast(sa.func.sum(_HELD.amount), sa.BigInteger), 0))
-    .where(_HELD.provider_id == _STOCK.provider_id, _HELD.class_id == _STOCK.class_id)
+    sa.select(sa.func.coalesce(sa.cast(sa.func.sum(_ALLOCATED.amount), sa.BigInteger), 0))
+    .where(_ALLOCATED.provider_id == _STOCK.provider_id, _ALLOCATED.class_id == _STOCK.class_id)
     .scalar_subquery()
 )
 COUNT_USED = sa.update(inventories).values(used=_SUM).where(_STOCK.used != _SUM).returning(_STOCK.provider_id)
@@ -194,7 +200,7 @@ class Moved(Struct, frozen=True, kw_only=True):
     outcome: str
     root: str = ""
     before: str | None = None
-    holders: int = 0
+    consumers: int = 0
 
 
 async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Moved:
@@ -219,19 +225,19 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     _, root_id, root, before = rows[0]
     if before == cell:
         return Moved(outcome="unchanged", root=root, before=before)
-    held = sa.select(sa.func.count(sa.distinct(_HELD.consumer))).where(one_of(_HELD.provider_id, "ids"))
+    held = sa.select(sa.func.count(sa.distinct(_ALLOCATED.consumer))).where(one_of(_ALLOCATED.provider_id, "ids"))
     [(holders,)] = await fetch(connection, held, ids=[row[0] for row in rows])
     if holders:
-        return Moved(outcome="in_use", root=root, before=before, holders=holders)
+        return Moved(outcome="in_use", root=root, before=before, consumers=holders)
     await fetch(
         connection, sa.update(providers).where(providers.c.id == root_id).values(cell=cell, updated_at=sa.func.now())
     )
     # Versions of the new cell's reports do not compare with those of the old cell.
-    await fetch(connection, sa.delete(sources).where(sources.c.root == root))
+    await fetch(connection, sa.delete(reporters).where(reporters.c.root == root))
     return Moved(outcome="moved", root=root, before=before)
 
 
-async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> ClaimReply | Refusal:
+async def swap_occupied(transaction: PostgresPlacementTransaction, swap: Swap) -> ClaimReply | Refusal:
     """Apply a swap as if the named nodes were not reserved.
 
     They are reserved again at the commit, so neither a claim nor a replica ever sees them free. Nodes have one unit of
@@ -243,7 +249,7 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
     await fetch(connection, HOLD_CONSUMERS)
     named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
     locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(one_of(providers.c.uuid, "uuids")), uuids=named)]
-    reserved = (_STOCK.total == 1, _STOCK.reserved == 1, _STOCK.used == 0, _STOCK.stranded.is_(False))
+    reserved = (_STOCK.total == 1, _STOCK.reserved == 1, _STOCK.used == 0, _STOCK.orphaned.is_(False))
     opening = (
         sa.update(inventories)
         .where(one_of(_STOCK.provider_id, "ids"), *reserved)
@@ -258,7 +264,7 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
     return reply
 
 
-_SHARERS = sa.select(tables.providers.c.uuid).where(SHARES)
+_SHARING_PROVIDERS = sa.select(tables.providers.c.uuid).where(SHARES)
 _ALIVE = tables.consumers.c.released_at.is_(None)
 _CONSUMER = sa.select(
     tables.consumers.c.project_id, tables.consumers.c.user_id, tables.consumers.c.consumer_type
@@ -266,14 +272,14 @@ _CONSUMER = sa.select(
 _GENERATIONS = sa.select(tables.consumers.c.uuid, tables.consumers.c.generation).where(_ALIVE)
 
 
-def _beyond() -> sa.Select[Any]:
+def _over_capacity() -> sa.Select[Any]:
     """The newest consumers come first, because the last one found the host full or made it so. An inventory that is
     wholly reserved while it is in use (a bare-metal node with its instance) is correct, unless the usage exceeds its
     total.
     """
     held, consumers = tables.allocations.c, tables.consumers.c
     newest = (consumers.created_at.desc(), held.consumer)
-    columns = (tables.providers.c.uuid, CLASSES.name, _STOCK.used, _STOCK.capacity, _STOCK.stranded)
+    columns = (tables.providers.c.uuid, CLASSES.name, _STOCK.used, _STOCK.capacity, _STOCK.orphaned)
     here = sa.and_(held.provider_id == _STOCK.provider_id, held.class_id == _STOCK.class_id)
     most = sa.func.floor(_STOCK.total * _STOCK.allocation_ratio)
     return (
@@ -289,32 +295,32 @@ def _beyond() -> sa.Select[Any]:
         )
         .where(
             _STOCK.used > _STOCK.capacity,
-            sa.or_(_STOCK.stranded, _STOCK.reserved < _STOCK.total, _STOCK.used > most),
+            sa.or_(_STOCK.orphaned, _STOCK.reserved < _STOCK.total, _STOCK.used > most),
         )
         .group_by(*columns)
         .order_by(tables.providers.c.uuid, CLASSES.name)
     )
 
 
-class Beyond(Struct, frozen=True):
+class OverCapacity(Struct, frozen=True):
     """An inventory whose usage exceeds its capacity, and the newest consumers without which the usage would fit."""
 
     provider: str
     resource_class: str
     used: int
     capacity: int
-    stranded: bool
+    orphaned: bool
     newest: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
         """Return the finding as a line of text."""
         place = f"{self.provider} {self.resource_class}: {self.used} of {self.capacity}"
-        if self.stranded:
+        if self.orphaned:
             return f"{place}, no longer reported; it is removed when it is no longer used"
         return f"{place}; fits without {', '.join(f'{uuid} ({amount})' for uuid, amount in self.newest)}"
 
 
-class Doubled(Struct, frozen=True):
+class Duplicate(Struct, frozen=True):
     """A consumer that runs on one host and holds allocations of the same classes on others, too. keeps: the allocations
     that it is to keep. generation: the consumer's generation, read before its allocations.
     """
@@ -322,7 +328,7 @@ class Doubled(Struct, frozen=True):
     consumer: str
     host: str
     others: tuple[str, ...]
-    keeps: Holding
+    keeps: ProviderAllocations
     generation: int
 
     def line(self) -> str:
@@ -330,10 +336,10 @@ class Doubled(Struct, frozen=True):
         return f"{self.consumer}: runs on {self.host}, holds {', '.join(self.others)}"
 
 
-async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
+async def find_over_capacity(connection: asyncpg.Connection) -> list[OverCapacity]:
     """Return every inventory whose usage exceeds its capacity, by provider and class."""
     found = []
-    for provider, name, used, capacity, stranded, holders, amounts in await fetch(connection, _beyond()):
+    for provider, name, used, capacity, orphaned, holders, amounts in await fetch(connection, _over_capacity()):
         newest: list[tuple[str, int]] = []
         left = used
         for consumer, amount in zip(holders, amounts, strict=True):
@@ -341,13 +347,13 @@ async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
                 break
             newest.append((consumer, amount))
             left -= amount
-        found.append(Beyond(provider, name, used, capacity, stranded, tuple(newest)))
+        found.append(OverCapacity(provider, name, used, capacity, orphaned, tuple(newest)))
     return found
 
 
-async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
+async def sharing_providers(connection: asyncpg.Connection) -> frozenset[str]:
     """Return the sharing providers, whose allocations belong to no host."""
-    return frozenset(row[0] for row in await fetch(connection, _SHARERS))
+    return frozenset(row[0] for row in await fetch(connection, _SHARING_PROVIDERS))
 
 
 async def generations(connection: asyncpg.Connection) -> dict[str, int]:
@@ -358,8 +364,13 @@ async def generations(connection: asyncpg.Connection) -> dict[str, int]:
 
 
 def excess_of(  # noqa: PLR0917  (one question)
-    consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str], generation: int
-) -> list[str | Doubled]:
+    consumer: str,
+    host: str,
+    holding: ProviderAllocations,
+    roots: Mapping[str, str],
+    sharing: frozenset[str],
+    generation: int,
+) -> list[str | Duplicate]:
     """Find the allocations of a consumer on other hosts than `host`, where it runs, of classes that it holds on `host`,
     too. A consumer that holds only other classes elsewhere is described by a line, because nothing shows that they are
     excess.
@@ -373,11 +384,13 @@ def excess_of(  # noqa: PLR0917  (one question)
     }
     keeps = {provider: resources for provider, resources in keeps.items() if resources}
     if keeps != holding:
-        return [Doubled(consumer, host, tuple(elsewhere), keeps, generation)]
+        return [Duplicate(consumer, host, tuple(elsewhere), keeps, generation)]
     return [f"{consumer}: runs on {host}, holds {', '.join(elsewhere)} alone"] if elsewhere else []
 
 
-async def give_back(store: ResourceBook, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
+async def reduce_allocations(
+    store: PlacementService, connection: asyncpg.Connection, found: Sequence[Duplicate]
+) -> list[str]:
     """Reduce each consumer to the allocations to keep. A consumer whose generation has changed meanwhile is skipped.
     Returns a line for each.
     """

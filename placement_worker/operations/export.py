@@ -1,11 +1,11 @@
-"""The whole book as a value that is stored as JSON lines, for backups and for moving a site's book; or that is copied
+"""Placement as a value that is stored as JSON lines, for backups and for moving a site's book; or that is copied
 from a running Placement service over its API.
 
 A quick pass of a copy reads a provider's rows again only if its generation has changed, and a consumer only if its
 generation or its allocations have changed. It misses changes without a new generation (aggregates below 1.19, a
 consumer that was removed and created again), so only a whole pass, which reads everything, proves that it is equal.
 
-`export_store` reads and writes the value. The workers do not use it, because they never need the whole book at once.
+`export_store` reads and writes the value. The workers do not use it, because they never need all of placement at once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Z0-9_]+")
 
 
-def flaw_of_names(names: Iterable[str]) -> str | None:
+def problem_of_names(names: Iterable[str]) -> str | None:
     """Return why one of these cannot be a resource class or trait, or None."""
     return next((f"{name!r} is no class or trait" for name in names if not _is_name(name)), None)
 
 
-def flaw_of_provider(provider: Provider) -> str | None:
+def problem_of_provider(provider: Provider) -> str | None:
     """Return the error of a provider that can be found without the others, or None."""
     uuids = [provider.uuid, provider.root, *provider.aggregates]
     for uuid in [*uuids, provider.parent] if provider.parent is not None else uuids:
@@ -51,15 +51,15 @@ def flaw_of_provider(provider: Provider) -> str | None:
             return f"{uuid!r} is no uuid"
     if not _is_text(provider.name):
         return f"{provider.uuid} has no name"
-    if not 0 <= provider.generation <= MAX_NUMBER or not 0 <= provider.shape <= MAX_NUMBER:
+    if not 0 <= provider.generation <= MAX_NUMBER or not 0 <= provider.spec_generation <= MAX_NUMBER:
         return f"{provider.uuid} has a generation out of bounds"
     for name, inventory in provider.inventories.items():
-        for what in _flaws_of_inventory(inventory):
+        for what in _problems_of_inventory(inventory):
             return f"{name} of {provider.uuid}: {what}"
-    return flaw_of_names((*provider.inventories, *provider.traits, *provider.lasting))
+    return problem_of_names((*provider.inventories, *provider.traits, *provider.own_traits))
 
 
-def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
+def problem_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
     """Return why this cannot be a consumer with allocations, or None."""
     if _UUID.fullmatch(uuid) is None:
         return f"{uuid!r} is no uuid"
@@ -69,13 +69,13 @@ def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
         return f"{uuid} has no project or no user"
     if consumer.consumer_type and not _is_name(consumer.consumer_type):
         return f"{uuid}: {consumer.consumer_type!r} is no type of consumers"
-    amounts = [amount for resources in consumer.holding.values() for amount in resources.values()]
+    amounts = [amount for resources in consumer.allocations.values() for amount in resources.values()]
     if not amounts or not all(1 <= amount <= MAX_NUMBER for amount in amounts):
         return f"{uuid} holds nothing, or amounts that no consumer can hold"
     return None
 
 
-def flaw_of_member(member: GroupMember, consumers: Container[str]) -> str | None:
+def problem_of_member(member: GroupMember, consumers: Container[str]) -> str | None:
     """Return why this cannot be a member of a server group, or None."""
     for uuid in (member.group, member.consumer):
         if _UUID.fullmatch(uuid) is None:
@@ -85,7 +85,7 @@ def flaw_of_member(member: GroupMember, consumers: Container[str]) -> str | None
     return None if member.consumer in consumers else f"{member.consumer} is in a group and holds nothing"
 
 
-def _flaws_of_inventory(inventory: StoredInventory) -> Iterator[str]:
+def _problems_of_inventory(inventory: StoredInventory) -> Iterator[str]:
     for name in ("total", "min_unit", "max_unit", "step_size"):
         if not 1 <= getattr(inventory, name) <= MAX_AMOUNT:
             yield f"{name} is out of bounds"
@@ -111,11 +111,11 @@ T = TypeVar("T")
 
 
 class InvalidExport(Exception):
-    """A file is not an export of a book, or its parts contradict each other."""
+    """A file is not an export of a exported, or its parts contradict each other."""
 
 
-class BookExport(Struct, frozen=True):
-    """The whole book: custom names, providers, consumers with their allocations, and members of server groups (None:
+class PlacementExport(Struct, frozen=True):
+    """Placement: custom names, providers, consumers with their allocations, and members of server groups (None:
     unknown).
     """
 
@@ -147,61 +147,61 @@ _head = msgspec.json.Decoder(_Head)
 _line = msgspec.json.Decoder(_Line)
 
 
-def checked(book: BookExport) -> BookExport:
-    """Return the book with its capacities computed anew. Raises InvalidExport when the book is invalid."""
-    flaws = (
-        flaw_of_names((*book.classes, *book.traits)),
-        *map(flaw_of_provider, book.providers.values()),
-        *(flaw_of_consumer(uuid, consumer) for uuid, consumer in book.consumers.items()),
-        *(flaw_of_member(member, book.consumers) for member in sorted(book.members or ())),
+def checked(exported: PlacementExport) -> PlacementExport:
+    """Return placement with its capacities computed anew. Raises InvalidExport when placement is invalid."""
+    problems = (
+        problem_of_names((*exported.classes, *exported.traits)),
+        *map(problem_of_provider, exported.providers.values()),
+        *(problem_of_consumer(uuid, consumer) for uuid, consumer in exported.consumers.items()),
+        *(problem_of_member(member, exported.consumers) for member in sorted(exported.members or ())),
     )
-    for flaw in filter(None, flaws):
-        raise InvalidExport(flaw)
-    _check_together(book)
-    return replace(book, providers={uuid: _counted(provider) for uuid, provider in book.providers.items()})
+    for problem in filter(None, problems):
+        raise InvalidExport(problem)
+    _check_together(exported)
+    return replace(exported, providers={uuid: _counted(provider) for uuid, provider in exported.providers.items()})
 
 
 def _counted(provider: Provider) -> Provider:
     inventories = {
-        name: replace(one, capacity=0 if one.stranded else capacity(one.total, one.reserved, one.allocation_ratio))
+        name: replace(one, capacity=0 if one.orphaned else capacity(one.total, one.reserved, one.allocation_ratio))
         for name, one in provider.inventories.items()
     }
     return provider if inventories == provider.inventories else replace(provider, inventories=inventories)
 
 
-def _check_together(book: BookExport) -> None:
+def _check_together(exported: PlacementExport) -> None:
     named: dict[str, str] = {}
-    for provider in book.providers.values():
+    for provider in exported.providers.values():
         if named.setdefault(provider.name, provider.uuid) != provider.uuid:
             raise InvalidExport(f"{provider.uuid} and {named[provider.name]} are both named {provider.name!r}")
         top = provider
-        for _ in range(len(book.providers)):
+        for _ in range(len(exported.providers)):
             if top.parent is None:
                 break
-            if top.parent not in book.providers:
+            if top.parent not in exported.providers:
                 raise InvalidExport(f"the parent of {provider.uuid} is missing")
-            top = book.providers[top.parent]
+            top = exported.providers[top.parent]
         if top.parent is not None or provider.root != top.uuid:
             raise InvalidExport(f"{provider.uuid} is not under its root {provider.root}")
-    for uuid, consumer in book.consumers.items():
-        for name, resources in consumer.holding.items():
-            if name not in book.providers or not book.providers[name].inventories.keys() >= resources.keys():
+    for uuid, consumer in exported.consumers.items():
+        for name, resources in consumer.allocations.items():
+            if name not in exported.providers or not exported.providers[name].inventories.keys() >= resources.keys():
                 raise InvalidExport(f"{uuid} holds what {name} does not have")
 
 
-def lines(book: BookExport) -> Iterator[bytes]:
-    """Return the book as lines, each of which ends in a newline."""
-    rows = [_Line(format=FORMAT, without_members=book.members is None)]
-    rows += [_Line(resource_class=name) for name in sorted(book.classes)]
-    rows += [_Line(trait=name) for name in sorted(book.traits)]
-    rows += [_Line(provider=book.providers[uuid]) for uuid in sorted(book.providers)]
-    rows += [_Line(consumer=(uuid, book.consumers[uuid])) for uuid in sorted(book.consumers)]
-    rows += [_Line(member=member) for member in sorted(book.members or ())]
+def lines(exported: PlacementExport) -> Iterator[bytes]:
+    """Return placement as lines, each of which ends in a newline."""
+    rows = [_Line(format=FORMAT, without_members=exported.members is None)]
+    rows += [_Line(resource_class=name) for name in sorted(exported.classes)]
+    rows += [_Line(trait=name) for name in sorted(exported.traits)]
+    rows += [_Line(provider=exported.providers[uuid]) for uuid in sorted(exported.providers)]
+    rows += [_Line(consumer=(uuid, exported.consumers[uuid])) for uuid in sorted(exported.consumers)]
+    rows += [_Line(member=member) for member in sorted(exported.members or ())]
     rows.append(_Line(end=len(rows)))
     return (msgspec.json.encode(row) + b"\n" for row in rows)
 
 
-def parse(rows: Iterable[bytes]) -> BookExport:
+def parse(rows: Iterable[bytes]) -> PlacementExport:
     """Parse a book from its lines. Raises InvalidExport."""
     classes: set[str] = set()
     traits: set[str] = set()
@@ -232,7 +232,7 @@ def parse(rows: Iterable[bytes]) -> BookExport:
     if not ended:
         raise InvalidExport("the file ends too soon")
     known = None if members is None else frozenset(members)
-    return BookExport(frozenset(classes), frozenset(traits), providers, consumers, known)
+    return PlacementExport(frozenset(classes), frozenset(traits), providers, consumers, known)
 
 
 def _head_of(row: bytes) -> _Head:
@@ -260,10 +260,10 @@ TIMEOUT_S = 60.0
 BOUNDS: Any = {"timeout_s": 600.0, "max_bytes": 2**28}  # of one answer: a list of half a million providers
 ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # for one page of the other service
 
-Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
+Allocations = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
-class CopySource:
+class CopyReader:
     """A running Placement service of a release that supports 1.28 (Rocky) or newer."""
 
     def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
@@ -282,7 +282,7 @@ class CopySource:
         """Close the connections."""
         await self._client.aclose()
 
-    async def read(self, *, whole: bool = True) -> BookExport:
+    async def read(self, *, whole: bool = True) -> PlacementExport:
         """Read one pass, quick or whole. Raises InvalidExport when the source cannot be read."""
         if not self._version:
             self._version = await self._newest()
@@ -307,22 +307,22 @@ class CopySource:
             raise InvalidExport(f"it supports 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
         return min(newest, NEWEST)
 
-    async def _pass(self) -> BookExport:
+    async def _pass(self) -> PlacementExport:
         traits = (await self._get("traits"))["traits"]
         classes = [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]]
         rows = (await self._get("resource_providers"))["resource_providers"]
         found = await asyncio.gather(*(self._provider(row) for row in rows))
         self._providers = {provider.uuid: provider for provider in found if provider is not None}
-        held = await asyncio.gather(*(self._held(uuid) for uuid in self._providers))
+        held = await asyncio.gather(*(self._allocations(uuid) for uuid in self._providers))
         generations: dict[str, int] = {}
-        holdings: dict[str, Holdings] = {}
+        holdings: dict[str, Allocations] = {}
         for provider, part in zip(self._providers, held, strict=True):
             for consumer, fields in part.items():
                 generations[consumer] = fields["consumer_generation"]
                 holdings.setdefault(consumer, {})[provider] = fields["resources"]
         consumers = await asyncio.gather(*(self._consumer(c, generations[c], holdings[c]) for c in generations))
         self._consumers = dict(item for item in consumers if item is not None)
-        return BookExport(_custom(classes), _custom(traits), self._providers, self._consumers)
+        return PlacementExport(_custom(classes), _custom(traits), self._providers, self._consumers)
 
     async def _provider(self, row: Mapping[str, Any]) -> Provider | None:
         known = self._providers.get(row["uuid"])
@@ -355,14 +355,14 @@ class CopySource:
             tuple(own_aggregates),
         )
 
-    async def _held(self, provider: str) -> dict[str, Any]:
+    async def _allocations(self, provider: str) -> dict[str, Any]:
         found = await self._get(f"resource_providers/{provider}/allocations", gone=True)
         held: dict[str, Any] = found["allocations"] if found is not None else {}
         return held
 
-    async def _consumer(self, uuid: str, generation: int, held: Holdings) -> tuple[str, ConsumerState] | None:
+    async def _consumer(self, uuid: str, generation: int, held: Allocations) -> tuple[str, ConsumerState] | None:
         known = self._consumers.get(uuid)
-        if known is not None and (known.generation, known.holding) == (generation, held):
+        if known is not None and (known.generation, known.allocations) == (generation, held):
             return uuid, known
         found = await self._get(f"allocations/{uuid}")
         if not found["allocations"]:

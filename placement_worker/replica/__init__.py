@@ -1,4 +1,4 @@
-"""The public, read-only copy of the resource book: columns, candidate search, and the follower that keeps it up to
+"""The public, read-only copy of the replica: columns, candidate search, and the follower that keeps it up to
 date.
 
 `book.Book` holds the providers, `search.search` and `search.options` find hosts in it, and `follower.Follower` updates

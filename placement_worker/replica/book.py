@@ -1,4 +1,4 @@
-"""The book in columns: every provider's inventory, usage, and claims in flight.
+"""The replica in columns: every provider's inventory, usage, and claims in flight.
 
 There is one writer, and no method awaits, so a reader sees a consistent state between two calls. Each provider has one
 row; the rows of removed providers are used again. The only Python objects for each provider are strings, which the
@@ -37,8 +37,8 @@ SWEEP_FROM = 4096
 CLASS_WEIGHS = 128
 
 
-# The state of a book that a snapshot does not replace.
-_OWN = frozenset({"_caches", "assumptions", "epoch", "moves", "shape_moves"})
+# The state of a replica that a snapshot does not replace.
+_KEPT_ON_LOAD = frozenset({"_caches", "assumptions", "epoch", "moves", "spec_moves"})
 
 
 class Gap(Struct, frozen=True):
@@ -48,7 +48,7 @@ class Gap(Struct, frozen=True):
     got: int
 
 
-class Book(Trees):
+class Replica(Trees):
     """All providers as of one number of the feed (`sequence`), and the claims in flight. The row of a provider does not
     change while the provider exists. The returned arrays are read-only views or copies, and are indexed by row.
     """
@@ -56,9 +56,9 @@ class Book(Trees):
     def __init__(self) -> None:
         super().__init__()
         self.sequence = 0
-        self.history = ""  # the history that the sequence is a number of
+        self.incarnation = ""  # the incarnation that the sequence is a number of
         self.moves = Moves()  # roots whose tree has changed in any way
-        self.shape_moves = Moves()  # roots whose tree has changed in more than usage
+        self.spec_moves = Moves()  # roots whose tree has changed in more than usage
         self.epoch = 0  # incremented when a class or a distinct value may have another number, or its first one
         self._caches: dict[type, Any] = {}  # of one epoch: see `cache`
         self.assumptions = Assumptions()
@@ -66,7 +66,7 @@ class Book(Trees):
         size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
         self.stamp = np.zeros(size, dtype=np.int64)  # changes whenever a row's content changes
-        self.shape = np.zeros(size, dtype=np.int64)
+        self.spec_generation = np.zeros(size, dtype=np.int64)
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
         self.classes = np.zeros(size, dtype=np.int32)
@@ -80,38 +80,38 @@ class Book(Trees):
 
     # --- changes of the feed, and claims
 
-    def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
-        """Replace all providers by a snapshot of one feed number and history, without a pause. `CatchUp` does the same
-        with turns of the event loop in between.
+    def load(self, providers: Sequence[ProviderState], sequence: int, incarnation: str = "") -> None:
+        """Replace all providers by a snapshot of one feed number and incarnation, without a pause. `CatchUp` does the
+        same with turns of the event loop in between.
         """
-        loaded = Book()
-        loaded.sequence, loaded.history = sequence, history
+        loaded = Replica()
+        loaded.sequence, loaded.incarnation = sequence, incarnation
         loaded.add(providers)
-        self.adopt(loaded)
+        self.apply_snapshot(loaded)
 
     def add(self, providers: Sequence[ProviderState]) -> None:
-        """Add a part of a snapshot to this book, before another book adopts it."""
+        """Add a part of a snapshot to this replica, before another replica adopts it."""
         self._reserve_rows(len(providers))
         for state in providers:
             self._put(state)
         for column in self._by_number:
             column.kinds.columns()  # computed for each part, so that the first search need not compute all
 
-    def adopt(self, loaded: Book) -> None:
-        """Replace all providers, the feed number and the history by those of a book that was made from a snapshot and
-        is not used any more. Claims in flight are kept, except settled ones that wait for changes of another history,
-        which will not come.
+    def apply_snapshot(self, loaded: Replica) -> None:
+        """Replace all providers, the feed number and the incarnation by those of a replica that was made from a
+        snapshot and is not used any more. Claims in flight are kept, except confirmed ones that wait for changes of
+        another incarnation, which will not come.
         """
-        is_other = loaded.history != self.history
+        is_other = loaded.incarnation != self.incarnation
         for name, value in vars(loaded).items():
-            if name not in _OWN:
+            if name not in _KEPT_ON_LOAD:
                 setattr(self, name, value)
         self._renumbered()
         for uuid in self.assumptions.providers():
             self._restore({uuid: list(self.assumptions.sums_of(uuid))})
-        self._settle_all(nothing_comes=is_other)
+        self._confirm_all(nothing_comes=is_other)
         if is_other:
-            self.assumptions.doubt()
+            self.assumptions.mark_unconfirmed()
 
     def apply(self, changes: Sequence[Change]) -> Gap | None:
         """Apply changes in order. Known changes are ignored. At a hole the method stops and returns the hole."""
@@ -130,17 +130,17 @@ class Book(Trees):
         self._restore(self.assumptions.drop(key))
         self._restore(self.assumptions.add(key, allocations))
 
-    def forget(self, key: str) -> None:
+    def drop_assumed(self, key: str) -> None:
         """Drop the assumption under this key: its claim has failed, will not be made, or was released."""
         self._restore(self.assumptions.drop(key))
 
-    def settle(self, key: str, generations: Mapping[str, int], sequence: int = 0) -> None:
+    def confirm(self, key: str, generations: Mapping[str, int], sequence: int = 0) -> None:
         """Record that the claim has succeeded. generations: {provider: the generation that the claim gave it}.
 
         The share on each provider is dropped when the feed has brought the provider to the given generation and so
         counts the amount as usage. A share on a provider that is not named is dropped now. sequence: the feed number of
-        the claim's changes; a book that has reached it counts the amounts already. It is 0 in the answer to a repeated
-        claim. All shares are dropped now if another history has begun since the claim was assumed.
+        the claim's changes; a replica that has reached it counts the amounts already. It is 0 in the answer to a
+        repeated claim. All shares are dropped now if another incarnation has begun since the claim was assumed.
         """
         reached = [
             uuid
@@ -150,7 +150,7 @@ class Book(Trees):
             or (row := self.row_of(uuid)) is None
             or self.generation[row] >= generations[uuid]
         ]
-        self._restore(self.assumptions.settle(key, generations, reached, sequence))
+        self._restore(self.assumptions.confirm(key, generations, reached, sequence))
 
     # --- reading
 
@@ -163,9 +163,9 @@ class Book(Trees):
             kept = self._caches[kind] = kind()
         return kept
 
-    def shape_of(self, row: int) -> int:
-        """The provider's shape generation: inventory, traits, aggregates, parentage."""
-        return int(self.shape[row])
+    def spec_generation_of(self, row: int) -> int:
+        """The provider's spec generation: inventory, traits, aggregates, parentage."""
+        return int(self.spec_generation[row])
 
     def traits_of(self, row: int) -> tuple[str, ...]:
         """The provider's traits, sorted."""
@@ -264,13 +264,13 @@ class Book(Trees):
         self._names[row] = state.name
         self._mark(row)
         self.generation[row] = state.generation
-        self.shape[row] = state.shape
+        self.spec_generation[row] = state.spec_generation
         self.traits[row] = self.trait_sets.id_of(tuple(sorted(state.traits)))
         self.aggregates[row] = self.aggregate_sets.id_of(tuple(sorted(state.aggregates)))
         self._set_inventories(row, classes, state)
         if old_root not in {NO_ROW, self.root[row]}:
-            self._moved(old_root, shape=True)
-        self._moved(int(self.root[row]), shape=True)
+            self._moved(old_root, spec_generation=True)
+        self._moved(int(self.root[row]), spec_generation=True)
         self._reached(state.uuid, state.generation)
 
     def _set_inventories(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
@@ -323,13 +323,13 @@ class Book(Trees):
             column.used[row] = 0
         root = int(self.root[row])
         self._unlink(row)
-        for column_of_row in (self.classes, self.traits, self.aggregates, self.generation, self.shape):
+        for column_of_row in (self.classes, self.traits, self.aggregates, self.generation, self.spec_generation):
             column_of_row[row] = 0
         self.live[row] = False
         self._providers -= 1
         self._names[row] = ""
-        self._moved(root, shape=True)
-        # The feed will not report claims on it any more: drop the settled ones. The others are dropped when they are
+        self._moved(root, spec_generation=True)
+        # The feed will not report claims on it any more: drop the confirmed ones. The others are dropped when they are
         # settled or forgotten.
         self.assumptions.reached(uuid, None)
         self._drop_row_if_unnamed(row)
@@ -351,9 +351,9 @@ class Book(Trees):
         if self.assumptions.is_awaited(uuid):
             self._restore(self.assumptions.reached(uuid, generation))
 
-    def _settle_all(self, *, nothing_comes: bool) -> None:
-        """After a snapshot, drop the settled assumptions that the snapshot counts, or whose provider or history no
-        longer exists.
+    def _confirm_all(self, *, nothing_comes: bool) -> None:
+        """After a snapshot, drop the confirmed assumptions that the snapshot counts, or whose provider or incarnation
+        no longer exists.
         """
         for uuid in self.assumptions.awaited():
             row = self.row_of(uuid)
@@ -371,10 +371,10 @@ class Book(Trees):
         if step := max(0, free) - max(0, before):
             column.root_free[self.root[row]] += step
 
-    def _moved(self, root: int, *, shape: bool = False) -> None:
+    def _moved(self, root: int, *, spec_generation: bool = False) -> None:
         self.moves.add(root)
-        if shape:
-            self.shape_moves.add(root)
+        if spec_generation:
+            self.spec_moves.add(root)
 
     # --- classes and distinct values
 

@@ -1,10 +1,10 @@
 """Allocation candidates: the allocations by which a request could be satisfied, over all trees (microversions 1.10 to
 1.39).
 
-The order is stable: first one candidate of every root, in the order of the roots' rows in the book, then a second one
-of every root that has one, and so on, so that a limit does not favour some roots. On one root, the providers that can
-give the most slots come first, among equal ones those with the most free, and the slot with the most possible providers
-changes first.
+The order is stable: first one candidate of every root, in the order of the roots' rows in the replica, then a second
+one of every root that has one, and so on, so that a limit does not favour some roots. On one root, the providers that
+can give the most slots come first, among equal ones those with the most free, and the slot with the most possible
+providers changes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import CandidatesRequest
@@ -42,8 +42,8 @@ class CandidateSet:
     exhausted: there are no further candidates. Otherwise the limit or the budget was reached, and there may be more.
     """
 
-    def __init__(self, book: Book, compiled: CompiledRequest, rows: Rows, *, exhausted: bool) -> None:
-        self._book = book
+    def __init__(self, replica: Replica, compiled: CompiledRequest, rows: Rows, *, exhausted: bool) -> None:
+        self._replica = replica
         self._one_per_tree = compiled.request.one_per_tree
         self.slots = compiled.slots
         self.rows = rows
@@ -54,7 +54,7 @@ class CandidateSet:
 
     def columns(self) -> list[list[str]]:
         """For each slot, the uuid of the provider that gives it in each candidate."""
-        return [self._book.uuids_of(column) for column in self.rows.T]
+        return [self._replica.uuids_of(column) for column in self.rows.T]
 
     def touched(self) -> Rows:
         """The rows for the provider summaries, ascending: every member of each tree that gives resources.
@@ -65,11 +65,11 @@ class CandidateSet:
         given = np.unique(self.rows[:, giving])
         if self._one_per_tree:
             return given
-        return np.sort(self._book.members(np.unique(self._book.root[given]).astype(np.intp))[0])
+        return np.sort(self._replica.members(np.unique(self._replica.root[given]).astype(np.intp))[0])
 
 
 def candidates(
-    book: Book,
+    replica: Replica,
     request: CandidatesRequest,
     *,
     limit: int | None = None,
@@ -84,32 +84,34 @@ def candidates(
     is False, and an empty answer only means that no candidate was found. time_budget: the bound of the time. Raises
     QueryTooWide, TooLong.
     """
-    compiled = compiled_for(book, request)
-    search = _CandidateSearch(book, compiled, budget, time_budget)
+    compiled = compiled_for(replica, request)
+    search = _CandidateSearch(replica, compiled, budget, time_budget)
     rows = search.rows(None if rng is not None else limit)
     exhausted = search.exhausted
     if rng is not None:
         kept = rng.sample(range(len(rows)), len(rows) if limit is None else min(limit, len(rows)))
         exhausted = exhausted and len(kept) == len(rows)
         rows = rows[kept]
-    return CandidateSet(book, compiled, rows, exhausted=exhausted)
+    return CandidateSet(replica, compiled, rows, exhausted=exhausted)
 
 
 class CompiledCache(Recent[bytes, CompiledRequest]):
-    """The compiled requests that a book caches."""
+    """The compiled requests that a replica caches."""
 
 
-def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
+def compiled_for(replica: Replica, request: CandidatesRequest) -> CompiledRequest:
     """Return the request's tables."""
     key = msgspec.msgpack.encode(request)
-    return book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
+    return replica.cache(CompiledCache).value(key, lambda: CompiledRequest(replica, request))
 
 
 class _CandidateSearch:
     """One search over all roots, a step of roots at a time while the limit is not reached."""
 
-    def __init__(self, book: Book, compiled: CompiledRequest, budget: int, time_budget: TimeBudget | None) -> None:
-        self._book = book
+    def __init__(
+        self, replica: Replica, compiled: CompiledRequest, budget: int, time_budget: TimeBudget | None
+    ) -> None:
+        self._replica = replica
         self._time_budget = time_budget
         self._late = False  # the time budget is used up, and the search returns the candidates that it has found
         self._compiled = compiled
@@ -122,17 +124,17 @@ class _CandidateSearch:
 
     def rows(self, limit: int | None) -> Rows:
         """Return, for each candidate and slot, the row of the provider that gives the slot."""
-        book = self._book
+        replica = self._replica
         if not self._compiled.possible or (limit is not None and limit <= 0):
             self.exhausted = not self._compiled.possible
             return self._compiled.no_rows()
         reach = self._most if limit is None else min(limit, self._most)
-        roots = book.rows_of_roots()
-        sharing = sharing_of(book)
+        roots = replica.rows_of_roots()
+        sharing = sharing_of(replica)
         self._may_repeat = bool(sharing.rows.size)
         position, step = 0, FIRST_STEP
         while position < len(roots) and not self._late:
-            self._look_at(self._compiled.anchors(roots[position : position + step]))
+            self._sort_roots(self._compiled.anchors(roots[position : position + step]))
             position += step
             step = position
             if position < len(roots) and (limit is not None or position >= reach):
@@ -142,7 +144,7 @@ class _CandidateSearch:
                     return found[:reach]
         return self._all(limit, reach)
 
-    def _look_at(self, roots: Rows) -> None:
+    def _sort_roots(self, roots: Rows) -> None:
         """Divide these roots into lone providers that give everything, and patterns of trees."""
         alone = self._compiled.stand_alone(roots)
         self._flat.append(self._compiled.flat(roots[alone]))
@@ -220,7 +222,7 @@ class _CandidateSearch:
         """Remove repetitions: a candidate of sharing providers alone is found on each root that they serve."""
         if not self._may_repeat or not len(rows):
             return rows
-        shared = np.flatnonzero(sharing_of(self._book).are_sharers(rows).all(axis=1))
+        shared = np.flatnonzero(sharing_of(self._replica).are_sharing_providers(rows).all(axis=1))
         if len(shared) < 2:
             return rows
         _, first = np.unique(rows[shared], axis=0, return_index=True)

@@ -1,4 +1,5 @@
-"""The parts of a book: numbered distinct values, the columns of one class, the log of changed rows; and the claims in
+"""The parts of a replica: numbered distinct values, the columns of one class, the log of changed rows; and the claims
+in
 flight: allocations that were requested of placement and that the feed does not contain yet.
 
 A provider shares nearly all its static values with many others: its traits, its aggregates, the numbers of its
@@ -237,7 +238,7 @@ class Assumptions:
         self._sums: dict[str, Share] = {}
         # Provider -> {key: generation and feed number at which that key's share there is counted by the feed}.
         self._awaited: dict[str, dict[str, tuple[int, int]]] = {}
-        self._doubtful: set[str] = set()  # keys that were in flight when another history began
+        self._unconfirmed: set[str] = set()  # keys that were in flight when another incarnation began
 
     def keys(self) -> Iterator[str]:
         """The keys that have assumed amounts."""
@@ -275,24 +276,24 @@ class Assumptions:
         """Drop a key with all its amounts."""
         return self._drop(key, self.providers_of(key))
 
-    def settle(
+    def confirm(
         self, key: str, generations: Mapping[str, int], reached: Sequence[str], sequence: int
     ) -> Mapping[str, Sequence[str]]:
         """Record that the claim of this key has succeeded. Its shares on the providers in `reached` are dropped now,
         the others when their provider reaches the given generation or a snapshot this feed number. All are dropped if
-        another history has begun since the key was added: the claim may have been forgotten with the former one, and
-        then nothing comes that counts it.
+        another incarnation has begun since the key was added: the claim may have been forgotten with the former one,
+        and then nothing comes that counts it.
         """
-        if key in self._doubtful:
+        if key in self._unconfirmed:
             return self.drop(key)
         touched = self._drop(key, reached)
         for uuid in self.providers_of(key):
             self._awaited.setdefault(uuid, {})[key] = (generations[uuid], sequence)
         return touched
 
-    def doubt(self) -> None:
-        """Record that another history begins: what is in flight may have been claimed in the former one."""
-        self._doubtful.update(self._by_key)
+    def mark_unconfirmed(self) -> None:
+        """Record that another incarnation begins: what is in flight may have been claimed in the former one."""
+        self._unconfirmed.update(self._by_key)
 
     def is_awaited(self, uuid: str) -> bool:
         """Whether a settled share waits for changes of this provider."""
@@ -330,7 +331,7 @@ class Assumptions:
                 del self._awaited[uuid]
         if not shares:
             del self._by_key[key]
-            self._doubtful.discard(key)
+            self._unconfirmed.discard(key)
         return touched
 
     def _subtract(self, uuid: str, share: Share) -> None:

@@ -1,5 +1,5 @@
-"""Evaluates one candidates request against one book: lone providers by columns, trees by patterns. The results are kept
-between searches.
+"""Evaluates one candidates request against one replica: lone providers by columns, trees by patterns. The results are
+kept between searches.
 
 The requirements on a single provider are evaluated for all providers at once (`predicates`). For a lone provider that
 is sufficient. Of a tree, the members that meet them form a short list, each with a signature: the slots that the member
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Flags, LookupTable, Recent, Rows, lookup_table
 from placement_worker.replica.predicates import ContendedClass, MemberRows, Reasons, ResourceFit, rules_of
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
@@ -28,13 +28,13 @@ from placement_worker.replica.trees import NO_ROW
 MAX_SLOTS = 128
 MAX_REQUIRED = 60
 
-# The dead ends after which the verdict on a pattern of trees is "unknown".
+# The dead ends after which the result on a pattern of trees is "unknown".
 BUDGET = 20_000
 
-# The number of patterns whose verdict is cached.
-VERDICTS_KEPT = 10_000
+# The number of patterns whose result is cached.
+CACHED_RESULTS = 10_000
 
-# The verdicts on a tree.
+# The results on a tree.
 NO, YES, UNKNOWN = 0, 1, 2
 
 
@@ -63,10 +63,10 @@ class SolversCache(Recent[bytes, TreeSolver]):
 
 
 class CompiledRequest:
-    """The tables that evaluate one request against one book, in one of its epochs."""
+    """The tables that evaluate one request against one replica, in one of its epochs."""
 
-    def __init__(self, book: Book, request: CandidatesRequest) -> None:
-        self.book = book
+    def __init__(self, replica: Replica, request: CandidatesRequest) -> None:
+        self.replica = replica
         self.request = request
         self.slots = slots_of(request)
         if len(self.slots) > MAX_SLOTS:
@@ -84,7 +84,7 @@ class CompiledRequest:
         numbered = [at for at, slot in enumerate(self.slots) if slot.suffix != UNNUMBERED]
         self.apart = frozenset(numbered if request.group_policy == "isolate" and len(numbered) > 1 else ())
         self.fits = [
-            [ResourceFit(book, name, amount) for name, amount in slot.resources.items()] for slot in self.slots
+            [ResourceFit(replica, name, amount) for name, amount in slot.resources.items()] for slot in self.slots
         ]
         self._all_fits = [fit for fits in self.fits for fit in fits]
         self._any_root_rules = bool(
@@ -96,20 +96,20 @@ class CompiledRequest:
         self.subtrees = self._subtrees()
         self.contended = self._contended()
         self._totals = self._sums()
-        self._verdicts: dict[bytes, int] = {}
+        self._cached_results: dict[bytes, int] = {}
         self._solvers = SolversCache()
-        self.rules = {group.suffix: rules_of(book, group) for group in request.groups}
+        self.rules = {group.suffix: rules_of(replica, group) for group in request.groups}
 
     @cached_property
     def reasons(self) -> Reasons:
-        """The meaning of verdict codes."""
+        """The meaning of result codes."""
         return Reasons(self.request, self.slots)
 
     @cached_property
     def _of_roots(self) -> tuple[LookupTable, LookupTable]:
-        """The codes of the verdicts on traits and on aggregates of roots."""
-        traits = lookup_table(self.book.trait_sets, self.reasons.of_root_traits)
-        return traits, lookup_table(self.book.aggregate_sets, self.reasons.of_root_aggregates)
+        """The codes of the results on traits and on aggregates of roots."""
+        traits = lookup_table(self.replica.trait_sets, self.reasons.of_root_traits)
+        return traits, lookup_table(self.replica.aggregate_sets, self.reasons.of_root_aggregates)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
         """The sets of slots that `same_subtree` names. Sets of one slot are left out, because they require nothing."""
@@ -126,7 +126,7 @@ class CompiledRequest:
             for name in slot.resources:
                 slots_of_class.setdefault(name, []).append(at)
         return [
-            ContendedClass(self.book, name, [self.slots[at].resources[name] for at in slots])
+            ContendedClass(self.replica, name, [self.slots[at].resources[name] for at in slots])
             for name, slots in sorted(slots_of_class.items())
             if len(slots) > 1 and not self.apart.issuperset(slots)
         ]
@@ -136,7 +136,7 @@ class CompiledRequest:
         sums: dict[str, ResourceFit] = {}
         for fit in self._all_fits:
             one = sums.get(fit.name)
-            sums[fit.name] = fit if one is None else ResourceFit(self.book, fit.name, one.amount + fit.amount)
+            sums[fit.name] = fit if one is None else ResourceFit(self.replica, fit.name, one.amount + fit.amount)
         return list(sums.values())
 
     # --- anchors: the requirements on the root itself
@@ -152,27 +152,27 @@ class CompiledRequest:
         return roots
 
     def anchor_codes(self, roots: Rows) -> NDArray[np.int64]:
-        """Return the codes of the verdicts on the roots' own traits and aggregates."""
+        """Return the codes of the results on the roots' own traits and aggregates."""
         traits, aggregates = self._of_roots
-        return np.minimum(traits(self.book.traits[roots]), aggregates(self.book.aggregates[roots]))
+        return np.minimum(traits(self.replica.traits[roots]), aggregates(self.replica.aggregates[roots]))
 
     # --- lone providers: roots without children that nothing is shared with
 
     def stand_alone(self, roots: Rows) -> Flags:
         """Per root, whether it has no children and no provider shares with it."""
-        nested: Flags = self.book.first_member[roots] != NO_ROW
-        return ~(nested | sharing_of(self.book).serves(roots))
+        nested: Flags = self.replica.first_member[roots] != NO_ROW
+        return ~(nested | sharing_of(self.replica).serves(roots))
 
     def stands_alone(self, root: int) -> bool:
         """Whether this root has no children and no provider that shares with it."""
-        return bool(self.book.first_member[root] == NO_ROW) and not sharing_of(self.book).serves_root(root)
+        return bool(self.replica.first_member[root] == NO_ROW) and not sharing_of(self.replica).serves_root(root)
 
     def flat(self, roots: Rows) -> Rows:
         """Per lone provider, whether it can give all slots now."""
-        left = self.flat_by_shape(roots)
+        left = self.flat_by_spec(roots)
         return left[self.flat_has_capacity(left)]
 
-    def flat_by_shape(self, roots: Rows) -> Rows:
+    def flat_by_spec(self, roots: Rows) -> Rows:
         """Per lone provider, whether it could give all slots if it were unused."""
         if len(self.apart) > 1 or not self.possible:
             return roots[:0]
@@ -213,20 +213,20 @@ class CompiledRequest:
                 pattern = known[key] = TreePattern(TreeSolver(self._problem(members, indices[0])))
             pattern.add(roots[trees], members.rows[indices])
 
-    def tree_verdicts(self, roots: Rows) -> NDArray[np.int8]:
-        """Per root, YES or NO; UNKNOWN when the budget for its pattern ended before a verdict."""
+    def tree_results(self, roots: Rows) -> NDArray[np.int8]:
+        """Per root, YES or NO; UNKNOWN when the budget for its pattern ended before a result."""
         found = np.full(len(roots), NO, dtype=np.int8)
         members = self._ordered_members(roots) if self.possible and len(roots) else None
         if members is None:
             return found
         for key, trees, indices in members.alike():
-            known = self._verdicts.get(key)
+            known = self._cached_results.get(key)
             if known is None:
                 solver = TreeSolver(self._problem(members, indices[0]))
                 known = YES if solver.find(1, BUDGET) else UNKNOWN if solver.cut else NO
-                if len(self._verdicts) >= VERDICTS_KEPT:
-                    self._verdicts.clear()
-                self._verdicts[key] = known
+                if len(self._cached_results) >= CACHED_RESULTS:
+                    self._cached_results.clear()
+                self._cached_results[key] = known
             found[trees] = known
         return found
 
@@ -235,7 +235,7 @@ class CompiledRequest:
         gives it.
         """
         roots = np.array([root], dtype=np.intp)
-        if not self.possible or not self.book.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
+        if not self.possible or not self.replica.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
             return self.no_rows()
         members = self._ordered_members(roots)
         if members is None:
@@ -252,11 +252,11 @@ class CompiledRequest:
 
     def given_by(self, rows: Rows) -> NDArray[np.int64]:
         """Per row, the values that decide what it can give to one request: rows with equal values have equal
-        verdicts.
+        results.
         """
         given = [fit.now(rows) for fit in self._all_fits]
         limits = [contended.limit(rows) for contended in self.contended]
-        return np.array([*given, *limits, self.book.traits[rows], self.book.aggregates[rows]], dtype=np.int64)
+        return np.array([*given, *limits, self.replica.traits[rows], self.replica.aggregates[rows]], dtype=np.int64)
 
     def _ordered_members(self, roots: Rows, time_budget: TimeBudget | None = None) -> OrderedMembers | None:
         """The members that can give a slot, of the trees that have a member for each slot."""
@@ -277,13 +277,13 @@ class CompiledRequest:
             complete[members.owners[able]] = True
         kept = (complete[members.owners] & eligible.any(axis=0)).nonzero()[0]
         described = self._described(members.rows[kept], members.owners[kept], eligible[:, kept], kept >= members.own)
-        return OrderedMembers(self.book, described, subtrees=bool(self.subtrees))
+        return OrderedMembers(self.replica, described, subtrees=bool(self.subtrees))
 
     def members(self, roots: Rows) -> MemberRows:
         """Return all members of these trees, and the providers that share with them."""
-        rows, owners = self.book.members(roots)
-        sharing, own = sharing_of(self.book), len(rows)
-        if len(sharing.givers):
+        rows, owners = self.replica.members(roots)
+        sharing, own = sharing_of(self.replica), len(rows)
+        if len(sharing.donors):
             shared, served = sharing.serving(roots)
             rows, owners = np.concatenate([rows, shared]), np.concatenate([owners, served])
         return MemberRows(roots, rows, owners, own)
@@ -303,8 +303,8 @@ class CompiledRequest:
             eligible=eligible,
             limits=limits,
             covers=self.rules[UNNUMBERED].covers(rows) if self.required else None,
-            trees=np.where(foreign, self.book.root[rows].astype(np.int64) + 1, 0) if one_per_tree else None,
-            room=room,
+            trees=np.where(foreign, self.replica.root[rows].astype(np.int64) + 1, 0) if one_per_tree else None,
+            capacity=room,
         )
 
     def _problem(self, members: OrderedMembers, indices: NDArray[np.intp]) -> TreeProblem:
@@ -348,7 +348,7 @@ class TreeMembers(Struct, frozen=True):
     limits: NDArray[np.int64]
     covers: NDArray[np.int64] | None
     trees: NDArray[np.int64] | None
-    room: NDArray[np.float64]
+    capacity: NDArray[np.float64]
 
 
 class OrderedMembers:
@@ -359,9 +359,9 @@ class OrderedMembers:
     nearest ancestor.
     """
 
-    def __init__(self, book: Book, members: TreeMembers, *, subtrees: bool) -> None:
+    def __init__(self, replica: Replica, members: TreeMembers, *, subtrees: bool) -> None:
         words = _signatures(members)
-        nearest = _nearest_above(book, members.rows, members.owners) if subtrees else None
+        nearest = _nearest_above(replica, members.rows, members.owners) if subtrees else None
         order = _order(members, words, nearest)
         self.rows = members.rows[order]
         self.eligible = members.eligible[:, order]
@@ -435,7 +435,7 @@ def _signatures(members: TreeMembers) -> list[NDArray[np.int64]]:
 def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Rows | None) -> Rows:
     """Return the order of the members that OrderedMembers describes."""
     owners = members.owners
-    keys = (members.rows, -members.room, *reversed(words), -members.eligible.sum(axis=0))
+    keys = (members.rows, -members.capacity, *reversed(words), -members.eligible.sum(axis=0))
     if nearest is None:
         return np.lexsort((*keys, owners))
     depth = np.zeros(len(owners), dtype=np.int64)
@@ -452,22 +452,22 @@ def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Ro
     return np.lexsort((rank, depth, owners))
 
 
-def _nearest_above(book: Book, rows: Rows, owners: Rows) -> Rows:
+def _nearest_above(replica: Replica, rows: Rows, owners: Rows) -> Rows:
     """Per member, the index of its nearest ancestor among the members of the same tree; NO_ROW when there is none."""
-    keys = owners * book.size + rows
+    keys = owners * replica.size + rows
     order = np.argsort(keys)
     ordered = keys[order]
     nearest = np.full(len(rows), NO_ROW, dtype=np.intp)
     open_ones = np.arange(len(rows))
-    up = book.parent[rows].astype(np.intp)
-    for _ in range(len(book)):
+    up = replica.parent[rows].astype(np.intp)
+    for _ in range(len(replica)):
         going = up != NO_ROW
         open_ones, up = open_ones[going], up[going]
         if not open_ones.size:
             break
-        wanted = owners[open_ones] * book.size + up
+        wanted = owners[open_ones] * replica.size + up
         place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
         hit = ordered[place] == wanted
         nearest[open_ones[hit]] = order[place[hit]]
-        open_ones, up = open_ones[~hit], book.parent[up[~hit]].astype(np.intp)
+        open_ones, up = open_ones[~hit], replica.parent[up[~hit]].astype(np.intp)
     return nearest

@@ -1,9 +1,9 @@
-"""Keeps a book up to date: loads a snapshot, then applies the change feed, and requests missing changes.
+"""Keeps a replica up to date: loads a snapshot, then applies the change feed, and requests missing changes.
 
 The queue is bound before the snapshot is requested, so no change is missed in between. The follower requests changes
-from placement after a hole in the numbers, a head that stays ahead of the book, another history (the book was restored,
-or its standby promoted), silence, and a lost connection, with which the broker has deleted the private queue. It
-requests a new snapshot when the feed no longer reaches back to the book, or has another history.
+from placement after a hole in the numbers, a head that stays ahead of the replica, another incarnation (the replica was
+restored, or its standby promoted), silence, and a lost connection, with which the broker has deleted the private queue.
+It requests a new snapshot when the feed no longer reaches back to the replica, or has another incarnation.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.faults import RequestRefused
-from bus.retrying import UNTIL_AVAILABLE, Retrying, passes_with_time
-from placement_worker.replica.book import Book
+from bus.retrying import UNTIL_AVAILABLE, Retrying, is_transient
+from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import CatchUp, SnapshotOutrun, apply
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _snapshots = Counter("berth_replica_snapshots_total", "Snapshots loaded")
 
 MAX_BUFFERED = 100_000  # changes that wait for earlier ones; above this bound they are dropped and requested
 REQUEST_TIMEOUT_S = 5.0
-HEAD_LAG_S = 2.0  # how long the head may stay ahead of the book
+HEAD_LAG_S = 2.0  # how long the head may stay ahead of the replica
 SILENCE_S = 5.0  # without messages, after which changes are requested
 WATCH_S = 0.5  # between two checks for silence
 
@@ -57,9 +57,9 @@ class PlacementFeed:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+    async def changes(self, after: int, limit: int, incarnation: str = "") -> ChangesPage:
         """Request a page of changes."""
-        requested = ChangesRequest(after=after, limit=limit, history=history)
+        requested = ChangesRequest(after=after, limit=limit, incarnation=incarnation)
         return await self._bus.request(requested, ChangesPage, timeout_s=REQUEST_TIMEOUT_S, cause="replica.changes")
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
@@ -69,29 +69,31 @@ class PlacementFeed:
 
 
 class Follower:
-    """Applies the change feed of the API bus to one book.
+    """Applies the change feed of the API bus to one replica.
 
-    start() declares and consumes the queue and returns; `ready` is set when the book is complete for the first time.
+    start() declares and consumes the queue and returns; `ready` is set when the replica is complete for the first time.
     run() ends when the follower is closed, or raises the fault that stopped it.
     """
 
-    def __init__(self, bus: Bus, book: Book, *, process: str | None = None, clock: Clock) -> None:
-        self.book = book
+    def __init__(self, bus: Bus, replica: Replica, *, process: str | None = None, clock: Clock) -> None:
+        self.replica = replica
         self.ready = asyncio.Event()
         self._bus = bus
         self._clock = clock
         self._rng = bus.rng
         # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = Consumer(bus, QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
-        self._catch_up = CatchUp(book, PlacementFeed(bus))
+        self._catch_up = CatchUp(replica, PlacementFeed(bus))
         self._kept: list[Change] = []
-        self._catch_up.on_stale = self._kept.clear  # the book was set back, or the snapshot will contain these changes
+        self._catch_up.on_stale = (
+            self._kept.clear
+        )  # the replica was set back, or the snapshot will contain these changes
         self._catch_up.on_page = self._caught_up
-        self._kept_history = ""
+        self._buffered_incarnation = ""
         self._wanted = asyncio.Event()
         self._begun = self._ended = 0  # the number of rounds of requests begun and ended
         self._head = 0
-        self._off_since: float | None = None  # the time since which the head and the book differ
+        self._off_since: float | None = None  # the time since which the head and the replica differ
         self._off_target = 0
         self._received_at = 0.0
         self._callbacks: list[Callable[[], None]] = []
@@ -117,7 +119,7 @@ class Follower:
                 task.result()
 
     async def close(self) -> None:
-        """Stop following. The book stays as it is."""
+        """Stop following. The replica stays as it is."""
         await self._consumer.drain(0.0)
         for task in self._tasks:
             task.cancel()
@@ -133,8 +135,8 @@ class Follower:
 
     @property
     def lag(self) -> int:
-        """The number of changes by which the book is behind the newest known number."""
-        return max(0, self._head - self.book.sequence)
+        """The number of changes by which the replica is behind the newest known number."""
+        return max(0, self._head - self.replica.sequence)
 
     async def refresh(self, *, timeout_s: float) -> bool:
         """Request the newest changes from placement now. Concurrent callers share one request. Returns False when there
@@ -155,10 +157,10 @@ class Follower:
         self._received_at = self._clock.monotonic()
         for received in batch:
             message = received.message
-            if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
-                self._request_catch_up("history")  # the snapshot contains its changes
+            if isinstance(message, FeedChanges | FeedHead) and self._has_other_incarnation(message.incarnation):
+                self._request_catch_up("incarnation")  # the snapshot contains its changes
             elif isinstance(message, FeedChanges):
-                self._take(message.changes, message.history)
+                self._take(message.changes, message.incarnation)
                 _delay.observe(max(0.0, self._clock.time() - received.meta.sent_at))
             elif isinstance(message, FeedHead):
                 self._head = message.sequence
@@ -166,27 +168,27 @@ class Follower:
         self._log_catch_up()
         return [Done()] * len(batch)
 
-    def _is_of_another(self, history: str) -> bool:
-        """Whether a message has another history than the book. A message without a history counts as one of the
-        same.
+    def _has_other_incarnation(self, incarnation: str) -> bool:
+        """Whether a message has another incarnation than the replica. A message without an incarnation counts as one of
+        the same.
         """
-        return bool(self.book.history) and history not in ("", self.book.history)
+        return bool(self.replica.incarnation) and incarnation not in ("", self.replica.incarnation)
 
-    def _take(self, changes: Sequence[Change], history: str) -> None:
+    def _take(self, changes: Sequence[Change], incarnation: str) -> None:
         """Apply the changes that come next, buffer the others, and request those in between."""
         self._head = max(self._head, changes[-1].sequence)
         if self._catch_up.stale or self._kept:
-            if history != self._kept_history:
+            if incarnation != self._buffered_incarnation:
                 self._kept.clear()
-                self._kept_history = history
+                self._buffered_incarnation = incarnation
             self._buffer(changes)
             return
-        before = self.book.sequence
-        gap = self.book.apply(changes)
-        _applied.inc(self.book.sequence - before)
+        before = self.replica.sequence
+        gap = self.replica.apply(changes)
+        _applied.inc(self.replica.sequence - before)
         if gap is not None:
             log.info("replica.gap", expected=gap.expected, got=gap.got)
-            self._kept_history = history
+            self._buffered_incarnation = incarnation
             self._buffer([change for change in changes if change.sequence >= gap.got])
             self._request_catch_up("gap")
 
@@ -203,14 +205,14 @@ class Follower:
         """
         gap = None
         while self._kept and gap is None:  # ends: each round applies what is there, or finds a hole
-            gap = await apply(self.book, sorted(self._kept, key=lambda change: change.sequence))
-            self._kept[:] = [change for change in self._kept if change.sequence > self.book.sequence]
+            gap = await apply(self.replica, sorted(self._kept, key=lambda change: change.sequence))
+            self._kept[:] = [change for change in self._kept if change.sequence > self.replica.sequence]
 
     def _compare(self) -> None:
-        """Request changes when the head has differed from the book for long: the last changes were lost, so no later
+        """Request changes when the head has differed from the replica for long: the last changes were lost, so no later
         one shows a hole.
         """
-        now, sequence = self._clock.monotonic(), self.book.sequence
+        now, sequence = self._clock.monotonic(), self.replica.sequence
         if self._head == sequence:
             self._off_since = None
         elif self._off_since is None or sequence >= self._off_target > 0:
@@ -221,9 +223,9 @@ class Follower:
             self._request_catch_up("behind" if self._head > sequence else "ahead")
 
     def _log_catch_up(self) -> None:
-        _sequence.set(self.book.sequence)
+        _sequence.set(self.replica.sequence)
         _lag.set(self.lag)
-        _providers.set(len(self.book))
+        _providers.set(len(self.replica))
         for callback in self._callbacks:
             callback()
 
@@ -256,11 +258,11 @@ class Follower:
         """Run one round of requests, and repeat it while placement or the bus is unavailable."""
 
         def may_pass(error: BaseException) -> bool:
-            return passes_with_time(error) or isinstance(error, RequestRefused | SnapshotOutrun)
+            return is_transient(error) or isinstance(error, RequestRefused | SnapshotOutrun)
 
         def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")
-            log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
+            log.warning("replica.waits", code=code, reason=str(error), sequence=self.replica.sequence)
 
         # Until there is an answer, the replica is not ready, or reports that it is out of date.
         await Retrying(UNTIL_AVAILABLE, self._clock, self._rng).call(
@@ -269,19 +271,19 @@ class Follower:
 
     async def _caught_up(self, head: int, is_loaded: bool) -> None:
         """Apply what is buffered, after an answer of placement or a load."""
-        before = self.book.sequence
+        before = self.replica.sequence
         if is_loaded:
-            if self._is_of_another(self._kept_history):
+            if self._has_other_incarnation(self._buffered_incarnation):
                 self._kept.clear()
             self._head = head
             self._off_since = None
             _snapshots.inc()
-            log.info("replica.loaded", providers=len(self.book), sequence=head)
+            log.info("replica.loaded", providers=len(self.replica), sequence=head)
         self._head = max(self._head, head)
         await self._apply_buffered()
-        _applied.inc(self.book.sequence - before)
+        _applied.inc(self.replica.sequence - before)
         self._log_catch_up()
-        if self.book.sequence >= head:
+        if self.replica.sequence >= head:
             # Buffered changes above this head were committed after the answer. They are requested when the next head
             # arrives.
             self._kept.clear()

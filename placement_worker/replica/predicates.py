@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from placement_worker.domain.values import is_in_units
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import (
     CAPACITY,
     MAX_UNIT,
@@ -51,9 +51,9 @@ MAX_SUMS = 64
 class _OfClass:
     """A requirement of one class, with a figure for each distinct inventory of it."""
 
-    def __init__(self, book: Book, name: str) -> None:
+    def __init__(self, replica: Replica, name: str) -> None:
         self.name = name
-        self.column = column = book.column(name)
+        self.column = column = replica.column(name)
         if column is not None:
             self._of_kind = LookupTable(column.kinds, lambda known: self._figures(column.kinds.columns()[:, known:]))
 
@@ -71,8 +71,8 @@ class _OfClass:
 class ResourceFit(_OfClass):
     """Decides which rows can give an amount of one class."""
 
-    def __init__(self, book: Book, name: str, amount: int) -> None:
-        super().__init__(book, name)
+    def __init__(self, replica: Replica, name: str, amount: int) -> None:
+        super().__init__(replica, name)
         self.amount = amount
 
     def _figures(self, kinds: Amounts) -> Amounts:
@@ -109,8 +109,8 @@ class ContendedClass(_OfClass):
     difference.
     """
 
-    def __init__(self, book: Book, name: str, amounts: Sequence[int]) -> None:
-        super().__init__(book, name)
+    def __init__(self, replica: Replica, name: str, amounts: Sequence[int]) -> None:
+        super().__init__(replica, name)
         sums = {0}
         for amount in amounts:
             sums |= {have + amount for have in sums}
@@ -172,26 +172,26 @@ class GroupRules:
     aggregates.
     """
 
-    def __init__(self, book: Book, group: Group) -> None:
+    def __init__(self, replica: Replica, group: Group) -> None:
         # These are sets, because a query may name thousands of traits and is compared with every distinct set of traits
-        # in the book.
+        # in the replica.
         every = [frozenset(names) for names in group.required]
         self._unnumbered = group.suffix == UNNUMBERED
         required = [] if self._unnumbered else every
         forbidden = frozenset(group.forbidden)
         members = [frozenset(names) for names in group.member_of]
         excluded = frozenset(group.forbidden_aggregates)
-        self._book = book
+        self._replica = replica
         self._group = group
         self._any_traits = bool(required or forbidden)
         self._everything = (1 << len(every)) - 1
         self._traits = lookup_table(
-            book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden)
+            replica.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden)
         )
-        self._member = lookup_table(book.aggregate_sets, lambda own: meets_all(own, members))
-        self._is_excluded = lookup_table(book.aggregate_sets, lambda own: meets_any(own, excluded))
+        self._member = lookup_table(replica.aggregate_sets, lambda own: meets_all(own, members))
+        self._is_excluded = lookup_table(replica.aggregate_sets, lambda own: meets_any(own, excluded))
         self._covers = lookup_table(
-            book.trait_sets,
+            replica.trait_sets,
             lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
         )
 
@@ -228,20 +228,20 @@ class GroupRules:
         """Per member, whether its traits meet the group's rules: all of them for a numbered group, the forbidden traits
         alone for the un-numbered one.
         """
-        clean: Flags = self._traits(self._book.traits[members.rows]) == 1
+        clean: Flags = self._traits(self._replica.traits[members.rows]) == 1
         return clean
 
     def _in_tree(self, members: MemberRows) -> Flags:
         if self._unnumbered:  # its tree restricts the roots
             return np.arange(len(members.rows)) < members.own
-        inside: Flags = self._book.root[members.rows] == self.tree()
+        inside: Flags = self._replica.root[members.rows] == self.tree()
         return inside
 
     def in_aggregates(self, members: MemberRows) -> Flags:
         """Per member, whether it is in the requested aggregates: itself or, for the un-numbered group, by its root."""
-        member: Flags = self._member(self._book.aggregates[members.rows]) == 1
+        member: Flags = self._member(self._replica.aggregates[members.rows]) == 1
         if self._unnumbered:
-            of_root = self._member(self._book.aggregates[members.roots]) == 1
+            of_root = self._member(self._replica.aggregates[members.roots]) == 1
             member[: members.own] |= of_root[members.owners[: members.own]]
         return member
 
@@ -249,19 +249,19 @@ class GroupRules:
         """Per member, whether it is in a forbidden aggregate: itself or, for the un-numbered group, by the
         tree's root.
         """
-        is_excluded: Flags = self._is_excluded(self._book.aggregates[members.rows]) == 1
+        is_excluded: Flags = self._is_excluded(self._replica.aggregates[members.rows]) == 1
         if self._unnumbered:
-            is_excluded |= (self._is_excluded(self._book.aggregates[members.roots]) == 1)[members.owners]
+            is_excluded |= (self._is_excluded(self._replica.aggregates[members.roots]) == 1)[members.owners]
         return is_excluded
 
     def covers(self, rows: Rows) -> Amounts:
         """Per row, the required any-of groups that its traits meet, as bits."""
-        return self._covers(self._book.traits[rows])
+        return self._covers(self._replica.traits[rows])
 
     def tree(self) -> int:
         """The row of the root of the requested tree; NO_ROW when the tree does not exist."""
-        row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
-        return NO_ROW if row is None else self._book.root_of(row)
+        row = None if self._group.in_tree is None else self._replica.row_of(self._group.in_tree)
+        return NO_ROW if row is None else self._replica.root_of(row)
 
 
 def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
@@ -275,15 +275,15 @@ def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
 
 
 class RulesCache(Recent[bytes, GroupRules]):
-    """The group rules that a book caches. Requests that differ only in amounts share them."""
+    """The group rules that a replica caches. Requests that differ only in amounts share them."""
 
     MOST = 256
 
 
-def rules_of(book: Book, group: Group) -> GroupRules:
+def rules_of(replica: Replica, group: Group) -> GroupRules:
     """Return the group's rules."""
     key = msgspec.msgpack.encode(structs.replace(group, resources={}))
-    return book.cache(RulesCache).value(key, lambda: GroupRules(book, group))
+    return replica.cache(RulesCache).value(key, lambda: GroupRules(replica, group))
 
 
 NOT_A_ROOT = 0

@@ -126,7 +126,7 @@ class RejectedRoots(Struct, frozen=True):
     rows: tuple[int, ...]
 
 
-def left_out(step: str, reason: str, rows: Rows) -> RejectedRoots:
+def rejected_roots(step: str, reason: str, rows: Rows) -> RejectedRoots:
     """The first of these."""
     return RejectedRoots(step, reason, tuple(rows[:MAX_NAMED_ROOTS].tolist()))
 
@@ -139,4 +139,4 @@ class Found(Struct, frozen=True):
 
     roots: Rows
     funnel: tuple[FunnelStep, ...] = ()
-    left_out: tuple[RejectedRoots, ...] = ()
+    rejected_roots: tuple[RejectedRoots, ...] = ()

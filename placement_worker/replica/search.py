@@ -2,7 +2,7 @@
 
 `search` is complete: it finds every root that can take the request, except roots that the funnel counts as "too many
 combinations to try". `options` lists the allocations on one root, best first, up to its limit. Both use the same
-tables: `compiled` evaluates providers and trees, and `verdicts` keeps the results between calls.
+tables: `compiled` evaluates providers and trees, and `results` keeps the results between calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from numpy.typing import NDArray
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.columns import Amounts, Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest
 from placement_worker.replica.predicates import GIVES, IN_USE, NOT_A_ROOT, MemberRows
-from placement_worker.replica.request import UNNUMBERED, Found, Group, Query, RejectedRoots, Slot, left_out, request_of
+from placement_worker.replica.request import (
+    UNNUMBERED,
+    Found,
+    Group,
+    Query,
+    RejectedRoots,
+    Slot,
+    rejected_roots,
+    request_of,
+)
 from placement_worker.replica.sharing import Sharing, sharing_of
 
 # The bound of options, whatever limit the caller requests.
@@ -29,23 +38,23 @@ PROVIDERS = "providers"  # the first step of a funnel
 _ALL = 2**45  # more than any inventory has
 
 
-def search(book: Book, query: Query, *, explain: bool = False) -> Found:
+def search(replica: Replica, query: Query, *, explain: bool = False) -> Found:
     """Return all roots that can take the request now, ascending by row. Raises QueryTooWide."""
-    verdicts = verdicts_of(book, query)
-    pinned = _pinned(book, query)
-    roots = verdicts.roots if pinned is None else pinned[verdicts.verdicts[pinned] == verdicts.passes]
-    roots = _unless_ignored(book, query, roots)
+    results = results_of(replica, query)
+    pinned = _pinned(replica, query)
+    roots = results.roots if pinned is None else pinned[results.results[pinned] == results.passes]
+    roots = _without_ignored(replica, query, roots)
     if not explain:
         return Found(roots)
-    verdicts.explain()
-    among = _unless_ignored(book, query, book.rows_of_roots() if pinned is None else pinned)
+    results.explain()
+    among = _without_ignored(replica, query, replica.rows_of_roots() if pinned is None else pinned)
     why = "ignored" if pinned is None else "not among those requested"
-    pins = np.setdiff1d(book.rows_of_roots(), among, assume_unique=True)
-    named = [left_out(PROVIDERS, why, pins)] if len(pins) else []
-    return Found(roots, _funnel(verdicts, among, {why: len(pins)}), (*named, *_rejected(verdicts, among)))
+    pins = np.setdiff1d(replica.rows_of_roots(), among, assume_unique=True)
+    named = [rejected_roots(PROVIDERS, why, pins)] if len(pins) else []
+    return Found(roots, _funnel(results, among, {why: len(pins)}), (*named, *_rejected(results, among)))
 
 
-def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
+def options(replica: Replica, query: Query, root_row: int, *, limit: int = 4) -> list[ClaimOption]:
     """Return the possible allocations on one root, best first; empty when the request does not fit. Raises
     QueryTooWide.
 
@@ -53,92 +62,94 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     the slot with the most possible providers changes first, so that the second option is a real alternative to the
     first.
     """
-    verdicts = cached_verdicts(book, query)
-    slots = verdicts.compiled.slots
-    return [_option(book, slots, rows) for rows in verdicts.assignments(root_row, min(limit, MAX_OPTIONS))]
+    results = cached_results(replica, query)
+    slots = results.compiled.slots
+    return [_option(replica, slots, rows) for rows in results.assignments(root_row, min(limit, MAX_OPTIONS))]
 
 
-def option_held(
-    book: Book, query: Query, root_row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+def matching_option(
+    replica: Replica, query: Query, root_row: int, held: Mapping[str, Mapping[str, int]], *, key: str
 ) -> ClaimOption | None:
     """The way in which what a consumer holds satisfies a request on this root; None: it does not, or not any more.
     Raises QueryTooWide.
 
     key: of the consumer's assumption, which is dropped. The search sees what is held as free, and nothing else.
     """
-    members = book.members(np.array([root_row], dtype=np.intp))[0].tolist()
-    others = {book.uuid_of(row): book.inventory_of(row) for row in members if book.uuid_of(row) not in held}
+    members = replica.members(np.array([root_row], dtype=np.intp))[0].tolist()
+    others = {replica.uuid_of(row): replica.inventory_of(row) for row in members if replica.uuid_of(row) not in held}
     taken = {uuid: dict.fromkeys(inventory, _ALL) for uuid, inventory in others.items() if inventory}
     freed = {uuid: {name: -amount for name, amount in amounts.items()} for uuid, amounts in held.items()}
-    book.assume(key, {**taken, **freed})
+    replica.assume(key, {**taken, **freed})
     try:
-        return next((one for one in options(book, query, root_row, limit=MAX_OPTIONS) if one.allocations == held), None)
+        return next(
+            (one for one in options(replica, query, root_row, limit=MAX_OPTIONS) if one.allocations == held), None
+        )
     finally:
-        book.forget(key)
+        replica.drop_assumed(key)
 
 
-def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:
+def _option(replica: Replica, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:
     """Return an assignment as an option: the amounts that several slots take from one provider are added up."""
     allocations: dict[str, dict[str, int]] = {}
-    shapes: dict[str, int] = {}
+    spec_generations: dict[str, int] = {}
     mappings: dict[str, dict[str, None]] = {}
     for slot, row in zip(slots, rows, strict=True):
-        uuid = book.uuid_of(row)
+        uuid = replica.uuid_of(row)
         mappings.setdefault(slot.suffix, {})[uuid] = None
         for name, amount in slot.resources.items():
             given = allocations.setdefault(uuid, {})
             given[name] = given.get(name, 0) + amount
-            shapes[uuid] = book.shape_of(row)
+            spec_generations[uuid] = replica.spec_generation_of(row)
     if mappings.keys() <= {UNNUMBERED}:
-        return ClaimOption(allocations=allocations, shapes=shapes)
+        return ClaimOption(allocations=allocations, spec_generations=spec_generations)
     return ClaimOption(
         allocations=allocations,
-        shapes=shapes,
+        spec_generations=spec_generations,
         mappings={suffix: tuple(uuids) for suffix, uuids in mappings.items()},
     )
 
 
-def _rejected(verdicts: RootVerdicts, roots: Rows) -> list[RejectedRoots]:
+def _rejected(results: RootResults, roots: Rows) -> list[RejectedRoots]:
     """Some of these roots by the reason for which they were rejected."""
-    codes, named = verdicts.verdicts[roots], verdicts.reasons.named
-    found = [code for code in np.unique(codes).tolist() if 0 < code < verdicts.passes]
-    return [left_out(named[code].step, named[code].reason, roots[codes == code]) for code in found]
+    codes, named = results.results[roots], results.reasons.named
+    found = [code for code in np.unique(codes).tolist() if 0 < code < results.passes]
+    return [rejected_roots(named[code].step, named[code].reason, roots[codes == code]) for code in found]
 
 
 # --- pins
 
 
-def _pinned(book: Book, query: Query) -> Rows | None:
+def _pinned(replica: Replica, query: Query) -> Rows | None:
     """Return the roots that the query's pins allow; None when the query does not pin roots."""
-    pinned: Rows | None = _rows_of(book, query.only_roots) if query.only_roots else None
+    pinned: Rows | None = _rows_of(replica, query.only_roots) if query.only_roots else None
     if query.in_tree is not None:
-        row = book.row_of(query.in_tree)
-        tree = np.array([] if row is None else [book.root_of(row)], dtype=np.intp)
+        row = replica.row_of(query.in_tree)
+        tree = np.array([] if row is None else [replica.root_of(row)], dtype=np.intp)
         pinned = tree if pinned is None else np.intersect1d(pinned, tree)
-        pinned = pinned[book.is_root[pinned]]
+        pinned = pinned[replica.is_root[pinned]]
     return pinned
 
 
-def _unless_ignored(book: Book, query: Query, roots: Rows) -> Rows:
-    return roots[~np.isin(roots, _rows_of(book, query.ignore_roots))] if query.ignore_roots else roots
+def _without_ignored(replica: Replica, query: Query, roots: Rows) -> Rows:
+    return roots[~np.isin(roots, _rows_of(replica, query.ignore_roots))] if query.ignore_roots else roots
 
 
-def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
-    rows = {row for uuid in uuids if (row := book.row_of(uuid)) is not None and book.is_root[row]}
+def _rows_of(replica: Replica, uuids: Sequence[str]) -> Rows:
+    rows = {row for uuid in uuids if (row := replica.row_of(uuid)) is not None and replica.is_root[row]}
     return np.array(sorted(rows), dtype=np.intp)
 
 
 # --- the funnel
 
 
-def _funnel(verdicts: RootVerdicts, roots: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
+def _funnel(results: RootResults, roots: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
     """Return the steps of the funnel: how many of these roots each leaves, and why it rejects the others."""
-    counts, left = np.bincount(verdicts.verdicts[roots], minlength=verdicts.passes + 1), len(roots)
+    counts, left = np.bincount(results.results[roots], minlength=results.passes + 1), len(roots)
     funnel = [FunnelStep(step=PROVIDERS, remaining=left, rejected={why: many for why, many in pins.items() if many})]
-    rejected: dict[str, dict[str, int]] = {step: {} for step in verdicts.reasons.steps()}
-    for code in range(1, verdicts.passes):
+    rejected: dict[str, dict[str, int]] = {step: {} for step in results.reasons.steps()}
+    for code in range(1, results.passes):
         if many := int(counts[code]):
-            reason = verdicts.reasons.named[code]
+            reason = results.reasons.named[code]
             of_step = rejected.setdefault(reason.step, {})
             of_step[reason.reason] = of_step.get(reason.reason, 0) + many  # of the root, and of the whole group
     for name, reasons in rejected.items():
@@ -149,112 +160,112 @@ def _funnel(verdicts: RootVerdicts, roots: Rows, pins: dict[str, int]) -> tuple[
 
 Codes = NDArray[np.uint16]
 
-# The queries whose verdicts are cached. A query takes about 12 bytes for
+# The queries whose results are cached. A query takes about 12 bytes for
 # each row.
 QUERIES_KEPT = 64
 
 
-class RootVerdicts:
-    """The verdicts of one query, regardless of its pins (in_tree, only_roots, ignore_roots)."""
+class RootResults:
+    """The results of one query, regardless of its pins (in_tree, only_roots, ignore_roots)."""
 
-    def __init__(self, book: Book, query: Query) -> None:
-        self.book = book
-        self.compiled = CompiledRequest(book, request_of(query))
+    def __init__(self, replica: Replica, query: Query) -> None:
+        self.replica = replica
+        self.compiled = CompiledRequest(replica, request_of(query))
         self.reasons = self.compiled.reasons
         self.passes = self.reasons.passes
         self._tree = self.passes + 1
         self._of_tree = np.array([self.reasons.unexplained, self.passes, self.reasons.unknown])  # by NO, YES, UNKNOWN
         self._sharing: Sharing | None = None
         self._given = np.zeros((0, 0), dtype=np.int64)
-        # the verdicts by shapes alone; `_tree` where the tree must be evaluated
-        self._by_shape: Codes = np.zeros(0, dtype=np.uint16)
-        self.verdicts: Codes = np.zeros(0, dtype=np.uint16)
-        self._moved_at = self._shaped_at = -1
+        # the results by spec_generations alone; `_tree` where the tree must be evaluated
+        self._spec_results: Codes = np.zeros(0, dtype=np.uint16)
+        self.results: Codes = np.zeros(0, dtype=np.uint16)
+        self._moved_at = self._spec_moved_at = -1
         self._roots: Rows | None = None
 
     @property
     def roots(self) -> Rows:
         """The rows of the roots that pass, ascending. The array is shared and read-only."""
         if self._roots is None:
-            self._roots = np.flatnonzero(self.verdicts == self.passes)
+            self._roots = np.flatnonzero(self.results == self.passes)
             self._roots.flags.writeable = False
         return self._roots
 
     def refresh(self) -> None:
-        """Bring the verdicts up to date with the book."""
-        book = self.book
-        if self._moved_at == book.moves.end:
+        """Bring the results up to date with the replica."""
+        replica = self.replica
+        if self._moved_at == replica.moves.end:
             return
-        moved = self._affected(book.moves.since(self._moved_at))
-        shaped = book.shape_moves.since(self._shaped_at)
-        if moved is None or shaped is None or 2 * len(moved) > book.top:
-            moved = shaped = book.rows_of_roots()
-            self._by_shape, self.verdicts, self._roots = self._by_shape[:0], self.verdicts[:0], None
+        moved = self._affected(replica.moves.since(self._moved_at))
+        shaped = replica.spec_moves.since(self._spec_moved_at)
+        if moved is None or shaped is None or 2 * len(moved) > replica.top:
+            moved = shaped = replica.rows_of_roots()
+            self._spec_results, self.results, self._roots = self._spec_results[:0], self.results[:0], None
         self._evaluate_moved(moved, shaped)
-        self._moved_at, self._shaped_at = book.moves.end, book.shape_moves.end
+        self._moved_at, self._spec_moved_at = replica.moves.end, replica.spec_moves.end
 
     def explain(self) -> None:
         """Replace each rejection without a reason by the reason why the root is rejected."""
-        unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
+        unexplained = np.flatnonzero(self.results == self.reasons.unexplained)
         if len(unexplained):
-            self.verdicts[unexplained] = explain(self.compiled, unexplained)
+            self.results[unexplained] = explain(self.compiled, unexplained)
 
     def assignments(self, root: int, limit: int) -> list[list[int]]:
-        """Return up to this many assignments on one root, best first, as the book is now. An assignment has a row for
-        each slot.
+        """Return up to this many assignments on one root, best first, as the replica is now. An assignment has a row
+        for each slot.
 
         Only this tree is solved. Changes of other trees are left to the next refresh.
         """
         if not self.compiled.stands_alone(root):
             found: list[list[int]] = self.compiled.assignments(root, limit).tolist()
             return found
-        if self._shaped_at != self.book.shape_moves.end:
+        if self._spec_moved_at != self.replica.spec_moves.end:
             self.refresh()
-        fits = self._by_shape[root] == self.passes and self.compiled.has_capacity(root)
+        fits = self._spec_results[root] == self.passes and self.compiled.has_capacity(root)
         return [[root] * len(self.compiled.slots)][:limit] if fits else []
 
     def _affected(self, moved: Rows | None) -> Rows | None:
         """Return the roots to evaluate again when these have changed; None: all roots. A sharing provider that has
-        changed affects the trees that it serves. Its usage changes with every claim, but no verdict changes as long as
+        changed affects the trees that it serves. Its usage changes with every claim, but no result changes as long as
         the provider can give the same as before to one more such request.
         """
-        sharing = sharing_of(self.book)
-        if sharing is self._sharing and not len(sharing.givers):
+        sharing = sharing_of(self.replica)
+        if sharing is self._sharing and not len(sharing.donors):
             return moved
-        given = self.compiled.given_by(sharing.givers)
+        given = self.compiled.given_by(sharing.donors)
         before, self._given = self._given, given
         if sharing is not self._sharing:
             known, self._sharing = self._sharing, sharing
             if known is None or not sharing.same_pairs(known):
                 return None
-        if moved is None or not len(sharing.givers) or not (changed := (given != before).any(axis=0)).any():
+        if moved is None or not len(sharing.donors) or not (changed := (given != before).any(axis=0)).any():
             return moved
-        return np.union1d(moved, sharing.served_by(sharing.givers[changed]))
+        return np.union1d(moved, sharing.served_by(sharing.donors[changed]))
 
     def _evaluate_moved(self, moved: Rows, shaped: Rows) -> None:
-        if more := self.book.size - self.verdicts.size:
-            self._by_shape = np.concatenate([self._by_shape, np.zeros(more, dtype=np.uint16)])
-            self.verdicts = np.concatenate([self.verdicts, np.zeros(more, dtype=np.uint16)])
+        if more := self.replica.size - self.results.size:
+            self._spec_results = np.concatenate([self._spec_results, np.zeros(more, dtype=np.uint16)])
+            self.results = np.concatenate([self.results, np.zeros(more, dtype=np.uint16)])
         if len(shaped):
-            self._by_shape[shaped] = NOT_A_ROOT
-            self._evaluate_shapes(shaped[self.book.is_root[shaped]])
-        before, after = self.verdicts[moved], self._evaluate(moved)
-        self.verdicts[moved] = after
+            self._spec_results[shaped] = NOT_A_ROOT
+            self._evaluate_specs(shaped[self.replica.is_root[shaped]])
+        before, after = self.results[moved], self._evaluate(moved)
+        self.results[moved] = after
         if ((before == self.passes) != (after == self.passes)).any():
             self._roots = None
 
-    def _evaluate_shapes(self, roots: Rows) -> None:
-        """Return the verdicts on lone roots by inventory, traits and aggregates alone. Trees are evaluated as a whole
+    def _evaluate_specs(self, roots: Rows) -> None:
+        """Return the results on lone roots by inventory, traits and aggregates alone. Trees are evaluated as a whole
         each time.
         """
         flat = self.compiled.stand_alone(roots)
-        self._by_shape[roots] = np.where(flat, self.reasons.unexplained, self._tree)
-        fit = self.compiled.flat_by_shape(roots[flat])
-        self._by_shape[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
+        self._spec_results[roots] = np.where(flat, self.reasons.unexplained, self._tree)
+        fit = self.compiled.flat_by_spec(roots[flat])
+        self._spec_results[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
 
     def _evaluate(self, rows: Rows) -> Codes:
-        """Return the verdicts on rows that are, or were, roots."""
-        codes = self._by_shape[rows]
+        """Return the results on rows that are, or were, roots."""
+        codes = self._spec_results[rows]
         codes[~self.compiled.flat_has_capacity(rows) & (codes == self.passes)] = self.reasons.unexplained
         trees = codes == self._tree
         if trees.any():
@@ -262,31 +273,31 @@ class RootVerdicts:
         return codes
 
     def _evaluate_trees(self, roots: Rows) -> Codes:
-        """Return the verdicts on trees: on the root itself, then on the resources of the tree."""
+        """Return the results on trees: on the root itself, then on the resources of the tree."""
         codes = self.compiled.anchor_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
-        codes[open_ones] = self._of_tree[self.compiled.tree_verdicts(roots[open_ones])]
+        codes[open_ones] = self._of_tree[self.compiled.tree_results(roots[open_ones])]
         return codes.astype(np.uint16)
 
 
-class VerdictsCache(Recent[bytes, RootVerdicts]):
-    """The verdicts that a book caches by query, so that a repeated query finds them nearly up to date."""
+class ResultsCache(Recent[bytes, RootResults]):
+    """The results that a replica caches by query, so that a repeated query finds them nearly up to date."""
 
     MOST = QUERIES_KEPT
 
 
-def verdicts_of(book: Book, query: Query) -> RootVerdicts:
-    """Return the query's verdicts, refreshed."""
-    verdicts = cached_verdicts(book, query)
-    verdicts.refresh()
-    return verdicts
+def results_of(replica: Replica, query: Query) -> RootResults:
+    """Return the query's results, refreshed."""
+    results = cached_results(replica, query)
+    results.refresh()
+    return results
 
 
-def cached_verdicts(book: Book, query: Query) -> RootVerdicts:
-    """Return the query's verdicts as of their last refresh."""
+def cached_results(replica: Replica, query: Query) -> RootResults:
+    """Return the query's results as of their last refresh."""
     without_pins = replace(query, only_roots=(), ignore_roots=())
     key = msgspec.msgpack.encode(without_pins, order="deterministic")
-    return book.cache(VerdictsCache).value(key, lambda: RootVerdicts(book, query))
+    return replica.cache(ResultsCache).value(key, lambda: RootResults(replica, query))
 
 
 def explain(compiled: CompiledRequest, roots: Rows) -> Amounts:
@@ -305,8 +316,8 @@ def explain(compiled: CompiledRequest, roots: Rows) -> Amounts:
         if requested.suffix == UNNUMBERED:
             best = np.maximum(best, _ranked(levels, slot, len(compiled.slots)))
     if compiled.unnumbered is not None:
-        codes = np.minimum(codes, _no_member_left(compiled, compiled.unnumbered, members))
-        codes = np.minimum(codes, _traits_out_of_reach(compiled, members, best))
+        codes = np.minimum(codes, _all_members_rejected(compiled, compiled.unnumbered, members))
+        codes = np.minimum(codes, _unreachable_traits(compiled, members, best))
     return np.minimum(codes, reasons.unfit)
 
 
@@ -327,7 +338,7 @@ def _ranked(levels: Amounts, slot: int, slots: int) -> Amounts:
     return levels * slots + slots - 1 - slot
 
 
-def _no_member_left(compiled: CompiledRequest, group: Group, members: MemberRows) -> Amounts:
+def _all_members_rejected(compiled: CompiledRequest, group: Group, members: MemberRows) -> Amounts:
     """Return the codes of roots for which a rule of the un-numbered group rejects all members of the tree, whatever
     resources they have.
     """
@@ -350,7 +361,7 @@ def _unless(left: NDArray[np.bool_], code: int, compiled: CompiledRequest, membe
     return np.where(members.have(left), compiled.reasons.passes, code)
 
 
-def _traits_out_of_reach(compiled: CompiledRequest, members: MemberRows, best: Amounts) -> Amounts:
+def _unreachable_traits(compiled: CompiledRequest, members: MemberRows, best: Amounts) -> Amounts:
     """Return the codes of roots where a required trait is only on members that give no resources, or that would give
     them if they were not in use.
 

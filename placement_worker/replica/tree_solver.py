@@ -122,7 +122,7 @@ class _State(NamedTuple):
     common: tuple[int, ...]  # per subtree: the common ancestors (or self) of all chosen members, as bits
     tops: tuple[int, ...]  # per subtree: those of the common ancestors that are chosen
     cover: int
-    givers: dict[int, int]  # per tree, the member that gives
+    donors: dict[int, int]  # per tree, the member that gives
 
 
 class OutOfBudget(Exception):
@@ -254,7 +254,7 @@ class TreeSolver:
         problem, slot = self.problem, self._order[place]
         if self._loose:
             return state
-        left, taken, common, tops, cover, givers = state
+        left, taken, common, tops, cover, donors = state
         if self._tracked[place]:
             bit = 1 << member
             if slot in problem.apart:
@@ -279,10 +279,10 @@ class TreeSolver:
         if cover | self._reach[place + 1] != problem.everything:
             return None
         if problem.trees is not None and slot in problem.giving:
-            if givers.get(problem.trees[member], member) != member:
+            if donors.get(problem.trees[member], member) != member:
                 return None
-            givers = {**givers, problem.trees[member]: member}
-        return _State(left, taken, common, tops, cover, givers)
+            donors = {**donors, problem.trees[member]: member}
+        return _State(left, taken, common, tops, cover, donors)
 
     def _within(self, state: _State, place: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Update the subtrees for this choice: one of the members that are chosen, or can still be chosen, must be an
@@ -342,7 +342,7 @@ class TreeSolver:
     def _distinct_members(self, place: int, state: _State) -> Iterator[int]:
         """The members to try: all that a choice has changed, and one of each kind of the others."""
         touched = 0
-        for member in (*state.left, *state.givers.values()):
+        for member in (*state.left, *state.donors.values()):
             touched |= 1 << member
         for common in state.common:
             if common != ANYWHERE:
@@ -359,14 +359,14 @@ class TreeSolver:
     def _condition(self, state: _State, after: _State, place: int, member: int) -> object:
         """Return a key that is equal for members whose choice leads to equal situations."""
         bits = (state.taken >> member & 1, *(common >> member & 1 for common in state.common))
-        giving = member in state.givers.values()
+        giving = member in state.donors.values()
         return self.problem.kinds[member], state.left.get(member), bits, after.common, after.tops, giving
 
     def _situation(self, place: int, state: _State) -> tuple[object, ...]:
         """Return a key that is equal for situations that differ only in which members of a kind were taken."""
         if not self.problem.needs and not self.problem.subtrees:  # the only state of a member is whether it was taken
             kinds = tuple(sorted(map(self.problem.kinds.__getitem__, state.left)))
-            return place, kinds, state.cover, tuple(sorted(state.givers.items()))
+            return place, kinds, state.cover, tuple(sorted(state.donors.items()))
         taken = sorted(
             (self.problem.kinds[member], left, state.taken >> member & 1, tuple(c >> member & 1 for c in state.common))
             for member, left in state.left.items()
@@ -374,7 +374,7 @@ class TreeSolver:
         still = self._open[place]
         common = tuple(c if still[number] else 0 for number, c in enumerate(state.common))
         tops = tuple(t if still[number] else 0 for number, t in enumerate(state.tops))
-        return place, tuple(taken), common, tops, state.cover, tuple(sorted(state.givers.items()))
+        return place, tuple(taken), common, tops, state.cover, tuple(sorted(state.donors.items()))
 
 
 def _apart_by_amounts(problem: TreeProblem) -> TreeProblem:

@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 
 from bus.clock import Clock
 from bus.faults import Transient
-from bus.turns import InParts
+from bus.turns import YieldingParts
 from placement_worker import metrics
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, entries_of_allocations
 from placement_worker.domain.refusal import WriteRefusal, no_provider
 from placement_worker.domain.trees import TreeOutcome, TreeWrite, entries_of_tree
 from placement_worker.domain.values import Provider
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.replica.columns import ClassColumns, Distinct, Moves
 from placement_worker.rest.bodies import Body
 from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.faults import NO_ANSWERS, Answers, HttpFault, refused
+from placement_worker.rest.faults import NO_RESULTS, HttpFault, Results, refused
 from placement_worker.rest.groups import Groups
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Api:
 
     def __init__(
         self,
-        store: ResourceBook,
+        store: PlacementService,
         config: RestConfig,
         *,
         clock: Clock,
@@ -100,9 +100,9 @@ class Api:
 
     async def listed(self, rows: Iterable[Row], text: Callable[[Row], bytes]) -> bytes:
         """Return the rows as text, separated by commas. Other requests are answered while many rows are rendered."""
-        return b",".join([b",".join(map(text, part)) async for part in InParts(rows, LISTED_AT_ONCE)])
+        return b",".join([b",".join(map(text, part)) async for part in YieldingParts(rows, LISTED_AT_ONCE)])
 
-    async def write_tree(self, write: TreeWrite, answers: Answers = NO_ANSWERS) -> Provider:
+    async def write_tree(self, write: TreeWrite, answers: Results = NO_RESULTS) -> Provider:
         """Write one provider, in one transaction with concurrent writes. Returns the provider that was written. Raises
         the HttpFault of a refusal.
         """
@@ -113,7 +113,7 @@ class Api:
             raise refused(outcome, answers)
         return outcome
 
-    async def write_allocations(self, write: AllocationWrite, answers: Answers = NO_ANSWERS) -> None:
+    async def write_allocations(self, write: AllocationWrite, answers: Results = NO_RESULTS) -> None:
         """Write allocations, in one transaction with concurrent writes. Raises the HttpFault of a refusal."""
         outcome = await self._allocations.submit(replace(write, cause=CAUSE.get()))
         if outcome is not None:
@@ -145,20 +145,23 @@ D = TypeVar("D", bound=Distinct[Any])
 SPARSE = 8
 
 
-def copy_of(book: Book) -> Book:
-    """Return a copy of the book as it is now. Call this function on the thread that writes the book. One thread at a
-    time may read the copy.
+def copy_of(replica: Replica) -> Replica:
+    """Return a copy of the replica as it is now. Call this function on the thread that writes the replica. One thread
+    at a time may read the copy.
     """
-    copied = copy(book)
+    copied = copy(replica)
     copied._caches = {}
-    copied.moves, copied.shape_moves = Moves(book.moves.end), Moves(book.shape_moves.end)  # nothing of the copy changes
-    for name in book._filled:
-        setattr(copied, name, getattr(book, name).copy())
+    copied.moves, copied.spec_moves = (
+        Moves(replica.moves.end),
+        Moves(replica.spec_moves.end),
+    )  # nothing of the copy changes
+    for name in replica._filled:
+        setattr(copied, name, getattr(replica, name).copy())
     for name in ("trait_sets", "aggregate_sets", "class_sets"):
-        setattr(copied, name, _values(getattr(book, name)))
-    copied._by_number = [_column(column, book.top) for column in book._by_number]
+        setattr(copied, name, _values(getattr(replica, name)))
+    copied._by_number = [_column(column, replica.top) for column in replica._by_number]
     copied._columns = {column.name: column for column in copied._by_number}
-    copied._uuids, copied._names, copied._rows = list(book._uuids), list(book._names), dict(book._rows)
+    copied._uuids, copied._names, copied._rows = list(replica._uuids), list(replica._names), dict(replica._rows)
     return copied
 
 
@@ -214,9 +217,9 @@ class OffloadThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
         sys.setswitchinterval(SWITCH_S)
 
-    async def run(self, work: Callable[..., Result], book: Book | None = None) -> Result:
-        """Run the work when its turn comes, on a copy of the book that is made then. Returns its result or raises its
-        exception. Raises TooBusy.
+    async def run(self, work: Callable[..., Result], replica: Replica | None = None) -> Result:
+        """Run the work when its turn comes, on a copy of the replica that is made then. Returns its result or raises
+        its exception. Raises TooBusy.
         """
         if self._present > MAX_WAITING:
             raise TooBusy(f"{MAX_WAITING} wait for long work: {self._name}")
@@ -227,7 +230,7 @@ class OffloadThread:
                     raise TooBusy("the service is stopping")
                 metrics.OFFLOADED.labels(self._name).inc()
                 # There is no await before the copy is made, and the event loop is the only writer.
-                copies = () if book is None else (copy_of(book),)
+                copies = () if replica is None else (copy_of(replica),)
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, *copies)
         finally:
             self._present -= 1

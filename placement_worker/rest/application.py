@@ -43,9 +43,9 @@ class Application:
         self._broken = broken
         self._auth = auth
         self._policy = policy
-        self.opened = True  # until the book is open every answer is 503
-        self._gathering = 0  # bytes of incomplete bodies
-        metrics.GATHERING.set_function(lambda: self._gathering)
+        self.opened = True  # until placement is open every answer is 503
+        self._incoming_bytes = 0  # bytes of incomplete bodies
+        metrics.GATHERING.set_function(lambda: self._incoming_bytes)
         self._router = Router()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +80,7 @@ class Application:
         self, request: HttpRequest, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
     ) -> Response:
         if not self.opened:
-            raise HttpFault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
+            raise HttpFault(503, "Placement is not open yet.", **{"retry-after": RETRY_AFTER_S})
         if request.parts:
             token = headers.get(TOKEN)
             caller = None if token is None else await self._auth.identify(token, headers)
@@ -128,15 +128,15 @@ class Application:
                 message = await self._next(receive, min(config.body_timeout_s, until - clock.monotonic()))
                 part = message.get("body", b"")
                 size += len(part)
-                self._gathering += len(part)
+                self._incoming_bytes += len(part)
                 if size > limit:
                     raise _too_large(limit)
-                if self._gathering > config.max_bodies_bytes:
+                if self._incoming_bytes > config.max_bodies_bytes:
                     raise HttpFault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
                 parts.append(part)
                 more = message.get("more_body", False)
         finally:
-            self._gathering -= size
+            self._incoming_bytes -= size
         return b"".join(parts)
 
     async def _next(self, receive: Receive, timeout_s: float) -> Message:
@@ -203,7 +203,7 @@ def _unexpected(error: Exception) -> HttpFault:
     """Return the answer to a fault that the client has not caused, or that no check has foreseen."""
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
-        return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
+        return HttpFault(503, "Placement is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
     if isinstance(error, SignInRefused):
         log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
         return HttpFault(503, "Who is calling cannot be found out.")

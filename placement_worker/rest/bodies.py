@@ -112,7 +112,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
         return (self.total - self.reserved) * self.allocation_ratio
 
     def inventory(self) -> StoredInventory:
-        """Return the inventory in the form of the book."""
+        """Return the inventory in the form of placement."""
         return stored_inventory(self)
 
 

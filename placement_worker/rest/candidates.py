@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from placement_worker.domain.values import is_custom
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
 from placement_worker.replica.request import QueryTooWide
@@ -40,28 +40,30 @@ async def search(api: Api, request: HttpRequest) -> Response:
     limit = min((bound for bound in (requested.limit, most) if bound is not None), default=None)
     seed = api.rng.getrandbits(64) if config.randomize else None
 
-    def answer(book: Book, time_budget: TimeBudget) -> bytes:
+    def answer(replica: Replica, time_budget: TimeBudget) -> bytes:
         rng = None if seed is None else random.Random(seed)
         found = candidates(
-            book, requested.request, limit=limit, rng=rng, budget=config.search_budget, time_budget=time_budget
+            replica, requested.request, limit=limit, rng=rng, budget=config.search_budget, time_budget=time_budget
         )
-        return _rendered(book, found, requested, request.version, time_budget)
+        return _rendered(replica, found, requested, request.version, time_budget)
 
-    book = api.replica.book
+    replica = api.replica.replica
     try:
-        # This does not await, so the book does not change. The budget is the CPU time of this thread, so that a search
-        # is not started again because the machine is busy.
-        body = answer(book, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
+        # This does not await, so the replica does not change. The budget is the CPU time of this thread, so that a
+        # search is not started again because the machine is busy.
+        body = answer(replica, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
         raise invalid_query(str(error)) from None
     except TooLong:
         body = await api.searches.run(
-            lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True)), book
+            lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True)), replica
         )
     return Response(200, body).set_modified(request, api.clock.time())
 
 
-def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
+def _rendered(
+    replica: Replica, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget
+) -> bytes:
     """Return the whole body. Raises HttpFault 400 when no candidate was found before the budget ended; TooLong."""
     if not len(found) and not found.exhausted:
         raise invalid_query(
@@ -71,12 +73,12 @@ def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: 
     if found.rows.size > CELLS_AT_ONCE and not time_budget.keeps_partial:
         raise TooLong
     parts = (b'{"allocation_requests":[', _requests(found, version), b'],"provider_summaries":{')
-    return b"".join((*parts, summaries(book, found, requested.classes(), version), b"}}"))
+    return b"".join((*parts, summaries(replica, found, requested.classes(), version), b"}}"))
 
 
-async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
-    if book.epoch != api.epoch_seen:  # a class that this process does not know may have been renamed
-        api.epoch_seen = book.epoch
+async def _check_names(api: Api, requested: ParsedQuery, replica: Replica) -> None:
+    if replica.epoch != api.epoch_seen:  # a class that this process does not know may have been renamed
+        api.epoch_seen = replica.epoch
         await api.store.names.refresh()
     unknown = await api.store.unknown_classes(requested.classes())
     if unknown:
@@ -142,20 +144,20 @@ SINCE_TRAITS = 17
 SINCE_ALL_CLASSES = 27
 SINCE_NESTED = 29
 
-# The number of rows of a book whose texts are cached, some 300 bytes each.
+# The number of rows of a replica whose texts are cached, some 300 bytes each.
 ROWS_KEPT = 1 << 18
 
 
-def summaries(book: Book, found: CandidateSet, classes: Collection[str], version: int) -> bytes:
+def summaries(replica: Replica, found: CandidateSet, classes: Collection[str], version: int) -> bytes:
     """Return the summaries of every provider of the candidates. classes: the requested classes; below 1.27 only these
     are listed.
     """
     if not len(found):
         return b""
     rows = found.touched()
-    if version < SINCE_NESTED or book.top > ROWS_KEPT:
-        return b",".join(_texts(book, rows, None if version >= SINCE_ALL_CLASSES else classes, version)[1])
-    return book.cache(_Kept).of(book, rows)
+    if version < SINCE_NESTED or replica.top > ROWS_KEPT:
+        return b",".join(_texts(replica, rows, None if version >= SINCE_ALL_CLASSES else classes, version)[1])
+    return replica.cache(_Kept).of(replica, rows)
 
 
 class _Kept:
@@ -165,35 +167,35 @@ class _Kept:
         self._texts: list[bytes] = []
         self._stamps: Amounts = np.zeros(0, dtype=np.int64)
 
-    def of(self, book: Book, rows: Rows) -> bytes:
+    def of(self, replica: Replica, rows: Rows) -> bytes:
         """Return the texts of these rows, in the order of the rows."""
-        if len(self._texts) < book.size:
-            self._texts += [b""] * (book.size - len(self._texts))
-            stamps, self._stamps = self._stamps, np.zeros(book.size, dtype=np.int64)
-            self._stamps[: len(stamps)] = stamps
+        if len(self._texts) < replica.size:
+            self._texts += [b""] * (replica.size - len(self._texts))
+            stage_times, self._stamps = self._stamps, np.zeros(replica.size, dtype=np.int64)
+            self._stamps[: len(stage_times)] = stage_times
         texts = self._texts
-        stale = rows[self._stamps[rows] != book.stamp[rows]]
+        stale = rows[self._stamps[rows] != replica.stamp[rows]]
         if len(stale):
-            order, fresh = _texts(book, stale, None, SINCE_NESTED)
+            order, fresh = _texts(replica, stale, None, SINCE_NESTED)
             for row, text in zip(order.tolist(), fresh, strict=True):
                 texts[row] = text
-            self._stamps[stale] = book.stamp[stale]
+            self._stamps[stale] = replica.stamp[stale]
         return b",".join([texts[row] for row in rows.tolist()])
 
 
-def _texts(book: Book, rows: Rows, only: Collection[str] | None, version: int) -> tuple[Rows, list[bytes]]:
+def _texts(replica: Replica, rows: Rows, only: Collection[str] | None, version: int) -> tuple[Rows, list[bytes]]:
     """Return (the rows in another order, their texts). Providers with the same classes and traits share a template."""
-    kinds = np.stack([book.classes[rows], book.traits[rows]], axis=1)
+    kinds = np.stack([replica.classes[rows], replica.traits[rows]], axis=1)
     distinct, which = np.unique(kinds, axis=0, return_inverse=True)
-    by_number = {column.number: column for name in book.resource_classes() if (column := book.column(name))}
+    by_number = {column.number: column for name in replica.resource_classes() if (column := replica.column(name))}
     order: list[Rows] = []
     parts: list[bytes] = []
     for number, (classes, traits) in enumerate(distinct.tolist()):
-        columns = [by_number[each] for each in book.class_sets.values[classes]]
+        columns = [by_number[each] for each in replica.class_sets.values[classes]]
         shown = [column for column in columns if only is None or column.name in only]
         for alike, present in _by_inventory(rows[which == number], shown):
             order.append(alike)
-            parts += _alike(book, alike, present, book.trait_sets.values[traits], version)
+            parts += _alike(replica, alike, present, replica.trait_sets.values[traits], version)
     return np.concatenate(order), parts
 
 
@@ -210,11 +212,13 @@ def _by_inventory(rows: Rows, classes: Sequence[ClassColumns]) -> Iterator[tuple
         yield rows[which == number], [column for column, there in zip(classes, present, strict=True) if there]
 
 
-def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int) -> list[bytes]:
+def _alike(
+    replica: Replica, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int
+) -> list[bytes]:
     """Render the summaries of providers that have inventory of the same classes, and the same traits."""
     resources = ",".join(f'"{column.name}":{{"capacity":%s,"used":%s}}' for column in classes)
     template = f'"%s":{{"resources":{{{resources}}}'
-    columns: list[Sequence[object]] = [book.uuids_of(rows)]
+    columns: list[Sequence[object]] = [replica.uuids_of(rows)]
     for column in classes:
         columns += column.kinds.columns()[CAPACITY][column.kind[rows]].tolist(), column.used[rows].tolist()
     if version >= SINCE_TRAITS:
@@ -223,8 +227,8 @@ def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequ
     if version >= SINCE_NESTED:
         template += ',"parent_provider_uuid":%s,"root_provider_uuid":"%s"'
         columns.append(
-            ["null" if up == NO_ROW else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
+            ["null" if up == NO_ROW else f'"{replica.uuid_of(up)}"' for up in replica.parent[rows].tolist()],
         )
-        columns.append(book.uuids_of(book.root[rows].astype(np.intp)))
+        columns.append(replica.uuids_of(replica.root[rows].astype(np.intp)))
     template += "}"
     return [(template % values).encode() for values in zip(*columns, strict=True)]

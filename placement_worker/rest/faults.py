@@ -97,11 +97,11 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
     code: str = ""
 
 
-Answers = Mapping[Why, RefusedAnswer]
-NO_ANSWERS: Answers = {}
+Results = Mapping[Why, RefusedAnswer]
+NO_RESULTS: Results = {}
 
 
-def refused(refusal: WriteRefusal, answers: Answers = NO_ANSWERS) -> HttpFault:
+def refused(refusal: WriteRefusal, answers: Results = NO_RESULTS) -> HttpFault:
     """Return the answer to a refused write."""
     own = answers.get(refusal.why, RefusedAnswer())
     status, code = REFUSED[refusal.why]

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from bus.faults import DatabaseUnavailable, Transient
-from bus.gather import Gather
+from bus.gather import Batcher
 from placement_worker import metrics
 
 Item = TypeVar("Item")
@@ -25,7 +25,7 @@ TRIES = 5
 # first of these writes would leave the others to the next group, and so on: twice the groups, at twice the cost. So a
 # group waits for as many writes as the last one had, at most this long. After it has waited in vain, the next 1, 2, 4
 # ... groups do not wait.
-GATHER_S = 0.003
+BATCH_S = 0.003
 MAX_SKIPPED = 64
 
 # The entries of a group: a further write that has more waits for the next group, because some of the work on a group is
@@ -58,7 +58,7 @@ class Groups(Generic[Item, Result]):
         max_waiting: int,
         committed: Callable[[], None],
         entries: Callable[[Item], int] = lambda _: 1,
-        gather_s: float = GATHER_S,
+        gather_s: float = BATCH_S,
     ) -> None:
         self._name = name
         self._apply = apply
@@ -66,10 +66,10 @@ class Groups(Generic[Item, Result]):
         self._waiting_max = max_waiting
         self._committed = committed
         self._entries = entries
-        self._gather_s = gather_s
+        self._batch_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._awaited = 0, 0.0  # the number of writes that a group waits for, and until when
-        self._groups: Gather[tuple[Item, asyncio.Future[Result]]] = Gather(
+        self._groups: Batcher[tuple[Item, asyncio.Future[Result]]] = Batcher(
             self._next_group,
             self._handle,
             waiting=self._waiting.__len__,
@@ -99,7 +99,7 @@ class Groups(Generic[Item, Result]):
         metrics.REST_GROUP_ITEMS.labels(self._name).observe(len(group))
         await self._run(group)
         wanted = min(len(group) + len(self._waiting), self._group_max)
-        self._awaited = wanted, asyncio.get_running_loop().time() + self._gather_s
+        self._awaited = wanted, asyncio.get_running_loop().time() + self._batch_s
 
     def _fail_waiting(self, error: Exception) -> None:
         """No group can be made of what waits: its callers get the error."""
@@ -124,14 +124,14 @@ class Groups(Generic[Item, Result]):
 
     def _pause_s(self) -> float:
         """How long to wait for as many items as the last group had: GATHER_S, unless recent waits were in vain."""
-        left_s = self._awaited[1] - asyncio.get_running_loop().time()
-        if left_s <= 0:
+        remaining_s = self._awaited[1] - asyncio.get_running_loop().time()
+        if remaining_s <= 0:
             return 0.0
         if self._skipped < self._skip:
             self._skipped += 1
             return 0.0
         self._paused = True
-        return left_s
+        return remaining_s
 
     async def _run(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:

@@ -22,7 +22,7 @@ def shown(inventory: StoredInventory) -> dict[str, Any]:
     return {name: getattr(inventory, name) for name in fields}
 
 
-def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
+def problem_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
     """Return the error of an inventory without capacity (from 1.26 on: with a negative one); empty when there is
     none.
     """
@@ -59,10 +59,10 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
     """PUT all inventories of a provider."""
     uuid = request.parts[1]
     body = await api.parse(bodies.PUT_INVENTORIES, request.body, uuid)
-    flaws = (flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items())
+    problems = (problem_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items())
     stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
-    flaw = next(filter(None, flaws), "")
-    write = SetInventories(uuid, stored, body.resource_provider_generation, flaw)
+    problem = next(filter(None, problems), "")
+    write = SetInventories(uuid, stored, body.resource_provider_generation, problem)
     answers = {
         Why.NO_SUCH: RefusedAnswer(f"Unknown resource class in inventory for resource provider {uuid}: {{}}"),
         Why.IN_USE: RefusedAnswer("update conflict: {}"),
@@ -81,11 +81,11 @@ async def create(api: Api, request: HttpRequest) -> Response:
     uuid = request.parts[1]
     body = await api.parse(bodies.POST_INVENTORY, request.body, uuid)
     name = body.resource_class
-    flaw = flaw_of(name, body, uuid, request.version)
+    problem = problem_of(name, body, uuid, request.version)
     unable = RefusedAnswer(f"Unable to create inventory for resource provider {uuid}: {{}}")
     conflict = RefusedAnswer("Update conflict: {}", code=CONCURRENT_UPDATE)
     answers = {Why.DUPLICATE: conflict, Why.BAD_INVENTORY: unable, Why.NO_SUCH: unable}
-    provider = await api.write_tree(WriteInventory(uuid, name, body.inventory(), flaw=flaw), answers)
+    provider = await api.write_tree(WriteInventory(uuid, name, body.inventory(), problem=problem), answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
     return json_response(data, 201, path).set_modified(request, api.clock.time())
@@ -95,14 +95,14 @@ async def update(api: Api, request: HttpRequest) -> Response:
     """PUT an existing inventory."""
     uuid, name = request.parts[1], request.parts[3]
     body = await api.parse(bodies.PUT_INVENTORY, request.body, uuid)
-    flaw = flaw_of(name, body, uuid, request.version)
+    problem = problem_of(name, body, uuid, request.version)
     no_inventory = f"No inventory record with resource class for resource provider {uuid}: {{}}"
     answers = {
         Why.NO_INVENTORY: RefusedAnswer(no_inventory, 400),
         Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
         Why.NO_SUCH: RefusedAnswer(status=404),
     }
-    write = WriteInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
+    write = WriteInventory(uuid, name, body.inventory(), body.resource_provider_generation, problem)
     provider = await api.write_tree(write, answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())

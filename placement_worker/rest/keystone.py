@@ -20,7 +20,7 @@ from bus.openstack.rest import tls_of
 from placement_worker.rest.auth import Auth, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
 
-MAX_KNOWN = 10_000
+MAX_CACHED = 10_000
 BAD_FOR_S = 10.0  # how long the result for an unknown token is cached
 SETTING = "rest.keystone"
 
@@ -64,7 +64,7 @@ class Keystone(Auth):
         verify = tls_of(verify=not config.insecure, ca_file=config.cafile, setting=SETTING)
         self._auth = KeystoneAuth(config, clock=clock, timeout_s=config.timeout_s, verify=verify, setting=SETTING)
         self._client = httpx.AsyncClient(auth=self._auth, timeout=config.timeout_s, verify=verify, trust_env=False)
-        self._known: OrderedDict[bytes, CachedToken] = OrderedDict()
+        self._cached: OrderedDict[bytes, CachedToken] = OrderedDict()
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, token: bytes, headers: Headers) -> Caller | None:
@@ -74,7 +74,7 @@ class Keystone(Auth):
         if _TOKEN.fullmatch(token) is None:
             return None
         digest = hashlib.sha256(token).digest()  # the cache must not contain valid tokens
-        known = self._known.get(digest)
+        known = self._cached.get(digest)
         if known is None or known.until <= self._clock.time():
             known = await self._look_up_once(digest, token)
         return known.caller
@@ -93,10 +93,10 @@ class Keystone(Auth):
 
     async def _look_up(self, digest: bytes, token: bytes) -> CachedToken:
         known = self._understood(await self._validate(token))
-        self._known[digest] = known
-        self._known.move_to_end(digest)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._cached[digest] = known
+        self._cached.move_to_end(digest)
+        while len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
         return known
 
     def _understood(self, answer: httpx.Response) -> CachedToken:

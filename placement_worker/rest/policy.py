@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Verdicts are cached this long, so that oslo.policy is evaluated once for each caller and rule. A changed policy file
 # takes effect after this time.
 REFRESH_S = 2.0
-MAX_VERDICTS = 10_000
+MAX_CACHED = 10_000
 
 _BASE = (
     ("admin_api", "role:admin", False, True),
@@ -46,22 +46,22 @@ class Policy:
     def __init__(self, config: PolicyConfig, clock: Clock) -> None:
         self._clock = clock
         self._enforcer = _enforcer(config)
-        self._verdicts: dict[tuple[str, Caller, str | None], bool] = {}
+        self._decisions: dict[tuple[str, Caller, str | None], bool] = {}
         self._until = 0.0
 
     def allows(self, rule: str, caller: Caller, project_id: str | None) -> bool:
         """Whether the rule allows the caller the operation. project_id: the project that the operation is about."""
         now = self._clock.monotonic()
-        if now >= self._until or len(self._verdicts) >= MAX_VERDICTS:
-            self._verdicts.clear()
+        if now >= self._until or len(self._decisions) >= MAX_CACHED:
+            self._decisions.clear()
             self._until = now + REFRESH_S
         key = (rule, caller, project_id)
-        verdict = self._verdicts.get(key)
+        verdict = self._decisions.get(key)
         if verdict is None:
-            verdict = self._verdicts[key] = self._ask(rule, caller, project_id)
+            verdict = self._decisions[key] = self._enforce(rule, caller, project_id)
         return verdict
 
-    def _ask(self, rule: str, caller: Caller, project_id: str | None) -> bool:
+    def _enforce(self, rule: str, caller: Caller, project_id: str | None) -> bool:
         creds = {**asdict(caller), "roles": list(caller.roles)}
         target = {"project_id": project_id, "user_id": caller.user_id}
         # do_raise: a token of the wrong scope is refused like any other, without an exception of its own.

@@ -98,7 +98,7 @@ def with_cors(application: ASGIApp, config: CorsConfig) -> ASGIApp:
 
 
 def with_health(application: ASGIApp, health: Health) -> ASGIApp:
-    """Return the application with /healthz, /readyz and /metrics, which need neither a token nor the book."""
+    """Return the application with /healthz, /readyz and /metrics, which need neither a token nor placement."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         answer = application
@@ -143,14 +143,14 @@ class RestServer(InProcessRest):
         self._served: ASGIApp = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self.ready = asyncio.Event()  # requests are answered from the book; the service ends when `run` does
+        self.ready = asyncio.Event()  # requests are answered from placement; the service ends when `run` does
 
     def add_health(self, health: Health) -> None:
         """Serve /healthz, /readyz and /metrics, too."""
         self._served = with_health(self._served, health)
 
     async def open(self) -> None:
-        """Start to listen. Every answer is 503 until `run` has loaded the book. Raises CannotListen."""
+        """Start to listen. Every answer is 503 until `run` has loaded placement. Raises CannotListen."""
         listening = self._listen()
         self._server = _Server(self._uvicorn())
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="rest server")
@@ -160,7 +160,7 @@ class RestServer(InProcessRest):
     async def run(self) -> None:
         """Serve until drained; `open` is called first if it was not. Raises CannotListen, BrokenInvariant."""
         try:
-            await self.api.replica.fresh()  # loads the book before the first search needs it
+            await self.api.replica.fresh()  # loads placement before the first search needs it
             if self._serving is None:
                 await self.open()
             assert self._serving is not None

@@ -1,1 +1,1 @@
-"""The store of the book: the ports, and their adapters for PostgreSQL and for memory."""
+"""The store of placement: the ports, and their adapters for PostgreSQL and for memory."""

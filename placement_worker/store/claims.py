@@ -4,7 +4,7 @@ Every writer takes locks in one order (`store.port`). The usage of projects has 
 Every transaction that changes allocations adds the difference to these rows at its end (`usage_rows`), with or without
 limits, so that a claim with limits need not sum up allocations. Claims with limits take a shared lock on their projects
 and decide concurrently. The write compares the new usage with the limit once more; a group that would exceed it is
-rolled back (PassedMeanwhile) and repeated under an exclusive lock.
+rolled back (LimitExceeded) and repeated under an exclusive lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.store.port import Limits, Locked
-from placement_worker.store.rows import holdings_of, transposed
+from placement_worker.store.rows import allocations_by_consumer, transposed
 from placement_worker.store.tables import allocations, consumers, project_usage
 
 # They call functions of 0001_functions.sql, so that each takes one round trip.
@@ -46,11 +46,11 @@ SELECT take_new_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigin
 """
 
 _ConsumerRow = tuple[str, int, int, str, str, str, str]
-_HoldingRow = tuple[str, str, int, int]
-_RoomRow = tuple[int, int, int, int, int, int]
-_ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None, bool]
+_AllocationRow = tuple[str, str, int, int]
+_InventoryRow = tuple[int, int, int, int, int, int]
+_ProviderRow = tuple[int, str, int, int, str, str | None, list[_InventoryRow] | None, bool]
 _UsageRow = tuple[str, int, int]
-Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow], int]
+Rows = tuple[list[_ConsumerRow], list[_AllocationRow], list[_ProviderRow], list[_UsageRow], int]
 decode = msgspec.json.Decoder(Rows).decode
 
 
@@ -66,7 +66,9 @@ def classes_used(rows: Rows) -> set[int]:
 def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
     """The rows with the names of their classes."""
     consumers, held, providers, usage, incarnation = rows
-    holdings = holdings_of((consumer, uuid, class_names[number], amount) for consumer, uuid, number, amount in held)
+    holdings = allocations_by_consumer(
+        (consumer, uuid, class_names[number], amount) for consumer, uuid, number, amount in held
+    )
     found = {row[0]: ConsumerState(*row[1:6], holdings.get(row[0], NOTHING), row[6]) for row in consumers}
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},
@@ -93,21 +95,28 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> list[list[object]]:
 
 
 def _row_of(uuid: str, c: ConsumerState) -> tuple[object, ...]:
-    return (uuid, c.project_id, c.user_id, c.consumer_type, c.generation, c.attempt, c.run)
+    return (uuid, c.project_id, c.user_id, c.consumer_type, c.generation, c.attempt, c.claim_owner)
 
 
 def new_columns(
-    consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], class_ids: Mapping[str, int], most: Limits
+    consumers: Mapping[str, ConsumerState],
+    spec_generations: Mapping[str, int | None],
+    class_ids: Mapping[str, int],
+    most: Limits,
 ) -> list[list[object]]:
     """Return the columns of TAKE_NEW."""
-    places = {provider: place for place, provider in enumerate(shapes, 1)}
+    places = {provider: place for place, provider in enumerate(spec_generations, 1)}
     held = [
         (uuid, places[provider], class_ids[name], name, amount)
         for uuid, consumer in consumers.items()
-        for provider, resources in consumer.holding.items()
+        for provider, resources in consumer.allocations.items()
         for name, amount in resources.items()
     ]
-    new: list[list[object]] = [*columns(sorted(consumers.items())), list(shapes), list(shapes.values())]
+    new: list[list[object]] = [
+        *columns(sorted(consumers.items())),
+        list(spec_generations),
+        list(spec_generations.values()),
+    ]
     limited: list[object] = [*sorted({project for project, _ in most})]
     usage = transposed(usage_rows({}, consumers, class_ids, most), 4)
     return [*new, *transposed(held, 5), limited, *usage]
@@ -126,14 +135,14 @@ def written_columns(
         (uuid, after)
         for uuid, after in changed.items()
         if after is not None
-        and (uuid not in inserted or not after.holding or _row_of(uuid, after) != _row_of(uuid, inserted[uuid]))
+        and (uuid not in inserted or not after.allocations or _row_of(uuid, after) != _row_of(uuid, inserted[uuid]))
     ]
-    stale: list[object] = [uuid for uuid in changed if uuid in found and found[uuid].holding]
+    stale: list[object] = [uuid for uuid in changed if uuid in found and found[uuid].allocations]
     held = [
         (uuid, ids[provider], class_ids[name], amount)
         for uuid, consumer in changed.items()
         if consumer is not None
-        for provider, resources in consumer.holding.items()
+        for provider, resources in consumer.allocations.items()
         for name, amount in resources.items()
     ]
     used = [
@@ -142,7 +151,7 @@ def written_columns(
         for name, amount in resources.items()
     ]
     generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
-    released: list[object] = [not after.holding for _, after in kept]
+    released: list[object] = [not after.allocations for _, after in kept]
     return (
         *(gone, *columns(kept), released),
         *(stale, *transposed(held, 4)),

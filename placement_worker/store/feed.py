@@ -28,17 +28,17 @@ ROWS_AT_ONCE = 16
 # each round trip.
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
-HEAD = "SELECT number, history FROM feed_head"
+HEAD = "SELECT number, incarnation FROM feed_head"
 NEWEST = """
-SELECT number, history,
-    origin <> origin_of('feed_head') OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
+SELECT number, incarnation,
+    origin <> origin_of('feed_head') OR coalesce(incarnation = $1::uuid AND number < $2, false) AS is_another,
     number > (SELECT number FROM feed_position) AS unpublished
 FROM feed_head
 """
-# When several processes find at once that the history has ended, only the first one sets a new id.
+# When several processes find at once that the incarnation has ended, only the first one sets a new id.
 RENEW = """
-UPDATE feed_head SET history = gen_random_uuid(), origin = origin_of('feed_head')
-WHERE origin <> origin_of('feed_head') OR (history = $1::uuid AND number < $2)
+UPDATE feed_head SET incarnation = gen_random_uuid(), origin = origin_of('feed_head')
+WHERE origin <> origin_of('feed_head') OR (incarnation = $1::uuid AND number < $2)
 RETURNING number
 """
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
@@ -62,7 +62,7 @@ mine AS (
     RETURNING p.taken_until AS until
 )
 SELECT next.first, next.last, CASE WHEN mine.until IS NOT NULL THEN next.body END AS body, position.number, mine.until,
-       (SELECT history FROM feed_head) AS history, {ASYNCHRONOUS_COMMIT}
+       (SELECT incarnation FROM feed_head) AS incarnation, {ASYNCHRONOUS_COMMIT}
 FROM position CROSS JOIN next LEFT JOIN mine ON true ORDER BY next.last
 """
 # Move the position forward, and end the lease if it is still this process's own.
@@ -141,18 +141,18 @@ def _part(row: FeedRow, first: int, last: int) -> FeedRow:
 
 
 async def head(connection: asyncpg.Connection) -> FeedHead:
-    """The newest committed number, and the id of its history."""
+    """The newest committed number, and the id of its incarnation."""
     row = await connection.fetchrow(HEAD)
-    return FeedHead(sequence=row["number"], history=row["history"])
+    return FeedHead(sequence=row["number"], incarnation=row["incarnation"])
 
 
 async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> NewestHead:
-    """Return the head. The history gets a new id when the database was restored or promoted, or when its head is behind
-    `seen`.
+    """Return the head. The incarnation gets a new id when the database was restored or promoted, or when its head is
+    behind `seen`.
     """
-    last = (seen.history, seen.sequence) if seen is not None else (None, 0)
+    last = (seen.incarnation, seen.sequence) if seen is not None else (None, 0)
     found = await connection.fetchrow(NEWEST, *last)
     renewed = found["is_another"] and await connection.fetchval(RENEW, *last) is not None
     if found["is_another"]:
         return NewestHead(await head(connection), renewed, unpublished=True)
-    return NewestHead(FeedHead(sequence=found["number"], history=found["history"]), False, found["unpublished"])
+    return NewestHead(FeedHead(sequence=found["number"], incarnation=found["incarnation"]), False, found["unpublished"])

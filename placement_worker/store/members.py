@@ -8,7 +8,7 @@ forgotten, it is trimmed.
 
 from __future__ import annotations
 
-from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_group import MembersToLock
 from placement_worker.domain.values import SHARING
 from placement_worker.store.rows import transposed
 
@@ -25,7 +25,7 @@ array_remove(coalesce(
         SELECT pt.provider_id FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE t.name = '{SHARING}')),
     array_agg(DISTINCT root.uuid)), NULL) AS hosts
 """
-_HELD = """
+_ALLOCATED = """
 LEFT JOIN allocations a ON a.consumer = m.consumer
 LEFT JOIN providers p ON p.id = a.provider_id LEFT JOIN providers root ON root.id = p.root_id
 """
@@ -60,7 +60,7 @@ WITH m AS (
             AND EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $9
     ) AS m
 )
-SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_HELD}
+SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_ALLOCATED}
 GROUP BY m.project_id, m.group_uuid, m.consumer
 """
 
@@ -98,7 +98,7 @@ SELECT asked.at, counted.host, counted.members
 FROM unnest($1::int[], $2::text[], $3::uuid[], $4::uuid[]) AS asked (at, project_id, group_uuid, besides)
 CROSS JOIN LATERAL (
     SELECT host, count(*) AS members FROM (
-        SELECT {_HOSTS} FROM group_members m {_HELD}
+        SELECT {_HOSTS} FROM group_members m {_ALLOCATED}
         WHERE m.project_id = asked.project_id AND m.group_uuid = asked.group_uuid
             AND m.consumer IS DISTINCT FROM asked.besides GROUP BY m.consumer
     ) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host
@@ -123,13 +123,13 @@ FROM (
         WHERE project_id = $1 AND group_uuid = $2 AND ($3::uuid IS NULL OR consumer > $3)
             AND EXISTS (SELECT FROM allocations a WHERE a.consumer = group_members.consumer)
         ORDER BY consumer LIMIT $4
-    ) AS m {_HELD} GROUP BY m.consumer
+    ) AS m {_ALLOCATED} GROUP BY m.consumer
 ) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host JOIN providers root ON root.uuid = host
 GROUP BY member.consumer ORDER BY member.consumer
 """
 
 
-def columns(wanted: WantedMembers) -> list[object]:
+def columns(wanted: MembersToLock) -> list[object]:
     """Return the columns of READ."""
     rows = ((wanted.hosts, 3), (wanted.moved, 3), (wanted.together, 2))
     return [*(column for some, width in rows for column in transposed(some, width)), wanted.most]

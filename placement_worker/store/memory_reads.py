@@ -1,4 +1,4 @@
-"""The reads of the book in memory that no decision follows."""
+"""The reads of placement in memory that no decision follows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from bus.contracts import book as queries
 from bus.contracts.base import DatabaseMark
-from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
+from bus.contracts.placement import COMPUTE_REPORTER, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
 from placement_worker.domain.server_groups import hosts_of
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store import port
-from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
+from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
 
 
 class MemoryReads:
-    """`BookReads` over a MemoryBookTable."""
+    """`PlacementReads` over a MemoryPlacementTable."""
 
-    def __init__(self, session: MemorySession, table: MemoryBookTable) -> None:
+    def __init__(self, session: MemorySession, table: MemoryPlacementTable) -> None:
         self._session = session
         self._table = table
 
@@ -36,33 +36,33 @@ class MemoryReads:
         async with self._session.transaction():
             key = (requested.project_id, requested.server_group or "")
             alive = table.alive(key)
-            counted = Counter(host for uuid, hosts in alive.items() if uuid != requested.besides for host in hosts)
+            counted = Counter(host for uuid, hosts in alive.items() if uuid != requested.excluding for host in hosts)
             hosts = {
-                uuid: hosts_of(table.providers[provider] for provider in kept.consumer.holding)
+                uuid: hosts_of(table.providers[provider] for provider in kept.consumer.allocations)
                 for uuid in sorted(set(requested.consumers))
                 if (kept := table.consumers.get(uuid)) is not None
-                and kept.consumer.holding
+                and kept.consumer.allocations
                 and kept.consumer.project_id == requested.project_id
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
-    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
+    async def allocations(self, named: Sequence[str]) -> list[queries.ConsumerRecord]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         table = self._table
         async with self._session.transaction():
             kept = {uuid: row.consumer for uuid in sorted(set(named)) if (row := table.consumers.get(uuid))}
-            return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
+            return [_allocated(table, uuid, one) for uuid, one in kept.items() if one.allocations]
 
     async def consumers_in_cell(self, requested: queries.CellConsumersQuery) -> queries.CellConsumersPage:
         """Return a page of the consumers that hold something in a cell."""
         table = self._table
         async with self._session.transaction():
             kept = {uuid: row.consumer for uuid, row in table.consumers.items()}
-            held = sorted(uuid for uuid, one in kept.items() if one.holding and uuid > requested.after)
+            held = sorted(uuid for uuid, one in kept.items() if one.allocations and uuid > requested.after)
             page = held[: port.MAX_EXAMINED]
             cells = {requested.cell, ABOVE_CELLS, None}
             root = {one.uuid: table.providers[one.root] for one in table.providers.values()}
-            named = (uuid for uuid in page if any(root[one].cell in cells for one in kept[uuid].holding))
+            named = (uuid for uuid in page if any(root[one].cell in cells for one in kept[uuid].allocations))
             found = tuple(islice(named, requested.limit))
             last = page[-1] if len(page) == port.MAX_EXAMINED else ""
             if len(found) == requested.limit:
@@ -72,10 +72,12 @@ class MemoryReads:
 
     async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
-        table, mine = self._table, f"{COMPUTE_SOURCE}{requested.service}"
+        table, mine = self._table, f"{COMPUTE_REPORTER}{requested.service}"
         async with self._session.transaction():
             roots = [
-                root for (root, source), last in table.sources.items() if source == mine and root in last.providers
+                root
+                for (root, reporter), last in table.reporters.items()
+                if reporter == mine and root in last.providers
             ]
             found = [table.providers[root] for root in roots if root in table.providers]
             hosts = sorted((one.name, one.uuid) for one in found if one.cell in (None, requested.cell))
@@ -90,22 +92,22 @@ class MemoryReads:
             every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
             shown = every[: queries.MAX_TREE]
             holders = [
-                queries.TreeHolder(
+                queries.TreeConsumer(
                     consumer=uuid,
                     project_id=state.project_id,
                     user_id=state.user_id,
                     consumer_type=state.consumer_type,
                     attempt=state.attempt,
-                    holding=held,
+                    allocations=held,
                 )
                 for uuid, row in sorted(table.consumers.items())
                 if (state := row.consumer)
-                and (held := {one: dict(state.holding[one]) for one in every if one in state.holding})
+                and (held := {one: dict(state.allocations[one]) for one in every if one in state.allocations})
                 and (requested.after is None or uuid > requested.after)
             ]
             return queries.HostTree(
                 providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
-                holders=tuple(holders[: requested.limit]),
+                consumers=tuple(holders[: requested.limit]),
                 more=len(every) > queries.MAX_TREE or len(holders) > requested.limit,
             )
 
@@ -173,7 +175,7 @@ class MemoryReads:
         table = self._table
         async with self._session.transaction():
             row = table.consumers.get(uuid)
-            held = table.by_number(row.consumer.holding) if row is not None else []
+            held = table.by_number(row.consumer.allocations) if row is not None else []
             return [each for provider in held if row is not None for each in self._allocations(uuid, row, provider)]
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[port.AllocationRow]] | None:
@@ -182,7 +184,7 @@ class MemoryReads:
         async with self._session.transaction():
             if (provider := table.providers.get(uuid)) is None:
                 return None
-            held = [(name, row) for name, row in sorted(table.consumers.items()) if uuid in row.consumer.holding]
+            held = [(name, row) for name, row in sorted(table.consumers.items()) if uuid in row.consumer.allocations]
             return provider.generation, [each for name, row in held for each in self._allocations(name, row, uuid)]
 
     def _allocations(self, consumer: str, row: ConsumerRow, provider: str) -> list[port.AllocationRow]:
@@ -200,7 +202,7 @@ class MemoryReads:
                 state.consumer_type,
                 row.updated_at,
             )
-            for name, amount in sorted(state.holding[provider].items())
+            for name, amount in sorted(state.allocations[provider].items())
         ]
 
     async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[port.UsageRow]:
@@ -215,10 +217,10 @@ class MemoryReads:
             for row in self._table.consumers.values():
                 held = row.consumer
                 wanted = held.project_id == project_id and user_id in (None, held.user_id)
-                if not held.holding or not wanted or consumer_type not in (None, held.consumer_type):
+                if not held.allocations or not wanted or consumer_type not in (None, held.consumer_type):
                     continue
                 counts[held.consumer_type] = counts.get(held.consumer_type, 0) + 1
-                for resources in held.holding.values():
+                for resources in held.allocations.values():
                     for name, amount in resources.items():
                         key = (held.consumer_type, name)
                         amounts[key] = amounts.get(key, 0) + amount
@@ -248,16 +250,16 @@ def _has_left(provider: Provider, name: str, amount: int) -> bool:
     return fit(amount, provider.inventories.get(name), provider.used.get(name, 0), amount) is Fit.FITS
 
 
-def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> queries.HeldAllocation:
-    roots = sorted({table.providers[provider].root for provider in consumer.holding})
+def _allocated(table: MemoryPlacementTable, uuid: str, consumer: ConsumerState) -> queries.ConsumerRecord:
+    roots = sorted({table.providers[provider].root for provider in consumer.allocations})
     cells = [cell for root in roots if (cell := table.cell(root)) is not None and cell != ABOVE_CELLS]
-    return queries.HeldAllocation(
+    return queries.ConsumerRecord(
         consumer=uuid,
         project_id=consumer.project_id,
-        run=consumer.run,
+        claim_owner=consumer.claim_owner,
         attempt=0 if is_migration(consumer) else consumer.attempt,
         consumer_generation=consumer.generation,
-        holding={provider: dict(amounts) for provider, amounts in consumer.holding.items()},
+        allocations={provider: dict(amounts) for provider, amounts in consumer.allocations.items()},
         hosts=tuple(roots),
         cell=min(cells, default=None),
     )

@@ -1,4 +1,4 @@
-"""The rows of the book in memory: for simulation and tests. They pass the same suite as PostgreSQL (tests/contract).
+"""The rows of placement in memory: for simulation and tests. They pass the same suite as PostgreSQL (tests/contract).
 
 This module has only rows, locks and commits; `placement_worker.book` decides. The order of locks is that of PostgreSQL.
 """
@@ -15,75 +15,75 @@ from msgspec.structs import replace
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import ConflictingConsumer
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
-from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_group import MembersToLock
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, Sources, is_retired
+from placement_worker.domain.report_group import RELEASED, WITHDRAWN, Key, LastReports, is_retired
 from placement_worker.domain.server_groups import usage_changes
-from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider, claimed_provider
 from placement_worker.store import port
 from placement_worker.store.memory_reads import MemoryReads, check_storable
-from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
+from placement_worker.store.memory_table import TREES, MemoryPlacementTable, provider_key, renamed_key
 from placement_worker.store.names import NameTable, StaleNames
 
 HEAD, POSITION = ("feed head",), ("feed position",)
 
 
-class MemoryBookRows:
-    """`BookRows` over a MemoryBookTable: one process's view of it."""
+class MemoryPlacementRows:
+    """`PlacementRows` over a MemoryPlacementTable: one process's view of it."""
 
     def __init__(self, session: MemorySession) -> None:
-        assert isinstance(session.database, MemoryBookTable)
+        assert isinstance(session.database, MemoryPlacementTable)
         self.table = session.database
         self.session = session
-        self.deployment = session.database.deployment
+        self.database_id = session.database.database_id
         self.reads = MemoryReads(session, self.table)
         self.names = NameTable(self.transaction, self.table.clock)
         self.ready = False
 
     async def open(self) -> None:
-        """Open the book. There is nothing to migrate."""
+        """Open placement. There is nothing to migrate."""
         self.ready = True
 
     async def close(self) -> None:
         """Close the connections; the rows stay."""
         self.ready = False
-        self.session.cut()
+        self.session.disconnect()
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[MemoryBookTransaction]:
+    async def transaction(self) -> AsyncIterator[MemoryPlacementTransaction]:
         """A transaction that commits at the end and rolls back on an exception."""
         async with self.session.transaction() as transaction:
-            yield MemoryBookTransaction(self.table, transaction, self.names)
+            yield MemoryPlacementTransaction(self.table, transaction, self.names)
 
     async def take_new(
-        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: port.Limits
+        self, consumers: Mapping[str, ConsumerState], spec_generations: Mapping[str, int | None], most: port.Limits
     ) -> None:
         """Nothing: here no round trip is spared."""
 
     snapshot = transaction  # reads without an await between them are of one moment
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
         async with self.session.transaction():
             return self.table.newest
 
     async def newest(self, seen: FeedHead | None) -> port.NewestHead:
-        """Return the head. The history gets a new id when the table was replaced, or is behind `seen`."""
+        """Return the head. The incarnation gets a new id when the table was replaced, or is behind `seen`."""
         async with self.session.transaction() as transaction:
             await transaction.lock([HEAD])
             newest = self.table.newest
-            is_behind = seen is not None and seen.history == newest.history and newest.sequence < seen.sequence
+            is_behind = seen is not None and seen.incarnation == newest.incarnation and newest.sequence < seen.sequence
             is_another = is_behind or self.table.origin != self.table.place
             if is_another:
-                transaction.will(self.table.renew_history)
+                transaction.will(self.table.renew_incarnation)
         newest = self.table.newest
         return port.NewestHead(newest, is_another, newest.sequence > self.table.position)
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.LeasedChanges | None:
         """Take the next unpublished changes."""
         table = self.table
         async with self.session.transaction() as transaction:
@@ -94,11 +94,11 @@ class MemoryBookRows:
             now = table.clock.time()
             is_taken = table.taken_until != lease and now <= table.taken_until <= now + lease_s
             if table.position != position or is_taken:
-                return port.Taken((), True, table.history, None)
+                return port.LeasedChanges((), True, table.incarnation, None)
             until = now + lease_s
             transaction.durable = False  # if a crash loses this, the changes are published again
             transaction.will(lambda: setattr(table, "taken_until", until))
-            return port.Taken(feed_rows(changes), len(changes) >= limit, table.history, until)
+            return port.LeasedChanges(feed_rows(changes), len(changes) >= limit, table.incarnation, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
@@ -107,15 +107,17 @@ class MemoryBookRows:
             transaction.durable = False
             transaction.will(lambda: self.table.mark_published(number, lease))
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+    async def trim(
+        self, *, keep_changes: int, keep_ended_attempts_s: float, keep_reporters_s: float, limit: int
+    ) -> bool:
         """Delete rows that are not needed any more."""
         table = self.table
         async with self.session.transaction() as transaction:
             await transaction.lock([TREES])  # a report that a writer has read is not trimmed under it
             until = min(table.head - keep_changes, table.position)
-            before = table.clock.time() - keep_fences_s
+            before = table.clock.time() - keep_ended_attempts_s
             old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
-            sources = table.silent(table.clock.time() - keep_sources_s)[:limit]
+            reporters = table.silent(table.clock.time() - keep_reporters_s)[:limit]
             changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
             until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
@@ -123,14 +125,14 @@ class MemoryBookRows:
             gone = [
                 (key, uuid) for key, mates in table.members.items() for uuid in mates if uuid not in table.consumers
             ]
-            transaction.will(lambda: table.purge(until, before, old, sources, gone[:limit]))
-        return max(len(old), len(sources), len(changes), len(gone)) >= limit
+            transaction.will(lambda: table.purge(until, before, old, reporters, gone[:limit]))
+        return max(len(old), len(reporters), len(changes), len(gone)) >= limit
 
 
-class MemoryBookTransaction:
-    """`BookTransaction` over the table. Rows that it writes are in the table from the commit on."""
+class MemoryPlacementTransaction:
+    """`PlacementTransaction` over the table. Rows that it writes are in the table from the commit on."""
 
-    def __init__(self, table: MemoryBookTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
+    def __init__(self, table: MemoryPlacementTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
         self._table = table
         self._rows = transaction
         self.names = names
@@ -154,7 +156,7 @@ class MemoryBookTransaction:
         await self._rows.statement()
         await self._rows.lock([("group", *key) for key in sorted(keys)])
 
-    async def lock_claims(self, wanted: port.WantedClaims) -> port.Locked:
+    async def lock_claims(self, wanted: port.ClaimsToLock) -> port.Locked:
         """Lock and read consumers, then providers. A new consumer has no row before the commit, but is locked."""
         table, expected = self._table, wanted.expected
         for each in expected.values():
@@ -165,7 +167,7 @@ class MemoryBookTransaction:
         found = {uuid: table.consumers[uuid].consumer for uuid in uuids if uuid in table.consumers}
         providers: dict[str, ClaimedProvider] = {}
         if wanted.providers is not None:
-            held = {provider for consumer in found.values() for provider in consumer.holding}
+            held = {provider for consumer in found.values() for provider in consumer.allocations}
             locked = await self._lock_providers({*wanted.providers, *held})
             providers = {uuid: claimed_provider(provider) for uuid, provider in locked.items()}
         if wanted.alone:
@@ -175,7 +177,7 @@ class MemoryBookTransaction:
             found=found,
             providers=providers,
             cells={uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None},
-            usage={project: table.held_by(project) for project in wanted.limited},
+            usage={project: table.usage_of(project) for project in wanted.limited},
             incarnation=self._mark.joined(table.marks.get(wanted.cell or "", DatabaseMark())).database_incarnation,
         )
 
@@ -191,7 +193,7 @@ class MemoryBookTransaction:
         """Lock the usage of projects, which every transaction does that changes it."""
         await self._rows.lock([("usage", project) for project in sorted(set(projects))])
 
-    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+    async def members(self, wanted: MembersToLock) -> Mapping[GroupKey, Members]:
         """The members that a decision needs."""
         await self._rows.statement()
         table = self._table
@@ -205,7 +207,7 @@ class MemoryBookTransaction:
             there = {
                 uuid: its
                 for uuid, its in alive.items()
-                if any((*key, table.providers[one].root) in hosts for one in table.consumers[uuid].consumer.holding)
+                if any((*key, table.providers[one].root) in hosts for one in table.consumers[uuid].consumer.allocations)
             }
             some = dict(list(alive.items())[: wanted.most]) if key in wanted.together else {}
             found[key] = named | there | some
@@ -217,13 +219,15 @@ class MemoryBookTransaction:
         table = self._table
         for key, consumers in enrolled.items():
             holding = [uuid for uuid in sorted(consumers) if uuid in table.consumers]
-            self._enrolled[key] = [uuid for uuid in holding if table.consumers[uuid].consumer.holding]
+            self._enrolled[key] = [uuid for uuid in holding if table.consumers[uuid].consumer.allocations]
         self._rows.will(partial(table.add_members, self._enrolled))
 
-    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+    async def newest_consumers(
+        self, lost: Mapping[int, tuple[str, Lacking]]
+    ) -> Mapping[int, tuple[ConflictingConsumer, ...]]:
         """The newest consumers that hold what claims lacked."""
         return {
-            place: self._table.newest_holders(self._changed, lacking, consumer)
+            place: self._table.newest_consumers(self._changed, lacking, consumer)
             for place, (consumer, lacking) in lost.items()
         }
 
@@ -232,7 +236,7 @@ class MemoryBookTransaction:
         self._rows.will(partial(self._table.add_members, joined))
 
     async def write_claims(self, writes: port.ClaimWrites) -> int:
-        """Write a decision about the locked rows. Raises PassedMeanwhile."""
+        """Write a decision about the locked rows. Raises LimitExceeded."""
         decision, most = writes.decision, writes.most
         if not decision.consumers and not decision.generations and not writes.changes:
             return 0
@@ -242,8 +246,8 @@ class MemoryBookTransaction:
         more = usage_changes(writes.locked.found, decision.consumers)
         await self._lock_usage(project for project, _ in more)
         for key, amount in more.items():
-            if key in most and amount > 0 and table.held_by(key[0]).get(key[1], 0) + amount > most[key]:
-                raise port.PassedMeanwhile
+            if key in most and amount > 0 and table.usage_of(key[0]).get(key[1], 0) + amount > most[key]:
+                raise port.LimitExceeded
         self._changed.update(decision.consumers)
         self._rows.will(lambda: table.keep(decision.consumers))
         self._rows.will(lambda: table.put_usage(decision.generations, decision.used))
@@ -267,44 +271,44 @@ class MemoryBookTransaction:
 
     # --- trees
 
-    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
-        """Become the only writer of trees, and read the last reports of the sources of these roots."""
+    async def lock_reporters(self, roots: Collection[str]) -> tuple[LastReports, Mapping[str, str | None]]:
+        """Become the only writer of trees, and read the last reports of the reporters of these roots."""
         await self._rows.statement()
         await self._rows.lock([TREES])
-        sources = {key: source for key, source in self._table.sources.items() if key[0] in roots}
-        return sources, {root: self._table.cell(root) for root, _ in sources}
+        reporters = {key: reporter for key, reporter in self._table.reporters.items() if key[0] in roots}
+        return reporters, {root: self._table.cell(root) for root, _ in reporters}
 
-    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
-        """The sources that have removed a tree which is not in use any more."""
+    async def retired_reporters(self, limit: int, keep_given_s: float) -> LastReports:
+        """The reporters that have removed a tree which is not in use any more."""
         table = self._table
         await self._rows.statement()
         before = table.clock.time() - keep_given_s
-        out = [key for key in sorted(table.sources) if table.is_taken_out(key)]
+        out = [key for key in sorted(table.reporters) if table.is_withdrawn(key)]
         tree_of = {key: [one for one in table.providers.values() if one.root == key[0]] for key in out}
         keys = [key for key in out if is_retired(tree_of[key], long_ago=table.reported_at[key] < before)]
-        return {key: table.sources[key] for key in keys[:limit]}
+        return {key: table.reporters[key] for key in keys[:limit]}
 
-    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
-        """Record that another compute service may take over these roots of a source, those of the cell."""
+    async def release_reporters(self, reporter: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a reporter, those of the cell."""
         await self._rows.statement()
         table = self._table
-        found = {(root, source): table.sources.get((root, source)) for root in roots if table.cell(root) == cell}
-        owned = {key: last for key, last in found.items() if last is not None and last.digest != TAKEN_OUT}
-        released = {key: replace(last, digest=RELEASED, settled=False) for key, last in owned.items()}
-        self._rows.will(lambda: table.sources.update(released))
+        found = {(root, reporter): table.reporters.get((root, reporter)) for root in roots if table.cell(root) == cell}
+        owned = {key: last for key, last in found.items() if last is not None and last.digest != WITHDRAWN}
+        released = {key: replace(last, digest=RELEASED, complete=False) for key, last in owned.items()}
+        self._rows.will(lambda: table.reporters.update(released))
 
     async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
-        """Record newer versions of the last reports of these sources."""
+        """Record newer versions of the last reports of these reporters."""
         await self._rows.statement()
-        reports = {key: replace(self._table.sources[key], version=version) for key, version in versions.items()}
-        self._rows.will(lambda: self._table.put_sources(reports, ()))
+        reports = {key: replace(self._table.reporters[key], version=version) for key, version in versions.items()}
+        self._rows.will(lambda: self._table.put_reporters(reports, ()))
 
-    async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
+    async def consumers_of(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
         await self._rows.statement()
-        return self._table.holders(leaving)
+        return self._table.consumers_of(leaving)
 
-    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
+    async def lock_trees(self, wanted: TreesToLock) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers."""
         table = self._table
         check_storable(*wanted.names)
@@ -312,12 +316,12 @@ class MemoryBookTransaction:
         named, whole = set(wanted.names), set(wanted.whole)
         roots = {p.root for p in table.providers.values() if p.uuid in whole or p.name in named}
         uuids = {p.uuid for p in table.providers.values() if p.root in roots}
-        return table.next_shape(), await self._lock_providers(uuids.union(wanted.uuids))
+        return table.next_spec_generation(), await self._lock_providers(uuids.union(wanted.uuids))
 
     async def write_trees(self, writes: port.TreeWrites) -> int:
-        """Write the differences between `before` and `after`, and the last reports of sources. Raises StaleNames."""
+        """Write the differences between `before` and `after`, and the last reports of reporters. Raises StaleNames."""
         table, before, after = self._table, writes.before, writes.after
-        if before == after and not writes.sources and not writes.changes:
+        if before == after and not writes.last_reports and not writes.changes:
             return 0
         await self._rows.statement()
         for uuid, provider in after.items():
@@ -327,7 +331,7 @@ class MemoryBookTransaction:
                     raise StaleNames(uuid)
                 self._written[uuid] = provider
         self._rows.will(lambda: table.put_trees(before, after))
-        self._rows.will(lambda: table.put_sources(writes.sources, writes.disowned))
+        self._rows.will(lambda: table.put_reporters(writes.last_reports, writes.disowned))
         return await self.append(writes.changes)
 
     async def append(self, changes: Sequence[Change]) -> int:
@@ -392,7 +396,7 @@ class MemoryBookTransaction:
     # --- the feed
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
         return self._table.newest
 
     async def oldest(self) -> int | None:
@@ -409,7 +413,7 @@ class MemoryBookTransaction:
         return [self._table.providers[uuid] for uuid in uuids[:limit]]
 
 
-def changes_after(table: MemoryBookTable, after: int, limit: int) -> list[Change]:
+def changes_after(table: MemoryPlacementTable, after: int, limit: int) -> list[Change]:
     """The changes after a number, in order."""
     start = bisect.bisect_right(table.changes, after, key=lambda change: change.sequence)
     return table.changes[start : start + limit]

@@ -1,4 +1,4 @@
-"""The committed rows of the book in memory, which outlive the placement workers that use them (memory.py)."""
+"""The committed rows of placement in memory, which outlive the placement workers that use them (memory.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead
-from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
+from bus.contracts.placement import MAX_CONFLICTING_CONSUMERS, ConflictingConsumer
 from bus.persistence.memory_database import MemoryDatabase
-from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportSource, Sources
+from placement_worker.domain.report_group import WITHDRAWN, Key, LastReport, LastReports
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import STANDARD_CLASSES, ConsumerState, GroupKey, Provider
 from placement_worker.store.port import Leaving, NameKind
@@ -42,7 +42,7 @@ class ConsumerRow(Struct):
         return self.released_at is not None and self.released_at < before
 
 
-class MemoryBookTable(MemoryDatabase):
+class MemoryPlacementTable(MemoryDatabase):
     """The committed book, which outlives the placement workers. providers: oldest first, which is the order of their
     locks.
     """
@@ -55,8 +55,8 @@ class MemoryBookTable(MemoryDatabase):
         self.consumers: dict[str, ConsumerRow] = {}
         self.project_usage: dict[str, dict[str, int]] = {}  # by class; each amount stands for a row
         self.members: dict[GroupKey, dict[str, None]] = {}
-        self.sources: dict[Key, ReportSource] = {}
-        self.reported_at: dict[Key, float] = {}  # the time of each source's last report
+        self.reporters: dict[Key, LastReport] = {}
+        self.reported_at: dict[Key, float] = {}  # the time of each reporter's last report
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, int] = {name: number for number, name in enumerate(sorted(os_traits.get_traits()))}
         now = self.clock.time()
@@ -67,37 +67,37 @@ class MemoryBookTable(MemoryDatabase):
         self.head = 0
         self.place = 1  # not a row: like a cluster and its timeline, it is not restored from a backup
         self.origin = self.place
-        self.histories = 1  # not a row: no history id is given twice
-        self.history = "history-1"
+        self.incarnations = 1  # not a row: no incarnation id is given twice
+        self.incarnation = "incarnation-1"
         self.position = 0
         self.taken_until = -math.inf  # the end of the publishing process's lease
         self.marks: dict[str, DatabaseMark] = {}  # of each cell's database, the highest
         self._next_name = len(self.classes) + len(self.traits)
-        self._shapes = 0
+        self._spec_generations = 0
 
     @property
     def newest(self) -> FeedHead:
-        """The newest number and the id of its history."""
-        return FeedHead(sequence=self.head, history=self.history)
+        """The newest number and the id of its incarnation."""
+        return FeedHead(sequence=self.head, incarnation=self.incarnation)
 
-    def renew_history(self) -> None:
-        """Give the history a new id."""
-        self.histories += 1
-        self.history, self.origin = f"history-{self.histories}", self.place
+    def renew_incarnation(self) -> None:
+        """Give the incarnation a new id."""
+        self.incarnations += 1
+        self.incarnation, self.origin = f"incarnation-{self.incarnations}", self.place
 
-    def next_shape(self) -> int:
-        """A shape that no provider has ever had."""
-        self._shapes += 1
-        return self._shapes
+    def next_spec_generation(self) -> int:
+        """A spec generation that no provider has ever had."""
+        self._spec_generations += 1
+        return self._spec_generations
 
     def alive(self, key: GroupKey, besides: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """The members of a server group that hold allocations, and their hosts. besides: members that are not written
         yet.
         """
         return {
-            uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.holding])
+            uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.allocations])
             for uuid in dict.fromkeys((*self.members.get(key, {}), *besides))
-            if uuid in self.consumers and self.consumers[uuid].consumer.holding
+            if uuid in self.consumers and self.consumers[uuid].consumer.allocations
         }
 
     def add_members(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
@@ -105,7 +105,7 @@ class MemoryBookTable(MemoryDatabase):
         for key, consumers in joined.items():
             self.members.setdefault(key, {}).update(dict.fromkeys(consumers))
 
-    def held_by(self, project: str) -> dict[str, int]:
+    def usage_of(self, project: str) -> dict[str, int]:
         """The amounts that a project's consumers hold by class, and the number of consumers."""
         return dict(self.project_usage.get(project, {}))
 
@@ -122,7 +122,7 @@ class MemoryBookTable(MemoryDatabase):
             else:
                 known = self.consumers.get(uuid)
                 created_at = now if known is None else known.created_at
-                self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now, created_at)
+                self.consumers[uuid] = ConsumerRow(consumer, None if consumer.allocations else now, now, created_at)
 
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider, which is the cell of its root."""
@@ -139,17 +139,17 @@ class MemoryBookTable(MemoryDatabase):
         if self.taken_until == lease:
             self.taken_until = -math.inf
 
-    def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+    def consumers_of(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of the leaving (provider, class) pairs, in lock order."""
         return sorted(
             uuid
             for uuid, kept in self.consumers.items()
-            if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
+            if any(name in kept.consumer.allocations.get(provider, {}) for provider, name in leaving)
         )
 
-    def newest_holders(
+    def newest_consumers(
         self, changed: Mapping[str, ConsumerState | None], lacking: Sequence[tuple[str, str]], claimant: str
-    ) -> tuple[ClaimHolder, ...]:
+    ) -> tuple[ConflictingConsumer, ...]:
         """The consumers, without the claimant, that hold allocations of the lacking (provider, class) pairs, last
         changed first.
 
@@ -160,9 +160,12 @@ class MemoryBookTable(MemoryDatabase):
         held = [
             (age, uuid, consumer.project_id)
             for uuid, (consumer, age) in known.items()
-            if uuid != claimant and any(name in consumer.holding.get(provider, {}) for provider, name in lacking)
+            if uuid != claimant and any(name in consumer.allocations.get(provider, {}) for provider, name in lacking)
         ]
-        return tuple(ClaimHolder(consumer=uuid, project_id=project) for _, uuid, project in sorted(held)[:MAX_HOLDERS])
+        return tuple(
+            ConflictingConsumer(consumer=uuid, project_id=project)
+            for _, uuid, project in sorted(held)[:MAX_CONFLICTING_CONSUMERS]
+        )
 
     def put_provider(self, provider: Provider) -> None:
         """Write a provider, and the time."""
@@ -178,8 +181,8 @@ class MemoryBookTable(MemoryDatabase):
             self.put_provider(replace(provider, generation=generation, used=kept))
 
     def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
-        """Write the differences between `before` and `after`, but not the usage. The last reports of the sources of
-        the changed trees no longer prove what the book holds.
+        """Write the differences between `before` and `after`, but not the usage. The last reports of the reporters of
+        the changed trees no longer prove what placement holds.
         """
         gone = [provider for uuid, provider in before.items() if uuid not in after]
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
@@ -190,20 +193,20 @@ class MemoryBookTable(MemoryDatabase):
             known = self.providers.get(provider.uuid)
             self.put_provider(replace(provider, used={} if known is None else known.used))
         moved = [before[provider.uuid] for provider in changed if provider.uuid in before]
-        self._unsettle({provider.root for provider in (*gone, *changed, *moved)})
+        self._mark_incomplete({provider.root for provider in (*gone, *changed, *moved)})
 
-    def _unsettle(self, roots: Collection[str]) -> None:
-        for key, source in self.sources.items():
-            if key[0] in roots and source.settled:
-                self.sources[key] = replace(source, settled=False)
+    def _mark_incomplete(self, roots: Collection[str]) -> None:
+        for key, reporter in self.reporters.items():
+            if key[0] in roots and reporter.complete:
+                self.reporters[key] = replace(reporter, complete=False)
 
-    def put_sources(self, sources: Sources, disowned: Collection[str]) -> None:
-        """Write the last reports of sources. disowned: the roots for which no source answers any more."""
-        for key, source in self.sources.items():
+    def put_reporters(self, reporters: LastReports, disowned: Collection[str]) -> None:
+        """Write the last reports of reporters. disowned: the roots for which no reporter answers any more."""
+        for key, reporter in self.reporters.items():
             if key[0] in disowned:
-                self.sources[key] = replace(source, digest=b"", settled=False, providers=())
-        for key, source in sources.items():
-            self.sources[key] = source
+                self.reporters[key] = replace(reporter, digest=b"", complete=False, providers=())
+        for key, reporter in reporters.items():
+            self.reporters[key] = reporter
             self.reported_at[key] = self.clock.time()
 
     def add_names(self, kind: NameKind, names: Iterable[str]) -> None:
@@ -225,46 +228,46 @@ class MemoryBookTable(MemoryDatabase):
 
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
         """Give a class another name. providers: the providers that have it, already renamed. The last reports of the
-        sources of their trees no longer prove what the book holds.
+        reporters of their trees no longer prove what placement holds.
         """
         self.add_names(NameKind.CLASS, (new,))
         self.providers.update(providers)
-        self._unsettle({provider.root for provider in providers.values()})
+        self._mark_incomplete({provider.root for provider in providers.values()})
         for row in self.consumers.values():
-            held = row.consumer.holding
+            held = row.consumer.allocations
             if any(old in resources for resources in held.values()):
                 renamed = {uuid: renamed_key(resources, old, new) for uuid, resources in held.items()}
-                row.consumer = replace(row.consumer, holding=renamed)
+                row.consumer = replace(row.consumer, allocations=renamed)
         self.project_usage = {project: renamed_key(held, old, new) for project, held in self.project_usage.items()}
         self.remove_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
-        """The sources whose last report is older than `before` (seconds since the epoch) and whose root does not exist,
-        or that answer for no provider.
+        """The reporters whose last report is older than `before` (seconds since the epoch) and whose root does not
+        exist, or that answer for no provider.
         """
-        of_no_use = (key for key, last in self.sources.items() if key[0] not in self.providers or not last.providers)
+        of_no_use = (key for key, last in self.reporters.items() if key[0] not in self.providers or not last.providers)
         return [key for key in of_no_use if self.reported_at[key] < before]
 
-    def is_taken_out(self, key: Key) -> bool:
-        """Whether a source's last report removed its root, has not been completed, and it still answers for the root:
-        no other source has reported it since.
+    def is_withdrawn(self, key: Key) -> bool:
+        """Whether a reporter's last report removed its root, has not been completed, and it still answers for the root:
+        no other reporter has reported it since.
         """
-        report = self.sources[key]
-        return not report.settled and report.digest == TAKEN_OUT and key[0] in report.providers
+        report = self.reporters[key]
+        return not report.complete and report.digest == WITHDRAWN and key[0] in report.providers
 
     def purge(
         self,
         until: int,
         before: float,
         fences: Sequence[str],
-        sources: Sequence[Key],
+        reporters: Sequence[Key],
         members: Sequence[tuple[GroupKey, str]],
     ) -> None:
         """Delete rows that are no longer kept: changes up to `until`, fences released before `before` (seconds since
-        the epoch), sources, and members whose consumers are not on record.
+        the epoch), reporters, and members whose consumers are not on record.
         """
-        for key in sources:
-            self.sources.pop(key, None)
+        for key in reporters:
+            self.reporters.pop(key, None)
             self.reported_at.pop(key, None)
         self.changes = [change for change in self.changes if change.sequence > until]
         self.project_usage = {project: usage for project, usage in self.project_usage.items() if any(usage.values())}

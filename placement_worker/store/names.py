@@ -1,7 +1,7 @@
 """The names and numbers of resource classes and traits: a process's cache of two small tables.
 
 A number always means the same name, so a cached pair cannot become wrong. But other processes may add and remove names:
-a write with a number that was removed raises StaleNames and is repeated (`book.ResourceBook`).
+a write with a number that was removed raises StaleNames and is repeated (`book.PlacementService`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRUSTED_FOR_S = 5.0
 
 
 class StaleNames(Exception):
-    """A write names a class or trait that the book does not have, or this process does not know: another process has
+    """A write names a class or trait that placement does not have, or this process does not know: another process has
     removed or added it.
     """
 
@@ -43,7 +43,7 @@ class NameRows(Protocol):
 
 
 class NameTable:
-    """The numbers of class and trait names. The book calls `refresh` before it treats a missing name as unknown."""
+    """The numbers of class and trait names. Placement calls `refresh` before it treats a missing name as unknown."""
 
     def __init__(self, transaction: Callable[[], AbstractAsyncContextManager[NameRows]], clock: Clock) -> None:
         self._transaction = transaction

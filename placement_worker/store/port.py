@@ -1,4 +1,4 @@
-"""The port to the rows of the book, below `placement_worker.book`. Its adapters are `store.postgres_rows` and
+"""The port to the rows of placement, below `placement_worker.book`. Its adapters are `store.postgres_rows` and
 `store.memory_rows`; they lock, read and write rows, and decide nothing.
 """
 
@@ -14,11 +14,11 @@ from msgspec import Struct
 from bus.contracts import book as queries
 from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow
-from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
-from placement_worker.domain.claim_group import WantedMembers
+from bus.contracts.placement import ConflictingConsumer, LocatePage, LocateRequest
+from placement_worker.domain.claim_group import MembersToLock
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import Key, Sources
-from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.report_group import Key, LastReports
+from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
 from placement_worker.store.names import NameRows, NameTable
 
@@ -29,7 +29,7 @@ Limits = Mapping[tuple[str, str], int]  # by project and class
 MAX_EXAMINED = 5_000  # consumers of one page of those of a cell
 
 
-class PassedMeanwhile(Exception):
+class LimitExceeded(Exception):
     """The claims would exceed a limit, because concurrent claims have added to the project's usage since the decision.
 
     Nothing was written.
@@ -52,7 +52,7 @@ class NameExists(Exception):
 
 
 class Unstorable(Exception):
-    """The book cannot store a value, such as a text with a NUL."""
+    """Placement cannot store a value, such as a text with a NUL."""
 
 
 class NameRow(Struct, frozen=True):
@@ -117,26 +117,28 @@ class Listing(Struct, frozen=True):
     resources: tuple[tuple[str, int], ...] = ()  # (class, amount)
 
 
-class Taken(Struct, frozen=True):
+class LeasedChanges(Struct, frozen=True):
     """Changes that a process has taken to publish. lease: ends with the publishing; None: another process holds it, and
     there are no rows.
     """
 
     rows: Sequence[FeedRow]
     more: bool
-    history: str
+    incarnation: str
     lease: Any
 
 
 class NewestHead(Struct, frozen=True):
-    """The newest head. renewed: this call has given the history a new id. unpublished: there are changes to publish."""
+    """The newest head. renewed: this call has given the incarnation a new id. unpublished: there are changes to
+    publish.
+    """
 
     head: FeedHead
     renewed: bool
     unpublished: bool
 
 
-class WantedClaims(Struct, frozen=True):
+class ClaimsToLock(Struct, frozen=True):
     """The rows that a group of claims locks. expected: the row that each consumer most likely gets if it is new.
 
     providers: the wanted ones by uuid; None: lock none. limited: projects whose claims have limits. alone: lock them
@@ -177,18 +179,18 @@ class ClaimWrites(Struct, frozen=True):
 
 class TreeWrites(Struct, frozen=True):
     """The differences between `before` and `after` (a provider that is the same object in both is skipped), without the
-    usage, and the changes of the feed. sources: the last reports to write. disowned: roots that were deleted, and for
-    which no source answers any more.
+    usage, and the changes of the feed. last_reports: the last reports to write. disowned: roots that were deleted, and
+    for which no reporter answers any more.
     """
 
     before: Mapping[str, Provider]
     after: Mapping[str, Provider]
     changes: Sequence[Change] = ()
-    sources: Sources = {}
+    last_reports: LastReports = {}
     disowned: Sequence[str] = ()
 
 
-class BookTransaction(NameRows, Protocol):
+class PlacementTransaction(NameRows, Protocol):
     """The operations on rows within one transaction, which commits when its context ends without an exception.
 
     Every writer takes locks in one order, so that no two can deadlock: cells, writers of trees, server groups,
@@ -208,13 +210,13 @@ class BookTransaction(NameRows, Protocol):
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups, so that claims of one group are decided one after the other."""
 
-    async def lock_claims(self, wanted: WantedClaims) -> Locked:
+    async def lock_claims(self, wanted: ClaimsToLock) -> Locked:
         """Lock and read consumers by uuid, then providers by number: the wanted ones, and those of the consumers'
         allocations. A consumer in `inserted` that the transaction does not write must be passed to `write_claims`,
         which deletes its row.
         """
 
-    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+    async def members(self, wanted: MembersToLock) -> Mapping[GroupKey, Members]:
         """Return {consumer: hosts} of the members that a decision needs, for each group that has any. The hosts are
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
@@ -224,7 +226,9 @@ class BookTransaction(NameRows, Protocol):
         transaction see them.
         """
 
-    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+    async def newest_consumers(
+        self, lost: Mapping[int, tuple[str, Lacking]]
+    ) -> Mapping[int, tuple[ConflictingConsumer, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
         (claimant, what it lacked).
         """
@@ -234,39 +238,40 @@ class BookTransaction(NameRows, Protocol):
 
     async def write_claims(self, writes: ClaimWrites) -> int:
         """Write a decision, with the usage of the projects, and append the changes. Returns the number of the last
-        change, 0 without changes. Raises PassedMeanwhile when the new usage would exceed a limit, and BrokenInvariant
+        change, 0 without changes. Raises LimitExceeded when the new usage would exceed a limit, and BrokenInvariant
         when it would exceed a capacity.
         """
 
     # --- trees
 
-    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
-        """Become the only writer of trees until the commit. Returns (the last reports of the sources of these roots,
+    async def lock_reporters(self, roots: Collection[str]) -> tuple[LastReports, Mapping[str, str | None]]:
+        """Become the only writer of trees until the commit. Returns (the last reports of the reporters of these roots,
         the cell of each of these roots that was ever reported).
         """
 
-    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
-        """The sources that have removed a tree which is not in use any more, if no source has reported it since
+    async def retired_reporters(self, limit: int, keep_given_s: float) -> LastReports:
+        """The reporters that have removed a tree which is not in use any more, if no reporter has reported it since
         (`is_retired`). keep_given_s: how long ago is long ago.
         """
 
-    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
-        """Record that another compute service may take over these roots of a source, those of the cell."""
+    async def release_reporters(self, reporter: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a reporter, those of the cell."""
 
     async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
-        """Record newer versions of the last reports of these sources, which are otherwise the same."""
+        """Record newer versions of the last reports of these reporters, which are otherwise the same."""
 
-    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+    async def consumers_of(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
 
-    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
-        """Become the only writer of trees, and lock and read providers, by number. Returns (a shape that no provider
-        has ever had, the providers).
+    async def lock_trees(self, wanted: TreesToLock) -> tuple[int, dict[str, Provider]]:
+        """Become the only writer of trees, and lock and read providers, by number. Returns (a spec generation that no
+        provider has ever had, the providers).
         """
 
     async def write_trees(self, writes: TreeWrites) -> int:
         """Write the differences, and append the changes. Returns the number of the last one, 0 without changes. The
-        last reports that are not written, of the other sources of a changed tree, no longer prove what the book holds.
+        last reports that are not written, of the other reporters of a changed tree, no longer prove what placement
+        holds.
         """
 
     async def append(self, changes: Sequence[Change]) -> int:
@@ -279,14 +284,14 @@ class BookTransaction(NameRows, Protocol):
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
         """Give a class another name. Returns the providers that have it; None when it does not exist. Raises
-        NameExists. The caller is the only writer of trees. The last reports of the sources of these trees no longer
-        prove what the book holds.
+        NameExists. The caller is the only writer of trees. The last reports of the reporters of these trees no longer
+        prove what placement holds.
         """
 
     # --- the feed
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
 
     async def oldest(self) -> int | None:
         """The number of the oldest change that is kept."""
@@ -298,8 +303,8 @@ class BookTransaction(NameRows, Protocol):
         """Whole providers in the order of their uuids."""
 
 
-class BookReads(Protocol):
-    """The reads of the book that no decision follows. Each is of one moment. Every method raises Transient and
+class PlacementReads(Protocol):
+    """The reads of placement that no decision follows. Each is of one moment. Every method raises Transient and
     Unstorable.
     """
 
@@ -308,7 +313,7 @@ class BookReads(Protocol):
         group by host.
         """
 
-    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
+    async def allocations(self, named: Sequence[str]) -> list[queries.ConsumerRecord]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
 
     async def consumers_in_cell(self, requested: queries.CellConsumersQuery) -> queries.CellConsumersPage:
@@ -356,7 +361,7 @@ class BookReads(Protocol):
         """
 
 
-class BookRows(Protocol):
+class PlacementRows(Protocol):
     """The rows of one book, as one process has them."""
 
     @property
@@ -364,11 +369,11 @@ class BookRows(Protocol):
         """Whether the rows are open (for /readyz)."""
 
     @property
-    def deployment(self) -> str:
+    def database_id(self) -> str:
         """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
 
     @property
-    def reads(self) -> BookReads:
+    def reads(self) -> PlacementReads:
         """The reads that no decision follows."""
 
     @property
@@ -381,32 +386,34 @@ class BookRows(Protocol):
     async def close(self) -> None:
         """Disconnect."""
 
-    def transaction(self) -> AbstractAsyncContextManager[BookTransaction]:
+    def transaction(self) -> AbstractAsyncContextManager[PlacementTransaction]:
         """A transaction that commits at the end and rolls back on an exception. Raises Unstorable, and StaleNames when
-        it has written a name's number that the book does not have.
+        it has written a name's number that placement does not have.
         """
 
     async def take_new(
-        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: Limits
+        self, consumers: Mapping[str, ConsumerState], spec_generations: Mapping[str, int | None], most: Limits
     ) -> tuple[int, Sequence[int]] | None:
         """Write new consumers with what they hold, in a transaction of their own, or nothing (None) where a row is not
-        as that needs it. Returns (the number of the last change, the new generations in the order of `shapes`).
+        as that needs it. Returns (the number of the last change, the new generations in the order of
+        `spec_generations`).
 
-        shapes: of the providers that they hold, which no two of them share; None: any. most: limits of their projects.
+        spec_generations: of the providers that they hold, which no two of them share; None: any. most: limits of their
+        projects.
         """
 
-    def snapshot(self) -> AbstractAsyncContextManager[BookTransaction]:
+    def snapshot(self) -> AbstractAsyncContextManager[PlacementTransaction]:
         """A transaction whose reads are all of one moment."""
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
 
     async def newest(self, seen: FeedHead | None) -> NewestHead:
-        """Return the newest head. The history gets a new id when the database was restored or its standby promoted, or
-        when its head is behind one of the same history that was seen before.
+        """Return the newest head. The incarnation gets a new id when the database was restored or its standby promoted,
+        or when its head is behind one of the same incarnation that was seen before.
         """
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> LeasedChanges | None:
         """Take the next unpublished changes for so many seconds. lease: of a former turn that has failed. None: there
         are no changes.
         """
@@ -414,10 +421,13 @@ class BookRows(Protocol):
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
-        whether there may be more.
+    async def trim(
+        self, *, keep_changes: int, keep_ended_attempts_s: float, keep_reporters_s: float, limit: int
+    ) -> bool:
+        """Delete published changes, fences and reporters that are no longer needed, at most `limit` rows of each.
+        Returns whether there may be more.
 
-        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
-        after the last report; a source is deleted if its root no longer exists, or if it answers for no provider.
+        keep_changes: the newest changes to keep. keep_ended_attempts_s: seconds after the release. keep_reporters_s:
+        seconds after the last report; a reporter is deleted if its root no longer exists, or if it answers for no
+        provider.
         """

@@ -1,4 +1,4 @@
-"""The reads of the book in PostgreSQL that no decision follows. Each read is of one moment: one statement, or a
+"""The reads of placement in PostgreSQL that no decision follows. Each read is of one moment: one statement, or a
 transaction that sees one state.
 """
 
@@ -12,7 +12,7 @@ import asyncpg
 import sqlalchemy as sa
 
 from bus.contracts import book as queries
-from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
+from bus.contracts.placement import COMPUTE_REPORTER, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.marks import read_mark
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
@@ -20,13 +20,13 @@ from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, s
 from placement_worker.store import claims, members, port
 from placement_worker.store.names import NameRows, NameTable
 from placement_worker.store.rows import (
+    ALLOCATED,
     CLASSES,
-    HELD,
     NAMES,
     PARENT,
     PROVIDERS,
     ROOT,
-    holdings_of,
+    allocations_by_consumer,
     one_of,
     read_provider,
     read_providers,
@@ -41,14 +41,14 @@ from placement_worker.store.tables import (
     provider_aggregates,
     provider_traits,
     providers,
+    reporters,
     resource_classes,
-    sources,
     traits,
 )
 
 
 class Reading(NameRows, Protocol):
-    """The part of a transaction that reads need: see `postgres_rows.PostgresBookTransaction`."""
+    """The part of a transaction that reads need: see `postgres_rows.PostgresPlacementTransaction`."""
 
     connection: asyncpg.Connection
 
@@ -72,7 +72,7 @@ _ALLOCATION: sa.Select[Any] = sa.select(
 )
 _THIS = providers.c.uuid == sa.bindparam("uuid", type_=UUID)
 _BY_CONSUMER = (
-    _ALLOCATION.select_from(HELD)
+    _ALLOCATION.select_from(ALLOCATED)
     .where(allocations.c.consumer == sa.bindparam("uuid", type_=UUID))
     .order_by(providers.c.id, CLASSES.name)
 )
@@ -100,7 +100,7 @@ _LISTED: sa.Select[Any] = (
 _TREE = providers.alias("tree")
 _SAME_TREE = sa.select(_TREE.c.root_id).where(_TREE.c.uuid == sa.bindparam("tree", type_=UUID)).scalar_subquery()
 _TREE_IDS = sa.select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
-_TREE_HELD = (
+_TREE_ALLOCATIONS = (
     sa.select(
         allocations.c.consumer,
         providers.c.uuid,
@@ -111,16 +111,16 @@ _TREE_HELD = (
         consumers.c.consumer_type,
         consumers.c.attempt,
     )
-    .select_from(HELD)
+    .select_from(ALLOCATED)
     .where(one_of(allocations.c.provider_id, "ids"), one_of(allocations.c.consumer, "uuids"))
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
 _MIGRATIONS = sa.literal(sorted(MIGRATION_TYPES), sa.ARRAY(sa.Text))
-_HOLDING = (
+_ALLOCATIONS_OF = (
     sa.select(
         consumers.c.uuid,
         consumers.c.project_id,
-        consumers.c.run,
+        consumers.c.claim_owner,
         sa.case((consumers.c.consumer_type == sa.any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
         consumers.c.generation,
         sa.func.array_agg(providers.c.uuid),
@@ -129,7 +129,7 @@ _HOLDING = (
         sa.func.array_agg(sa.distinct(ROOT.c.uuid)),
         sa.func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
     )
-    .select_from(HELD.join(ROOT, ROOT.c.id == providers.c.root_id))
+    .select_from(ALLOCATED.join(ROOT, ROOT.c.id == providers.c.root_id))
     .where(one_of(consumers.c.uuid, "uuids"))
     .group_by(consumers.c.uuid)
     .order_by(consumers.c.uuid)
@@ -145,7 +145,7 @@ _EXAMINED = (
 )
 _PAGE = _EXAMINED.limit(_UP_TO).subquery()
 # Of each consumer by itself: PostgreSQL would rather read all allocations of a small cell for each of its pages.
-_HELD_IN_CELL = (
+_CONSUMERS_IN_CELL = (
     sa.select(allocations.c.amount)
     .join(providers, providers.c.id == allocations.c.provider_id)
     .join(ROOT, ROOT.c.id == providers.c.root_id)
@@ -158,7 +158,7 @@ _HELD_IN_CELL = (
 )
 _IN_CELL = (
     sa.select(_PAGE.c.uuid)
-    .join_from(_PAGE, _HELD_IN_CELL, sa.true())
+    .join_from(_PAGE, _CONSUMERS_IN_CELL, sa.true())
     .order_by(_PAGE.c.uuid)
     .limit(sa.bindparam("most", type_=sa.Integer))
 )
@@ -166,7 +166,7 @@ _LAST_EXAMINED = _EXAMINED.offset(_UP_TO - 1).limit(1)
 
 
 class PostgresReads:
-    """`BookReads` in PostgreSQL."""
+    """`PlacementReads` in PostgreSQL."""
 
     def __init__(self, transaction: Opens, snapshot: Opens, names: NameTable) -> None:
         self._transaction = transaction
@@ -180,7 +180,9 @@ class PostgresReads:
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
         """For each: on which hosts consumers are, and the members of a server group."""
         groups = [
-            (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
+            (at, one.project_id, one.server_group, one.excluding)
+            for at, one in enumerate(requested)
+            if one.server_group
         ]
         named = [
             (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
@@ -196,21 +198,23 @@ class PostgresReads:
             pages[at].hosts[consumer] = tuple(its_hosts)
         return pages
 
-    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
+    async def allocations(self, named: Sequence[str]) -> list[queries.ConsumerRecord]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         return [
-            queries.HeldAllocation(
+            queries.ConsumerRecord(
                 consumer=uuid,
                 project_id=project,
-                run=run,
+                claim_owner=run,
                 attempt=attempt,
                 consumer_generation=generation,
-                holding=holdings_of((uuid, *row) for row in zip(providers, names, amounts, strict=True))[uuid],
+                allocations=allocations_by_consumer(
+                    (uuid, *row) for row in zip(providers, names, amounts, strict=True)
+                )[uuid],
                 hosts=tuple(hosts),
                 cell=cell,
             )
             for uuid, project, run, attempt, generation, providers, names, amounts, hosts, cell in await self._fetch(
-                _HOLDING, uuids=named
+                _ALLOCATIONS_OF, uuids=named
             )
         ]
 
@@ -232,27 +236,27 @@ class PostgresReads:
             connection = view.connection
             numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
             of_tree = await read_providers(connection, numbers[: queries.MAX_TREE])
-            holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
+            holding = [row[0] for row in await fetch(connection, _tree_consumers(requested), ids=numbers)]
             more = len(numbers) > queries.MAX_TREE or len(holding) > requested.limit
             holding = holding[: requested.limit]
-            found: dict[str, queries.TreeHolder] = {}
+            found: dict[str, queries.TreeConsumer] = {}
             for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
-                connection, _TREE_HELD, ids=numbers, uuids=holding
+                connection, _TREE_ALLOCATIONS, ids=numbers, uuids=holding
             ):
                 holder = found.setdefault(
                     consumer,
-                    queries.TreeHolder(
+                    queries.TreeConsumer(
                         consumer=consumer,
                         project_id=project,
                         user_id=user,
                         consumer_type=kind,
                         attempt=attempt,
-                        holding={},
+                        allocations={},
                     ),
                 )
-                holder.holding.setdefault(provider, {})[name] = amount
+                holder.allocations.setdefault(provider, {})[name] = amount
             states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
-            return queries.HostTree(providers=states, holders=tuple(found.values()), more=more)
+            return queries.HostTree(providers=states, consumers=tuple(found.values()), more=more)
 
     async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
@@ -295,7 +299,7 @@ class PostgresReads:
 
     async def providers(self, listing: port.Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first, each as the fields of ProviderRow. A name that
-        the book does not know matches nothing.
+        placement does not know matches nothing.
         """
         return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
@@ -366,16 +370,16 @@ def _is_member(group: Sequence[str]) -> sa.ColumnElement[bool]:
 
 
 def _hosts_of_service(requested: queries.ServiceHostsQuery) -> sa.Select[Any]:
-    """As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an
+    """As `report_group.refuse_owned` decides whose a root is; it reads every row of `reporters`, once an order of an
     operator.
     """
     return (
         sa.select(providers.c.uuid, providers.c.name)
-        .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
+        .select_from(reporters.join(providers, providers.c.uuid == reporters.c.root))
         .where(
-            sources.c.source == f"{COMPUTE_SOURCE}{requested.service}",
+            reporters.c.reporter == f"{COMPUTE_REPORTER}{requested.service}",
             sa.func.coalesce(providers.c.cell, requested.cell) == requested.cell,
-            sources.c.root == sa.any_(sources.c.providers),
+            reporters.c.root == sa.any_(reporters.c.providers),
         )
         .order_by(sa.collate(providers.c.name, "C"))
         .limit(requested.limit)
@@ -422,7 +426,7 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     )
 
 
-def _holders(requested: queries.HostTreeQuery) -> sa.Select[Any]:
+def _tree_consumers(requested: queries.HostTreeQuery) -> sa.Select[Any]:
     """The consumers of a page of a tree's holders, and one more."""
     found = sa.select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)

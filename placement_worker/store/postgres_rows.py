@@ -1,4 +1,4 @@
-"""The rows of the book in PostgreSQL, on one schema that any number of processes may use: the operations within a
+"""The rows of placement in PostgreSQL, on one schema that any number of processes may use: the operations within a
 transaction, and those that are one of their own. This module has only statements and their rows;
 `placement_worker.book` decides.
 """
@@ -19,16 +19,16 @@ from sqlalchemy.sql.dml import ReturningDelete
 from bus.clock import SystemClock
 from bus.contracts.base import DatabaseMark
 from bus.contracts.feed import Change, FeedHead, FeedRow
-from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
+from bus.contracts.placement import MAX_CONFLICTING_CONSUMERS, ConflictingConsumer
 from bus.faults import BrokenInvariant
 from bus.persistence.database import Database, read_identity
 from bus.persistence.marks import raise_mark
 from bus.persistence.tables import fetch
-from bus.turns import turn_for
-from placement_worker.domain.claim_group import WantedMembers
+from bus.turns import yield_for
+from placement_worker.domain.claim_group import MembersToLock
 from placement_worker.domain.claim_ledger import Lacking
-from placement_worker.domain.report_group import Key, ReportSource, Sources
-from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.report_group import Key, LastReport, LastReports
+from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
 from placement_worker.store import claims, feed, members, port, trees
 from placement_worker.store.names import NameTable, StaleNames
@@ -43,8 +43,8 @@ from placement_worker.store.tables import (
     inventories,
     project_usage,
     providers,
+    reporters,
     resource_classes,
-    sources,
     traits,
 )
 
@@ -64,16 +64,16 @@ HAVING = (
 )
 
 
-class PostgresBookTransaction:
-    """`BookTransaction` on one connection."""
+class PostgresPlacementTransaction:
+    """`PlacementTransaction` on one connection."""
 
     def __init__(self, connection: asyncpg.Connection, names: NameTable) -> None:
         self.connection = connection
         self.names = names
         self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
         self._new_ids: list[int] = []
-        self._roots: set[str] = set()  # those whose sources were read
-        self._settled: set[Key] = set()  # the sources of these roots whose last reports were settled
+        self._roots: set[str] = set()  # those whose reporters were read
+        self._complete: set[Key] = set()  # the reporters of these roots whose last reports were complete
 
     # --- claims
 
@@ -86,19 +86,19 @@ class PostgresBookTransaction:
         hashed = await self.connection.fetch(members.HASHED, ["/".join(key) for key in keys])
         await self.connection.execute(members.LOCK, [row["key"] for row in hashed])
 
-    async def lock_claims(self, wanted: port.WantedClaims) -> port.Locked:
+    async def lock_claims(self, wanted: port.ClaimsToLock) -> port.Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
         expected = wanted.expected
         columns = claims.columns(sorted(expected.items()))
         providers = None if wanted.providers is None else list(wanted.providers)
         locks = (*columns, providers, wanted.limited, wanted.alone, wanted.cell)
         rows = claims.decode(await self.connection.fetchval(claims.LOCK, *locks))
-        await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
+        await yield_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
         class_names = await self.names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
         return claims.as_locked(rows, expected, class_names)
 
-    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+    async def members(self, wanted: MembersToLock) -> Mapping[GroupKey, Members]:
         """The members that a decision needs."""
         found: dict[GroupKey, dict[str, Sequence[str]]] = {}
         for project, group, consumer, hosts in await self.connection.fetch(members.READ, *members.columns(wanted)):
@@ -110,18 +110,20 @@ class PostgresBookTransaction:
         rows = [(*key, consumer) for key, consumers in enrolled.items() for consumer in sorted(consumers)]
         await self.connection.execute(members.ENROLL, *transposed(rows, 3))
 
-    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+    async def newest_consumers(
+        self, lost: Mapping[int, tuple[str, Lacking]]
+    ) -> Mapping[int, tuple[ConflictingConsumer, ...]]:
         """The newest consumers that hold what claims lacked."""
         rows = [
             (place, consumer, provider, self.names.class_ids[name])
             for place, (consumer, lacking) in lost.items()
             for provider, name in lacking
         ]
-        found: dict[int, tuple[ClaimHolder, ...]] = {}
+        found: dict[int, tuple[ConflictingConsumer, ...]] = {}
         for place, consumer, project in await self.connection.fetch(
-            claims.NEWEST, *transposed(rows, 4), claims.MAX_ALLOCATIONS, MAX_HOLDERS
+            claims.NEWEST, *transposed(rows, 4), claims.MAX_ALLOCATIONS, MAX_CONFLICTING_CONSUMERS
         ):
-            found[place] = (*found.get(place, ()), ClaimHolder(consumer=consumer, project_id=project))
+            found[place] = (*found.get(place, ()), ConflictingConsumer(consumer=consumer, project_id=project))
         return found
 
     async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
@@ -130,22 +132,22 @@ class PostgresBookTransaction:
         await self.connection.execute(members.WRITE, *transposed(rows, 3))
 
     async def write_claims(self, writes: port.ClaimWrites) -> int:
-        """Write a decision about the locked rows. Raises PassedMeanwhile and BrokenInvariant."""
+        """Write a decision about the locked rows. Raises LimitExceeded and BrokenInvariant."""
         decision, locked = writes.decision, writes.locked
-        held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
+        held = (consumer.allocations for consumer in decision.consumers.values() if consumer is not None)
         await self.ids_of({provider for holding in held for provider in holding})
         size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
-        await turn_for(size)
+        await yield_for(size)
         columns = claims.written_columns(decision, locked, self._ids, self.names.class_ids)
         if not any(columns) and not writes.changes:
             return 0
         usage = transposed(claims.usage_rows(locked.found, decision.consumers, self.names.class_ids, writes.most), 4)
         numbered = feed.rows(writes.changes)
-        await turn_for(size)
+        await yield_for(size)
         try:
             sequence, written = await self.connection.fetchval(claims.WRITE, *columns, *numbered, *usage)
         except asyncpg.RaiseError as error:
-            raise port.PassedMeanwhile from error
+            raise port.LimitExceeded from error
         wanted = sum(map(len, decision.used.values()))
         if written != wanted:
             raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
@@ -161,54 +163,56 @@ class PostgresBookTransaction:
 
     # --- trees
 
-    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
-        """Become the only writer of trees, and read the last reports of the sources of these roots."""
-        rows = await self.connection.fetch(trees.LOCK_SOURCES, list(roots))
-        found = {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}
+    async def lock_reporters(self, roots: Collection[str]) -> tuple[LastReports, Mapping[str, str | None]]:
+        """Become the only writer of trees, and read the last reports of the reporters of these roots."""
+        rows = await self.connection.fetch(trees.LOCK_REPORTERS, list(roots))
+        found = {(row[0], row[1]): LastReport(*row[3:]) for row in rows}
         self._roots.update(roots)
-        self._settled.update(key for key, last in found.items() if last.settled)
+        self._complete.update(key for key, last in found.items() if last.complete)
         return found, {row[0]: row[2] for row in rows}
 
-    async def retired_sources(self, limit: int, keep_given_s: float) -> Sources:
-        """The sources that have removed a tree which is not in use any more."""
+    async def retired_reporters(self, limit: int, keep_given_s: float) -> LastReports:
+        """The reporters that have removed a tree which is not in use any more."""
         rows = await fetch(self.connection, trees.retired(limit, keep_given_s))
-        return {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
+        return {(row[0], row[1]): LastReport(*row[2:]) for row in rows}
 
-    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
-        """Record that another compute service may take over these roots of a source, those of the cell."""
-        await fetch(self.connection, trees.release(source, roots, cell))
+    async def release_reporters(self, reporter: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a reporter, those of the cell."""
+        await fetch(self.connection, trees.release(reporter, roots, cell))
 
     async def repeat_reports(self, versions: Mapping[Key, int]) -> None:
-        """Record newer versions of the last reports of these sources."""
+        """Record newer versions of the last reports of these reporters."""
         columns = transposed([(*key, version) for key, version in versions.items()], 3)
         await self.connection.execute(trees.REPEAT, *columns)
 
-    async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
+    async def consumers_of(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
         known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving]
-        rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
+        rows = await self.connection.fetch(
+            trees.CONSUMERS, [uuid for uuid, _ in known], [number for _, number in known]
+        )
         return [row[0] for row in rows]
 
-    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
+    async def lock_trees(self, wanted: TreesToLock) -> tuple[int, dict[str, Provider]]:
         """Become the only writer of trees, and lock and read providers."""
         answer: str = await self.connection.fetchval(
             trees.LOCK, list(wanted.uuids), list(wanted.names), list(wanted.whole), list(wanted.creating)
         )
-        shape, new_ids, ids, before = trees.loaded(answer)
+        spec_generation, new_ids, ids, before = trees.loaded(answer)
         self._ids.update(ids)
         self._new_ids += new_ids
-        return shape, before
+        return spec_generation, before
 
     async def write_trees(self, writes: port.TreeWrites) -> int:
-        """Write the differences between `before` and `after`, and the last reports of sources."""
+        """Write the differences between `before` and `after`, and the last reports of reporters."""
         before, after = writes.before, writes.after
         new = [uuid for uuid in after if uuid not in before and uuid not in self._ids]
         self._ids.update(zip(new, self._new_ids, strict=False))
         del self._new_ids[: len(new)]
-        await self.ids_of(trees.named_above(before, after))
-        await turn_for(len(before) + len(after))
+        await self.ids_of(trees.ancestors_of(before, after))
+        await yield_for(len(before) + len(after))
         numbers = (self.names.class_ids, self.names.trait_ids)
-        reported = self._roots.difference(root for root, _ in self._settled - writes.sources.keys())
+        reported = self._roots.difference(root for root, _ in self._complete - writes.last_reports.keys())
         rows = trees.rows_of(self._ids, writes, numbers, reported)
         if not rows:
             return 0
@@ -270,13 +274,13 @@ class PostgresBookTransaction:
             await fetch(self.connection, moved)
         await self.delete_name(port.NameKind.CLASS, old)
         after = await read_providers(self.connection, having)
-        await self.connection.execute(trees.UNSETTLE, sorted({provider.root for provider in after.values()}))
+        await self.connection.execute(trees.MARK_INCOMPLETE, sorted({provider.root for provider in after.values()}))
         return after
 
     # --- the feed
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
         return await feed.head(self.connection)
 
     async def oldest(self) -> int | None:
@@ -308,7 +312,7 @@ def _purge_changes(keep: int, limit: int) -> ReturningDelete[Any]:
     return sa.delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
 
 
-def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
+def _purge_ended_attempts(keep_s: float, limit: int) -> ReturningDelete[Any]:
     fence = consumers.alias("fence").c
     some = (
         sa.select(fence.uuid)
@@ -320,31 +324,35 @@ def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
     return sa.delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
 
 
-def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
-    """A source's row holds the version that later reports are compared with and the providers that the source may
+def _purge_reporters(keep_s: float, limit: int) -> ReturningDelete[Any]:
+    """A reporter's row holds the version that later reports are compared with and the providers that the reporter may
     remove. So a row is deleted only if its root no longer exists, or if it has no such providers.
     """
-    silent = sources.alias("silent").c
+    silent = reporters.alias("silent").c
     exist = sa.exists().where(providers.c.uuid == silent.root)
     is_over = sa.or_(~exist, sa.func.cardinality(silent.providers) == 0)
     some = (
-        sa.select(silent.root, silent.source)
+        sa.select(silent.root, silent.reporter)
         .where(silent.updated_at < sa.func.now() - timedelta(seconds=keep_s), is_over)
         .limit(limit)
         .with_for_update(skip_locked=True, of=silent.root.table)
     )
-    return sa.delete(sources).where(sa.tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
+    return (
+        sa.delete(reporters)
+        .where(sa.tuple_(reporters.c.root, reporters.c.reporter).in_(some))
+        .returning(reporters.c.root)
+    )
 
 
-class PostgresBookRows:
-    """`BookRows` on one PostgreSQL schema."""
+class PostgresPlacementRows:
+    """`PlacementRows` on one PostgreSQL schema."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         self.clock = SystemClock()
         self.names = NameTable(self.transaction, self.clock)
         self.reads = PostgresReads(self.transaction, self.snapshot, self.names)
-        self.deployment = ""
+        self.database_id = ""
 
     @property
     def ready(self) -> bool:
@@ -354,18 +362,18 @@ class PostgresBookRows:
     async def open(self) -> None:
         """Migrate. Waits while the database is unavailable."""
         await self.database.open(MIGRATIONS)
-        self.deployment = await read_identity(self.database)
+        self.database_id = await read_identity(self.database)
 
     async def close(self) -> None:
         """Close the pool."""
         await self.database.close()
 
-    def on(self, connection: asyncpg.Connection) -> PostgresBookTransaction:
+    def on(self, connection: asyncpg.Connection) -> PostgresPlacementTransaction:
         """The operations within a transaction that the caller has opened."""
-        return PostgresBookTransaction(connection, self.names)
+        return PostgresPlacementTransaction(connection, self.names)
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[PostgresBookTransaction]:
+    async def transaction(self) -> AsyncIterator[PostgresPlacementTransaction]:
         """A transaction that commits at the end and rolls back on an exception. Raises StaleNames, Unstorable."""
         try:
             async with self.database.raw() as connection:
@@ -376,10 +384,10 @@ class PostgresBookRows:
             raise port.Unstorable(str(error)) from error
 
     async def take_new(
-        self, consumers: Mapping[str, ConsumerState], shapes: Mapping[str, int | None], most: port.Limits
+        self, consumers: Mapping[str, ConsumerState], spec_generations: Mapping[str, int | None], most: port.Limits
     ) -> tuple[int, Sequence[int]] | None:
         """Write new consumers with what they hold, or nothing."""
-        columns = claims.new_columns(consumers, shapes, self.names.class_ids, most)
+        columns = claims.new_columns(consumers, spec_generations, self.names.class_ids, most)
         async with self.database.single() as connection:
             try:
                 taken = await connection.fetchval(claims.TAKE_NEW, *columns)
@@ -388,52 +396,56 @@ class PostgresBookRows:
         return None if taken is None else (taken[0], taken[1:])
 
     @asynccontextmanager
-    async def snapshot(self) -> AsyncIterator[PostgresBookTransaction]:
+    async def snapshot(self) -> AsyncIterator[PostgresPlacementTransaction]:
         """A transaction whose reads are all of one moment."""
         async with self.transaction() as transaction:
             await transaction.connection.execute(REPEATABLE)
             yield transaction
 
     async def head(self) -> FeedHead:
-        """The number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its incarnation."""
         async with self.database.single() as connection:
             return await feed.head(connection)
 
     async def newest(self, seen: FeedHead | None) -> port.NewestHead:
-        """Return the newest head, of a new history when the database was restored or promoted, or is behind `seen`."""
+        """Return the newest head, of a new incarnation when the database was restored or promoted, or is behind
+        `seen`.
+        """
         async with self.database.single() as connection:
             return await feed.newest(connection, seen)
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.LeasedChanges | None:
         """Take the next unpublished changes."""
         async with self.database.single() as connection:
             found = await connection.fetch(feed.TAKE, min(limit, feed.ROWS_AT_ONCE), lease_s, lease)
             if not found:
                 return None
-            history, until = found[0]["history"], found[0]["until"]
+            incarnation, until = found[0]["incarnation"], found[0]["until"]
             if until is None:
-                return port.Taken((), True, history, None)
+                return port.LeasedChanges((), True, incarnation, None)
             rows, more = await feed.read(connection, found[0]["number"], limit, found)
-            return port.Taken(rows, more, history, until)
+            return port.LeasedChanges(rows, more, incarnation, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
         async with self.database.single() as connection:
             await connection.fetchval(feed.MOVE, number, lease)
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+    async def trim(
+        self, *, keep_changes: int, keep_ended_attempts_s: float, keep_reporters_s: float, limit: int
+    ) -> bool:
         """Delete rows that are no longer needed, with one bounded transaction for each kind."""
         more = False
         for statement in (
             _purge_changes(keep_changes, limit),
-            _purge_fences(keep_fences_s, limit),
+            _purge_ended_attempts(keep_ended_attempts_s, limit),
             claims.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
                 more |= len(await fetch(connection, statement)) >= limit
         async with self.database.raw() as connection:
             await fetch(connection, trees.ONE_WRITER_OF_TREES)  # a report that it has read is not trimmed under it
-            more |= len(await fetch(connection, _purge_sources(keep_sources_s, limit))) >= limit
+            more |= len(await fetch(connection, _purge_reporters(keep_reporters_s, limit))) >= limit
         async with self.database.raw() as connection:
             left = await connection.fetch(members.LOCK_LEFT, limit)
             await connection.execute(members.DELETE_LEFT, *transposed(left, 3))

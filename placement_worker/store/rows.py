@@ -1,4 +1,4 @@
-"""Selects of the book's tables by SQLAlchemy Core, which are not hot, and whole providers in one statement."""
+"""Selects of placement's tables by SQLAlchemy Core, which are not hot, and whole providers in one statement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROVIDERS: FromClause = providers.outerjoin(PARENT, PARENT.c.id == providers.c.p
 )
 STOCKS: FromClause = inventories.join(resource_classes)
 # Allocations with their providers, consumers and classes.
-HELD: FromClause = (
+ALLOCATED: FromClause = (
     allocations.join(providers, providers.c.id == allocations.c.provider_id)
     .join(consumers, consumers.c.uuid == allocations.c.consumer)
     .join(resource_classes, resource_classes.c.id == allocations.c.class_id)
@@ -59,8 +59,8 @@ class ProviderRows(Struct, array_like=True):
     """What the function `read_providers` returns, in the order of the providers' numbers.
 
     providers: (its number, its parent's, its root's, when it was last written (seconds since the epoch), uuid, name,
-    parent, root, generation, shape, cell). The others begin with the provider's number: inventories: class, amount
-    used, and the fields of StoredInventory; traits: name, lasting; aggregates: uuid.
+    parent, root, generation, spec_generation, cell). The others begin with the provider's number: inventories: class,
+    amount used, and the fields of StoredInventory; traits: name, lasting; aggregates: uuid.
     """
 
     providers: list[tuple[int, int | None, int, float, str, str, str | None, str, int, int, str | None]]
@@ -109,7 +109,7 @@ async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Prov
     return (rows.whole()[uuid], rows.providers[0][3]) if rows.providers else None
 
 
-def holdings_of(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:
+def allocations_by_consumer(rows: Iterable[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:
     """Return rows of (consumer, provider, class, amount) as {consumer: {provider: {class: amount}}}."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, name, amount in rows:

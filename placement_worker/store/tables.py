@@ -1,4 +1,4 @@
-"""The schema `placement`: the resource book, laid out for the whole Placement API, and its numbered change feed.
+"""The schema `placement`: placement, laid out for the whole Placement API, and its numbered change feed.
 
 The hot tables (allocations, consumers) have no foreign keys: each would cost a look-up and a row lock per allocation
 row. What they would guard is guarded by the provider's row lock and by inventories.used. The functions of the schema
@@ -38,7 +38,7 @@ traits = _names("traits")
 
 # Providers and what they have
 
-# generation: moves with every write. shape: moves with inventory, traits, aggregates and parentage only.
+# generation: moves with every write. spec_generation: moves with inventory, traits, aggregates and parentage only.
 # cell: of a root, the cell whose bus first reported it. Until the next report the cell of a root may be unknown.
 # fillfactor: every write of allocations updates the row; room on the page keeps the update out of the indexes.
 # The name is checked at the end of a statement, so that one update can exchange the names of two providers.
@@ -51,7 +51,7 @@ providers = sa.Table(
     sa.Column("parent_id", sa.BigInteger, sa.ForeignKey("providers.id")),
     needed("root_id", sa.BigInteger, sa.ForeignKey("providers.id")),
     needed("generation", sa.BigInteger, default=ZERO),
-    needed("shape", sa.BigInteger, default=ZERO),
+    needed("spec_generation", sa.BigInteger, default=ZERO),
     *_moments(),
     sa.Column("cell", sa.Text),
     sa.UniqueConstraint("uuid"),
@@ -61,12 +61,12 @@ providers = sa.Table(
     postgresql_with={"fillfactor": 60},
 )
 
-# Shapes come from one counter of the book: no provider is ever given one that another of its uuid had.
-shapes = sa.Sequence("shapes", metadata=METADATA)
+# Spec generations come from one counter of placement: no provider is ever given one that another of its uuid had.
+spec_generations = sa.Sequence("spec_generations", metadata=METADATA)
 
 # capacity = (total - reserved) * allocation_ratio, computed when the inventory is written. Placement takes a ratio of
 # 0 and below, which gives a capacity of 0.
-# used: the sum of the allocations. stranded: no longer reported, kept while it is used.
+# used: the sum of the allocations. orphaned: no longer reported, kept while it is used.
 inventories = sa.Table(
     "inventories",
     METADATA,
@@ -80,18 +80,18 @@ inventories = sa.Table(
     needed("allocation_ratio", sa.Double),
     needed("capacity", sa.BigInteger, sa.CheckConstraint("capacity >= 0")),
     needed("used", sa.BigInteger, sa.CheckConstraint("used >= 0"), default=ZERO),
-    needed("stranded", sa.Boolean, default=sa.false()),
+    needed("orphaned", sa.Boolean, default=sa.false()),
     sa.Index("inventories_class", "class_id"),
     postgresql_with={"fillfactor": 60},
 )
 
-# lasting: set through the REST API; it outlasts the reports of the provider's source.
+# own_trait: set through the REST API; it outlasts the reports of the provider's reporter.
 provider_traits = sa.Table(
     "provider_traits",
     METADATA,
     _provider(),
     sa.Column("trait_id", sa.Integer, sa.ForeignKey("traits.id"), primary_key=True),
-    needed("lasting", sa.Boolean, default=sa.false()),
+    needed("own_trait", sa.Boolean, default=sa.false()),
     sa.Index("provider_traits_trait", "trait_id"),
 )
 
@@ -103,26 +103,26 @@ provider_aggregates = sa.Table(
     sa.Index("provider_aggregates_aggregate", "aggregate"),
 )
 
-# The last report of each source for each root.
-# settled: nothing of the report was left undone, so that the same report again needs no second look.
-sources = sa.Table(
-    "sources",
+# The last report of each reporter for each root.
+# complete: nothing of the report was left undone, so that the same report again needs no second look.
+reporters = sa.Table(
+    "reporters",
     METADATA,
     sa.Column("root", UUID, primary_key=True),
-    sa.Column("source", sa.Text, primary_key=True),
+    sa.Column("reporter", sa.Text, primary_key=True),
     needed("version", sa.BigInteger),
     needed("digest", sa.LargeBinary),
-    needed("settled", sa.Boolean),
+    needed("complete", sa.Boolean),
     needed("providers", sa.ARRAY(UUID)),
     needed("updated_at", MOMENT, default=sa.func.now()),
-    sa.Index("sources_unsettled", "root", postgresql_where=sa.text("NOT settled")),  # read with every trimming
+    sa.Index("reporters_incomplete", "root", postgresql_where=sa.text("NOT complete")),  # read with every trimming
     postgresql_with={"fillfactor": 60},  # every report updates its row
 )
 
 
 # Consumers and what they hold
 
-# run: whose claim it is ('': unknown).
+# claim_owner: whose claim it is ('': unknown).
 # released_at: the row holds nothing any more; it fences attempts up to its own, until it is trimmed.
 consumers = sa.Table(
     "consumers",
@@ -133,7 +133,7 @@ consumers = sa.Table(
     needed("consumer_type", sa.Text),
     needed("generation", sa.BigInteger),
     needed("attempt", sa.Integer),
-    needed("run", sa.Text, default=""),
+    needed("claim_owner", sa.Text, default=""),
     sa.Column("released_at", MOMENT),
     *_moments(),
     sa.Index("consumers_released", "released_at", postgresql_where=sa.text("released_at IS NOT NULL")),
@@ -190,13 +190,14 @@ changes = sa.Table(
 store_as_it_is(changes, "body")
 
 # The one row that every writing transaction locks last: number order is commit order.
-# history: numbers of two histories do not compare. origin: what the history was given for (bus/persistence/origin.sql).
+# incarnation: numbers of two incarnations do not compare. origin: what the incarnation was given for
+# (bus/persistence/origin.sql).
 feed_head = sa.Table(
     "feed_head",
     METADATA,
     only_row(),
     needed("number", sa.BigInteger),
-    needed("history", UUID, default=sa.func.gen_random_uuid()),
+    needed("incarnation", UUID, default=sa.func.gen_random_uuid()),
     needed("origin", sa.Text, default=""),
     info={FIRST_ROW: {"number": 0}},
 )

@@ -11,33 +11,29 @@ from hashlib import blake2b
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, Wait
+from bus.consuming.outcome import Done, Outcome, Received, RetryWhenAvailable
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     ACCEPTED,
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,
-    Author,
+    Actor,
     Gang,
     NewBuild,
     RecordedBuild,
     releases_of,
 )
 from scheduler_worker.domain.placement import HostClaimed
-from scheduler_worker.domain.requests import (
-    DIGEST_BYTES,
-    TOO_OLD,
-    RequestDelivery,
-    digest_of,
-    refused_build,
-)
+from scheduler_worker.domain.requests import DIGEST_BYTES, TOO_OLD, RequestDelivery, digest_of, refused_build
 from scheduler_worker.domain.selector import Selector
 
 DUPLICATE = "request.duplicate"
-CONCURRENT = Wait("request.concurrent", "the same request is being recorded by another scheduler, or message")
+CONCURRENT = RetryWhenAvailable(
+    "request.concurrent", "the same request is being recorded by another scheduler, or message"
+)
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
 MAX_MACHINES_PER_PASS = 512
 
@@ -47,9 +43,9 @@ class Start(Struct, frozen=True):
 
 
 class Continue(Struct, frozen=True):
-    """It is on record and not decided about yet. run: of its record."""
+    """It is on record and not decided about yet. claim_owner: of its record."""
 
-    run: str
+    claim_owner: str
 
 
 class Answered(Struct, frozen=True, kw_only=True):
@@ -69,7 +65,7 @@ class Answered(Struct, frozen=True, kw_only=True):
 Admission = Start | Continue | Answered
 
 
-def admit_unwanted(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -> PendingBuild | Outcome:
+def admit_expired(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -> PendingBuild | Outcome:
     """A build that `is_unwanted`, as it is processed; its outcome if it is left by its requester.
 
     is_held: an instance of it holds what it may have claimed. Then its record is lost: where that claim is it is built,
@@ -77,9 +73,13 @@ def admit_unwanted(pending: PendingBuild, *, is_recorded: bool, is_held: bool) -
     """
     delivery = pending.delivery
     if is_recorded or is_held:
-        why = delivery.why if is_recorded else delivery.why or pending.refusal
-        return replace(pending, refusal=None, delivery=replace(delivery.going_on(), why=why))
-    return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
+        refusal = delivery.refusal if is_recorded else delivery.refusal or pending.refusal
+        return replace(pending, refusal=None, delivery=replace(delivery.without_deadline(), refusal=refusal))
+    return (
+        Done()
+        if delivery.is_abandoned
+        else replace(pending, delivery=replace(delivery, refusal=delivery.ending_refusal()))
+    )
 
 
 def admit(
@@ -95,23 +95,25 @@ def admit(
     this batch has put on record. known: the records of the others.
     """
     uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
-    if pending.is_later_member and is_clash_of_first(pending, firsts, known):
-        return replace(_clash(pending), messages=())  # no member of its request is put on record
+    if pending.is_later_member and conflicts_with_first(pending, firsts, known):
+        return replace(_conflict(pending), messages=())  # no member of its request is put on record
     if first is not pending:
         if pending.digest != first.digest:
-            return _clash(pending)
-        if pending.attempt and pending.run != first.run:  # what was claimed for it is released with the record's end
+            return _conflict(pending)
+        if (
+            pending.attempt and pending.claim_owner != first.claim_owner
+        ):  # what was claimed for it is released with the record's end
             return Answered(outcome=CONCURRENT)
         counts = admit(first, firsts, new, known)
         return Answered(outcome=counts.outcome if isinstance(counts, Answered) else pending.accepted)
     if uuid not in new:
-        return admit_known(pending, known.get(uuid))
+        return admit_recorded(pending, known.get(uuid))
     if pending.refusal is not None:
         return Answered(outcome=Done(reply=pending.refusal), label="refused")
     return Start()
 
 
-def is_clash_of_first(
+def conflicts_with_first(
     pending: PendingBuild, firsts: Mapping[str, PendingBuild], known: Mapping[str, RecordedBuild]
 ) -> bool:
     """Whether the first member of this one's gang is on record, or in this batch, with other content. Of a gang that is
@@ -122,7 +124,7 @@ def is_clash_of_first(
     return first.digest != pending.digest or (on_record is not None and on_record.digest not in (pending.digest, b""))
 
 
-def admit_known(pending: PendingBuild, build: RecordedBuild | None) -> Admission:
+def admit_recorded(pending: PendingBuild, build: RecordedBuild | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
     nothing. What it would be refused for now does not count: it was not purged, however old it is, and if an object
     that it names has been deleted since, the decision ends it.
@@ -136,22 +138,24 @@ def admit_known(pending: PendingBuild, build: RecordedBuild | None) -> Admission
         # has nevertheless is of a record that is lost, and its machine may run.
         return Answered(outcome=repeated, label="deleted", build=build)
     if build.digest != pending.digest:
-        return _clash(pending)
+        return _conflict(pending)
     if build.state is BuildState.ACCEPTED:
-        return Continue(build.run)
+        return Continue(build.claim_owner)
     if build.state is BuildState.REFUSED:
         return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
-    return Answered(outcome=repeated, label="repeated", messages=releases_of(build, pending.run), build=build)
+    return Answered(outcome=repeated, label="repeated", messages=releases_of(build, pending.claim_owner), build=build)
 
 
-def clash(event: OutboxMessage, why: Refusal) -> Answered:
+def conflict_with(event: OutboxMessage, refusal: Refusal) -> Answered:
     """It is refused, and nothing goes on record."""
-    return Answered(outcome=Done(reply=why), label="duplicate", messages=(event,))
+    return Answered(outcome=Done(reply=refusal), label="duplicate", messages=(event,))
 
 
-def _clash(pending: PendingBuild) -> Answered:
-    why = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
-    return clash(refused_build(pending.instance_uuid, pending.request.project_id, why, pending.taken_at), why)
+def _conflict(pending: PendingBuild) -> Answered:
+    refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
+    return conflict_with(
+        refused_build(pending.instance_uuid, pending.request.project_id, refusal, pending.taken_at), refusal
+    )
 
 
 FLAVOR_UNKNOWN = "flavor.unknown"
@@ -163,14 +167,14 @@ MAX_NAME = 255  # of an instance
 class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several.
 
-    position: among those that are processed with it; of a request for several, each member has one. requested_at,
+    batch_index: among those that are processed with it; of a request for several, each member has one. requested_at,
     taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
-    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. own_run: of its message,
-    where the record was there before it. attempt: that an earlier delivery may have claimed under its run (0: there was
-    none).
+    member of. refusal: why it is refused at once, if it is new. claim_owner: as in RecordedBuild. new_claim_owner: of
+    its message, where the record was there before it. attempt: that an earlier delivery may have claimed under its
+    claim owner (0: there was none).
     """
 
-    position: int
+    batch_index: int
     request: BuildRequest
     digest: bytes
     requested_at: float
@@ -178,8 +182,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     delivery: RequestDelivery = RequestDelivery()
     refusal: Refusal | None = None
     gang: Gang | None = None
-    run: str = ""
-    own_run: str = ""
+    claim_owner: str = ""
+    new_claim_owner: str = ""
     attempt: int = 0
 
     @property
@@ -188,7 +192,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return self.gang is not None and self.gang.uuid != self.instance_uuid
 
     @property
-    def is_unwanted(self) -> bool:
+    def is_expired(self) -> bool:
         """Whether it is not to be begun any more, while an earlier delivery of it may have begun it."""
         return self.delivery.is_late() or (self.refusal is not None and bool(self.attempt))
 
@@ -202,7 +206,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         """The outcome once it is on record."""
         return Done(reply=BuildAccepted(instance_uuid=self.instance_uuid))
 
-    def first_record(self, author: Author) -> NewBuild:
+    def first_record(self, actor: Actor) -> NewBuild:
         """The first record of a new request: accepted, or refused at once.
 
         Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
@@ -210,8 +214,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         request, refusal = self.request, self.refusal
         of_gang = "" if self.gang is None else f", one of {self.gang.size} of gang {self.gang.uuid}"
         requested = replace(
-            author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
-            at=min(self.requested_at, author.at),
+            actor.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+            at=min(self.requested_at, actor.at),
         )
         return NewBuild(
             request=request,
@@ -225,16 +229,16 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
                 code=refusal.code if refusal else "",
                 reason=refusal.reason if refusal else "",
                 attempt=self.attempt if refusal else 0,
-                run=self.run,
+                claim_owner=self.claim_owner,
             ),
-            timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
+            timeline=(requested, actor.entry("refused", refusal.reason)) if refusal else (requested,),
             gang=self.gang,
         )
 
-    def stamps(self, claimed: HostClaimed | None, now: float) -> Stamps:
+    def stage_times(self, claimed: HostClaimed | None, now: float) -> StageTimes:
         """When each stage so far has ended."""
         decided_at, claimed_at = (now, 0.0) if claimed is None else (claimed.decided_at, claimed.claimed_at)
-        return Stamps(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
+        return StageTimes(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
 def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: Selector) -> PendingBuild:
@@ -246,7 +250,7 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
     if refusal is None:
         refusal = TOO_OLD if delivery.is_old else _group_refusal(request, flavors)
     return PendingBuild(
-        position=0,
+        batch_index=0,
         request=_with_group(request, flavors),
         digest=digest,
         # A request without a time of sending counts as sent just now.
@@ -254,26 +258,26 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
         taken_at=now,
         delivery=delivery,
         refusal=refusal,
-        run=_run(meta.id or digest.hex()),
+        claim_owner=_claim_owner(meta.id or digest.hex()),
         attempt=0 if delivery.is_first else FIRST_ATTEMPT,
     )
 
 
-def pending_again(new: NewBuild, position: int, *, now: float) -> PendingBuild:
+def pending_from_record(new: NewBuild, position: int, *, now: float) -> PendingBuild:
     """A build as it is on record, which no delivery of its message carries on."""
     return PendingBuild(
-        position=position,
+        batch_index=position,
         request=new.request,
         digest=new.build.digest,
         requested_at=new.created_at,
         taken_at=now,
         gang=new.gang,
-        run=new.build.run,
+        claim_owner=new.build.claim_owner,
         attempt=FIRST_ATTEMPT,
     )
 
 
-def _run(message: str) -> str:
+def _claim_owner(message: str) -> str:
     """The name of the record that a delivery of this message may make. A later one finds that record, or makes it anew
     when it is lost, and then owns what was claimed for it, also by a process that has died since.
     """
@@ -313,14 +317,14 @@ def _group_refusal(request: BuildRequest, flavors: Selector) -> Refusal | None:
     return None
 
 
-def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
+def expand_gang(pending: PendingBuild, start: int) -> list[PendingBuild]:
     """A request as its members, at positions from `start` on: itself, if it is for one machine.
 
     Each is a request for one machine, with the digest of the whole; the same request has the same members.
     """
     request = pending.request
     if request.members == 1:
-        return [replace(pending, position=start)]
+        return [replace(pending, batch_index=start)]
     count = request.min_count
     gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
     uuids = member_uuids(request)
@@ -332,7 +336,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
     return [
         replace(
             pending,
-            position=start + number,
+            batch_index=start + number,
             request=replace(
                 request,
                 instance_uuid=uuids[number],
@@ -348,7 +352,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
     ]
 
 
-def in_passes(requests: Mapping[int, PendingBuild]) -> list[dict[int, PendingBuild]]:
+def in_batches(requests: Mapping[int, PendingBuild]) -> list[dict[int, PendingBuild]]:
     """The requests ({position in the batch: request}) in parts of at most MAX_MACHINES_PER_PASS machines."""
     parts: list[dict[int, PendingBuild]] = []
     machines = MAX_MACHINES_PER_PASS

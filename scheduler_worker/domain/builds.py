@@ -26,8 +26,8 @@ from bus.contracts.build import (
 )
 from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete
 from bus.contracts.moves import Condition
-from bus.contracts.placement import ReleaseRun
-from bus.contracts.stages import Stamps
+from bus.contracts.placement import ReleaseByOwner
+from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.requests import RecordedRequest, is_newer
 
@@ -35,7 +35,7 @@ from scheduler_worker.domain.requests import RecordedRequest, is_newer
 # always rises.
 ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
 
-STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell
+UNLOCATABLE = "claim.unlocatable"  # a claim is held on a host that no compute service announces, and of no known cell
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # A build in one of these states has no machine and never will.
@@ -52,15 +52,15 @@ def is_search(query: BuildQuery) -> bool:
     return any(value is not None for value in (query.cell, query.host, query.flavor, query.code))
 
 
-class Author(Struct, frozen=True):
+class Actor(Struct, frozen=True):
     """The process that writes a build's timeline, and the time."""
 
-    who: str
+    name: str
     at: float
 
     def entry(self, what: str, detail: str = "") -> TimelineEntry:
         """One entry of the timeline, written now by this process."""
-        return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
+        return TimelineEntry(at=self.at, actor=self.name, what=what, detail=detail)
 
 
 class SinceBuild(Struct, frozen=True, kw_only=True):
@@ -117,13 +117,13 @@ class RecordedBuild(RecordedRequest, frozen=True, kw_only=True):
     instance, which may be one of a move.
 
     attempt: that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
-    may have claimed (0: no claim was sent for it). run: the name by which schedulers claim and release for this record.
-    An earlier record of the same request, which is lost, had another. instance: None: as it was built.
+    may have claimed (0: no claim was sent for it). claim_owner: the name by which schedulers claim and release for this
+    record. An earlier record of the same request, which is lost, had another. instance: None: as it was built.
     """
 
     state: BuildState
     attempt: int = 0
-    run: str = ""
+    claim_owner: str = ""
     instance: SinceBuild | None = None
 
     @property
@@ -173,7 +173,7 @@ class BuildUpdate(Struct, frozen=True, kw_only=True):
     timeline: tuple[TimelineEntry, ...] = ()
 
 
-def announced_build(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
+def apply_build_event(build: RecordedBuild, event: BuildEvent) -> tuple[RecordedBuild, BuildEvent | None]:
     """Apply what its cell announces; returns the build and the event to publish (None: it is outdated).
 
     `deleted` is the last event of an instance whatever its number: a cell whose database was lost has forgotten what it
@@ -211,7 +211,7 @@ def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
     return after.state is before.state and after == replace(before, sequence=after.sequence)
 
 
-def is_early(build: RecordedBuild, event: BuildEvent) -> bool:
+def is_out_of_order(build: RecordedBuild, event: BuildEvent) -> bool:
     """Whether its cell has ended the request by an earlier event, which is not on record here.
 
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
@@ -226,14 +226,14 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     after: RecordedBuild,
     at: float,
     command: CellBuild | CellBuildQuery | None = None,
-    stamps: Stamps | None = None,
+    stage_times: StageTimes | None = None,
     funnel: Sequence[FunnelStep] = (),
     reader: str = "",
 ) -> list[OutboxMessage]:
     """The messages of a change to a record, which are published with it: to its cell, to clients, and to placement.
 
-    before: its state (None: it is new). command: to its cell, of one that is scheduled. stamps, funnel: of its event.
-    at: seconds since the epoch. reader: as `releases_of` has it.
+    before: its state (None: it is new). command: to its cell, of one that is scheduled. stage_times, funnel: of its
+    event. at: seconds since the epoch. reader: as `releases_of` has it.
     """
     uuid = after.instance_uuid
     if after.state is before:
@@ -257,7 +257,7 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
         reason="" if ends_well else after.reason,
         funnel=tuple(funnel),
         at=at,
-        stamps=stamps if after.terminal else None,
+        stage_times=stage_times if after.terminal else None,
     )
     to_clients = OutboxMessage(API, event, uuid)
     if command is not None:
@@ -271,28 +271,33 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
 def delete_of(build: RecordedBuild, *, begun: bool) -> CellDelete:
     """The command to its cell to delete an instance."""
     return CellDelete(
-        instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun, attempt=build.now.first_attempt
+        instance_uuid=build.instance_uuid,
+        project_id=build.project_id,
+        may_have_started=begun,
+        attempt=build.now.first_attempt,
     )
 
 
 def releases_of(build: RecordedBuild, *readers: str) -> list[OutboxMessage]:
     """What placement is told of a record that another process may have claimed for, and of one that is read again: if
-    it has ended and no cell has it, no claim of its run is granted any more, nor of the runs that read it. Its instance
-    held nothing when it ended, so what it holds now was never dispatched.
+    it has ended and no cell has it, no claim of its claim owner is granted any more, nor of the runs that read it. Its
+    instance held nothing when it ended, so what it holds now was never dispatched.
     """
     if not _is_over(build.state, build):
         return []
     uuid = build.instance_uuid
     return [
-        OutboxMessage(API, ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=run), uuid)
-        for run in dict.fromkeys((build.run, *readers))
+        OutboxMessage(
+            API, ReleaseByOwner(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, owner=run), uuid
+        )
+        for run in dict.fromkeys((build.claim_owner, *readers))
         if run
     ]
 
 
 def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
-    """Whether in this state of it the instance held nothing, and no cell has it. What a stranded one holds stays until
-    its delete finds nothing any more.
+    """Whether in this state of it the instance held nothing, and no cell has it. What a unlocatable one holds stays
+    until its delete finds nothing any more.
     """
-    has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != STRANDED
+    has_failed = state in (BuildState.FAILED, BuildState.REFUSED) and build.code != UNLOCATABLE
     return build.cell is None and (has_failed or state is BuildState.DELETED)

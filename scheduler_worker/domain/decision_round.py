@@ -8,8 +8,9 @@ Each outcome of a claim has its own reaction (pure): claimed: done; raced: apply
 again; full or gone: the next host, down the whole list; ruled out by the server group: the next host, by the newest
 members; consumer changed: another client owns this instance, stop. A missing answer never means "no valid host".
 
-A claim that is held already is recovered, whatever run it is by: the build goes where that claim is. One of another run
-was made for a record that is lost, and its machine may run; one of a later attempt only the cell makes.
+A claim that is held already is recovered, whatever claim owner it is by: the build goes where that claim is. One of
+another claim owner was made for a record that is lost, and its machine may run; one of a later attempt only the cell
+makes.
 """
 
 from __future__ import annotations
@@ -20,39 +21,39 @@ from random import Random
 import numpy as np
 from msgspec.structs import replace
 
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy
 from bus.faults import Fault
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker.domain.builds import FIRST_ATTEMPT
-from scheduler_worker.domain.explain import ClaimLoss
-from scheduler_worker.domain.gangs import by_gang, largest_first, with_shared_findings
+from scheduler_worker.domain.explain import FailedClaim
+from scheduler_worker.domain.gangs import by_gang, largest_first, share_gang_results
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import (
-    CONSUMER_CHANGED,
+    CONSUMER_CONFLICT,
     LOST,
-    ClaimStranded,
-    HeldByClaim,
+    ClaimUnlocatable,
     PlacementRefused,
     PlacementState,
     PlacementStep,
+    RecoveredClaim,
     claimed,
-    foreign_part,
+    external_part,
     recovered,
-    result_after,
-    stranded,
+    result_of_fault,
+    unlocatable_claim,
 )
 from scheduler_worker.domain.ranking import (
     MAX_OPTIONS,
     NONE_FULL,
-    CellRuns,
+    CellBatching,
     Choice,
     GroupExclusions,
     RankedHost,
     Ranking,
 )
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import RequestSpec, options_on, room_for
+from scheduler_worker.domain.view import RequestSpec, member_capacity, options_on
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
@@ -61,29 +62,29 @@ PART_COST = 32
 # A ranking or an explanation counts as this many choices, and one more for each HOSTS_PER_CHOICE hosts.
 RANKING_COST = 2
 HOSTS_PER_CHOICE = 1500
-ANOTHERS = "another client holds an allocation under this instance's uuid"
-FENCED = "what was claimed under this instance's uuid has been released"
+FOREIGN = "another client holds an allocation under this instance's uuid"
+DELETED = "what was claimed under this instance's uuid has been released"
 
 # How often a request without any other host looks again at hosts of which only some children were full.
-MAX_PARTLY_FULL_RETRIES = 3
+MAX_PARTLY_USED_UP_RETRIES = 3
 
 
 class DecisionRound:
     """One pass: an assumed choice counts as used for every later one.
 
-    Between two parts of it the book and the host table may change. Rankings are kept as long as only usage does:
+    Between two parts of it placement and the host table may change. Rankings are kept as long as only usage does:
     whether a host still fits is looked at for each choice. After any other change each ranking is made anew.
 
     subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
     their requests. runs: of the scheduler; equal hosts are chosen from one cell at a time.
     """
 
-    def __init__(self, selector: Selector, rng: Random, *, subset: int, runs: CellRuns | None = None) -> None:
+    def __init__(self, selector: Selector, rng: Random, *, subset: int, runs: CellBatching | None = None) -> None:
         self._selector = selector
-        self._book = selector.book
+        self._replica = selector.replica
         self._rng = rng
         self._subset = subset
-        self._runs = runs
+        self._batches = runs
         if runs is not None:
             runs.begin_round()
         self.rankings: dict[tuple[str, ...], Ranking] = {}
@@ -126,16 +127,16 @@ class DecisionRound:
             state = self.choose(state)
             return state if state.choice is not None else self._nothing_fits(state)
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
-            return refused(state, error.code, str(error))
+            return refusal_step(state, error.code, str(error))
 
     def decide_gang(self, states: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
         """`decide` for the members of one gang, in parts: each sees where the earlier members are. In their order."""
-        members = largest_first(with_shared_findings(states))
+        members = largest_first(share_gang_results(states))
         try:
             together = members[0].spec.has_policy(GroupPolicy.AFFINITY)
             chosen = yield from (self._choose_one_host(members) if together else self._choose_each(members))
         except QueryTooWide as error:
-            return [refused(one, error.code, str(error)) for one in states]
+            return [refusal_step(one, error.code, str(error)) for one in states]
         found, after = {one.request.instance_uuid: one for one in chosen}, []
         for state in states:
             yield from self._pause()
@@ -172,8 +173,8 @@ class DecisionRound:
             members = [replace(one, same_host=False) for one in members]
         if not _placed_count(best):
             # No host takes the largest; smaller members may start without it.
-            largest = _key_beside(members[0])
-            others = [one for one in members if _key_beside(one) != largest]
+            largest = _key_excluding(members[0])
+            others = [one for one in members if _key_excluding(one) != largest]
             chosen = (yield from self._choose_one_host(others)) if others else []
             return [*best, *chosen]  # the later ones count
         for one in best:
@@ -186,7 +187,7 @@ class DecisionRound:
     ) -> list[PlacementState]:
         """The members with their choices on the host that may take the most; nothing if none may take so many."""
         first, *others = members
-        ranking = self._roomiest(members, passed_over, least)
+        ranking = self._most_free(members, passed_over, least)
         if ranking is None:
             return []
         self.rankings[first.spec.key] = ranking
@@ -194,10 +195,10 @@ class DecisionRound:
         rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
         chosen = [replace(head, rejected=rejected), *map(self.choose, others)]
         for one in members:
-            self.rankings.pop(_key_beside(one), None)  # it was made of the first member's host
+            self.rankings.pop(_key_excluding(one), None)  # it was made of the first member's host
         return chosen
 
-    def _roomiest(
+    def _most_free(
         self, members: Sequence[PlacementState], passed_over: Mapping[str, str], least: int
     ) -> Ranking | None:
         """The hosts that may take the most of the members; None: no host may take so many."""
@@ -206,7 +207,7 @@ class DecisionRound:
         view = self._selector.passing(first.spec)
         out = self._selector.rows_of({**first.rejected, **passed_over})
         view = view.subset(~np.isin(view.rows, list(out)))
-        rooms = [room_for(some, view) for some in zip(*(one.spec.queries for one in members), strict=True)]
+        rooms = [member_capacity(some, view) for some in zip(*(one.spec.queries for one in members), strict=True)]
         room = np.minimum(sum(rooms), len(members))
         most = int(room.max(initial=0))
         return None if most < least else self._rank(first.spec, among=view.rows[room == most])
@@ -214,7 +215,7 @@ class DecisionRound:
     def _take_back(self, members: Sequence[PlacementState]) -> None:
         """Undo these choices."""
         for one in members:
-            self._book.forget(one.request.instance_uuid)
+            self._replica.drop_assumed(one.request.instance_uuid)
             self._placed_of(one).clear()
         self._exclusions.clear()  # hosts that were full are not
 
@@ -226,7 +227,7 @@ class DecisionRound:
             self._assume(state, choice)
             return replace(state, choice=choice)
         exclusions = self._group_exclusions(state)
-        spec = self._seen_by(state) if exclusions is None else state.spec.without_peers()
+        spec = self._seen_by(state) if exclusions is None else state.spec.without_related()
         ranking = self.rankings.get(spec.key)
         if ranking is None:
             ranking = self.rankings[spec.key] = self._rank(spec)
@@ -241,25 +242,25 @@ class DecisionRound:
             self._assume(state, choice)
             ranking.consumed(choice.selected)
             if exclusions is not None:
-                choice = replace(choice, passed=max(1, choice.passed - exclusions.full_hosts))
-        elif state.looked_again and state.gang is None and self._selector.holds.next_until is not None:
-            self._selector.holds.release()  # one that came while this pass let others run
+                choice = replace(choice, passing_hosts=max(1, choice.passing_hosts - exclusions.full_hosts))
+        elif state.retried_searches and state.gang is None and self._selector.assumed.next_until is not None:
+            self._selector.assumed.release()  # one that came while this pass let others run
             self.rankings.clear()
             return self.choose(state)
         return replace(state, choice=choice)
 
     def _rank(self, spec: RequestSpec, among: Rows | None = None) -> Ranking:
         self._charge_search()
-        return self._selector.rank(spec, self._rng, self._runs, among=among)
+        return self._selector.rank(spec, self._rng, self._batches, among=among)
 
     def _nothing_fits(self, state: PlacementState) -> PlacementState:
-        after = nothing_fits(state, self._selector)
+        after = search_again_or_end(state, self._selector)
         if after.result is not None:
             self._charge_search()
         return after
 
     def _charge_search(self) -> None:
-        self._cost += RANKING_COST + len(self._book.rows_of_roots()) // HOSTS_PER_CHOICE
+        self._cost += RANKING_COST + len(self._replica.rows_of_roots()) // HOSTS_PER_CHOICE
 
     def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
         """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.
@@ -268,15 +269,17 @@ class DecisionRound:
         """
         if not self._selector.may_share_ranking(state.spec):
             return None
-        peers = state.spec.peers
-        assert peers is not None
-        group = peers.server_group
+        related = state.spec.related
+        assert related is not None
+        group = related.server_group
         assert group is not None
         key = (state.request.project_id, group.uuid, group.max_per_host)
         exclusions = self._exclusions.get(key)
         if exclusions is None:
-            exclusions = self._exclusions[key] = GroupExclusions(self._book, self._placed_of(state), group.max_per_host)
-        exclusions.learn(peers.members)
+            exclusions = self._exclusions[key] = GroupExclusions(
+                self._replica, self._placed_of(state), group.max_per_host
+            )
+        exclusions.learn(related.members)
         return exclusions
 
     def _seen_by(self, state: PlacementState) -> RequestSpec:
@@ -287,11 +290,11 @@ class DecisionRound:
         placed = {} if state.gang is None or group is None else self._placed_of(state)
         if not placed:
             return spec
-        assert spec.peers is not None
-        known = spec.peers.members
+        assert spec.related is not None
+        known = spec.related.members
         spec = spec.with_members({host: known.get(host, 0) + count for host, count in placed.items()})
         if spec.has_policy(GroupPolicy.AFFINITY):
-            return replace(spec.only_on(tuple(placed)), key=_key_beside(state))
+            return replace(spec.only_on(tuple(placed)), key=_key_excluding(state))
         return spec
 
     def _placed_of(self, state: PlacementState) -> dict[str, int]:
@@ -306,19 +309,19 @@ class DecisionRound:
         state, chosen = replace(state, same_host=False), state.choice
         assert chosen is not None
         host = chosen.selected
-        row = self._book.row_of(host.uuid)
-        if row is not None and (found := options_on(self._book, state.spec, row, limit=MAX_OPTIONS)):
+        row = self._replica.row_of(host.uuid)
+        if row is not None and (found := options_on(self._replica, state.spec, row, limit=MAX_OPTIONS)):
             return state, replace(chosen, selected=replace(host, row=row, options=found))
-        return replace(state, rejected={**state.rejected, host.uuid: "claim.raced"}), None
+        return replace(state, rejected={**state.rejected, host.uuid: "claim.conflict"}), None
 
     def _assume(self, state: PlacementState, choice: Choice) -> None:
-        self._book.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
+        self._replica.assume(state.request.instance_uuid, choice.selected.options[0].allocations)
         if state.request.server_group is not None:
             placed = self._placed_of(state)
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
 
 
-def _key_beside(state: PlacementState) -> tuple[str, ...]:
+def _key_excluding(state: PlacementState) -> tuple[str, ...]:
     """The key of alike members of a gang that have to be where its first member is: they share a ranking."""
     assert state.gang is not None
     return (state.spec.flavor, "beside", state.gang.uuid)
@@ -338,41 +341,43 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     choice = state.choice
     assert choice is not None
     if isinstance(answer, Fault):
-        return PlacementStep(replace(state, result=result_after(answer)))
-    if state.foreign is not None and answer.holding and answer.option is None:
-        return _of_foreign(state, answer, selector, now=now)
+        return PlacementStep(replace(state, result=result_of_fault(answer)))
+    if state.external is not None and answer.allocations and answer.option is None:
+        return _of_external(state, answer, selector, now=now)
     if answer.option is not None:
         return claimed(state, choice, answer.option, answer, selector, now=now)
-    if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
+    if answer.outcome is ClaimOutcome.CLAIMED or _is_claimed_elsewhere(answer):
         candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()
-        held = HeldByClaim(answer.holding, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
+        held = RecoveredClaim(answer.allocations, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
         return recovered(state, candidates, held, selector, now=now)
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
         return PlacementStep(replace(state, same_host=stays))
     if answer.outcome in LOST:
-        return PlacementStep(_after_loss(state, choice, answer, selector))
-    return PlacementStep(_after_refusal(state, answer))
+        return PlacementStep(_state_after_loss(state, choice, answer, selector))
+    return PlacementStep(_state_after_refusal(state, answer))
 
 
-def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, now: float) -> PlacementStep:
+def apply_recovered(state: PlacementState, held: ConsumerRecord, selector: Selector, *, now: float) -> PlacementStep:
     """Apply what the instance holds already. now: wall clock."""
-    if state.foreign is not None:
-        part = foreign_part(state, held.holding, selector)
-        if (held.run, held.project_id) != (state.run, state.request.project_id) or not part:
+    if state.external is not None:
+        part = external_part(state, held.allocations, selector)
+        if (held.claim_owner, held.project_id) != (state.claim_owner, state.request.project_id) or not part:
             return PlacementStep(state)  # the source of an evacuation, or what another call has left
-        return recovered(state, (), HeldByClaim(part, held.consumer_generation, held.attempt), selector, now=now)
+        return recovered(state, (), RecoveredClaim(part, held.consumer_generation, held.attempt), selector, now=now)
     if held.project_id != state.request.project_id or not held.attempt:
-        return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CHANGED, ANOTHERS)))
-    stepped = recovered(state, (), HeldByClaim(held.holding, held.consumer_generation, held.attempt), selector, now=now)
+        return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CONFLICT, FOREIGN)))
+    stepped = recovered(
+        state, (), RecoveredClaim(held.allocations, held.consumer_generation, held.attempt), selector, now=now
+    )
     result = stepped.state.result
-    if isinstance(result, ClaimStranded):
-        return replace(stepped, state=replace(stepped.state, result=stranded(held, result.reason)))
+    if isinstance(result, ClaimUnlocatable):
+        return replace(stepped, state=replace(stepped.state, result=unlocatable_claim(held, result.reason)))
     return stepped
 
 
-def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, *, now: float) -> PlacementStep:
+def _of_external(state: PlacementState, answer: ClaimResult, selector: Selector, *, now: float) -> PlacementStep:
     """Apply what the instance of a foreign control plane holds. What this call has claimed is its host. To all else,
     as an evacuation's source or what another call has left, the next claim adds, as a stock nova-scheduler does: it may
     be on no host that this request may have.
@@ -381,27 +386,28 @@ def _of_foreign(state: PlacementState, answer: ClaimResult, selector: Selector, 
     if answer.outcome is ClaimOutcome.CLAIMED:
         assert state.choice is not None
         candidates = (state.choice.selected, *state.choice.alternates)
-        part = foreign_part(state, answer.holding, selector)
-        return recovered(state, candidates, HeldByClaim(part, generation, answer.attempt), selector, now=now)
-    assert state.foreign is not None
-    return PlacementStep(replace(state, foreign=replace(state.foreign, adds_to=generation)))
+        part = external_part(state, answer.allocations, selector)
+        return recovered(state, candidates, RecoveredClaim(part, generation, answer.attempt), selector, now=now)
+    assert state.external is not None
+    return PlacementStep(replace(state, external=replace(state.external, adds_to=generation)))
 
 
-def _is_held_elsewhere(answer: ClaimResult) -> bool:
-    """Whether another run of this request holds a claim, or its cell, under a later attempt than a scheduler makes.
+def _is_claimed_elsewhere(answer: ClaimResult) -> bool:
+    """Whether another claim owner of this request holds a claim, or its cell, under a later attempt than a scheduler
+    makes.
 
     An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
     """
-    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt >= FIRST_ATTEMPT
+    return answer.outcome is ClaimOutcome.CONSUMER_CONFLICT and answer.attempt >= FIRST_ATTEMPT
 
 
-def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
+def search_again_or_end(state: PlacementState, selector: Selector) -> PlacementState:
     """No candidate is left: look again on the newest state."""
-    if not state.looked_again or (state.partly_full and state.looked_again < MAX_PARTLY_FULL_RETRIES):
+    if not state.retried_searches or (state.partly_used_up and state.retried_searches < MAX_PARTLY_USED_UP_RETRIES):
         # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
         # equal one beside it. On the newest state the host is either a candidate again, or not.
-        rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_full}
-        return replace(state, rejected=rejected, partly_full=(), looked_again=state.looked_again + 1)
+        rejected = {uuid: reason for uuid, reason in state.rejected.items() if uuid not in state.partly_used_up}
+        return replace(state, rejected=rejected, partly_used_up=(), retried_searches=state.retried_searches + 1)
     return no_valid_host(state, selector)
 
 
@@ -411,39 +417,39 @@ def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
     return replace(state, result=replace(explained, claims=state.claims))
 
 
-def refused(state: PlacementState, code: str, reason: str) -> PlacementState:
+def refusal_step(state: PlacementState, code: str, reason: str) -> PlacementState:
     """The end by a refusal."""
     return replace(state, choice=None, result=PlacementRefused(code, reason))
 
 
-def _after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:
+def _state_after_loss(state: PlacementState, choice: Choice, answer: ClaimResult, selector: Selector) -> PlacementState:
     """The claim was lost: which host may be claimed next."""
     host = choice.selected.uuid
-    loss = ClaimLoss(f"{selector.name_of(host)}: {answer.outcome.value}", answer.holders)
+    loss = FailedClaim(f"{selector.name_of(host)}: {answer.outcome.value}", answer.conflicting_consumers)
     state = replace(state, lost=(*state.lost, loss))
     rejected = {**state.rejected, host: f"claim.{answer.outcome.value}"}
     match answer.outcome:
-        case ClaimOutcome.RACED if state.raced < selector.config.raced_retries:
-            return replace(state, raced=state.raced + 1, same_host=True)
-        case ClaimOutcome.RACED:
-            return replace(state, raced=state.raced + 1, rejected=rejected)
-        case ClaimOutcome.FULL if _uses_child_providers(choice.selected):
-            return replace(state, rejected=rejected, partly_full=(*state.partly_full, host))
-        case ClaimOutcome.RULED_OUT:
+        case ClaimOutcome.CONFLICT if state.conflicts < selector.config.conflict_retries:
+            return replace(state, conflicts=state.conflicts + 1, same_host=True)
+        case ClaimOutcome.CONFLICT:
+            return replace(state, conflicts=state.conflicts + 1, rejected=rejected)
+        case ClaimOutcome.NO_CAPACITY if _uses_child_providers(choice.selected):
+            return replace(state, rejected=rejected, partly_used_up=(*state.partly_used_up, host))
+        case ClaimOutcome.POLICY_VIOLATED:
             # Another member was faster: where the group is now decides which hosts are left.
             return replace(state, rejected=rejected, spec=state.spec.with_members(answer.members))
     return replace(state, rejected=rejected)
 
 
-def _after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState:
+def _state_after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState:
     """The claim can never be granted: to this project, this consumer, or at all."""
     match answer.outcome:
-        case ClaimOutcome.OVER_LIMIT:
+        case ClaimOutcome.OVER_QUOTA:
             stopped = PlacementRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
-        case ClaimOutcome.CONSUMER_CHANGED:
+        case ClaimOutcome.CONSUMER_CONFLICT:
             is_fenced = answer.consumer_generation is None and not answer.reason
-            reason = answer.reason or (FENCED if is_fenced else ANOTHERS)
-            stopped = PlacementRefused(CONSUMER_CHANGED, reason, is_fenced=is_fenced)
+            reason = answer.reason or (DELETED if is_fenced else FOREIGN)
+            stopped = PlacementRefused(CONSUMER_CONFLICT, reason, was_deleted=is_fenced)
         case _:
             reason = answer.reason or "placement can never accept this claim"
             stopped = PlacementRefused("claim.invalid", reason)

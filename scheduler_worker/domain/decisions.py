@@ -15,7 +15,7 @@ from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellBuildQuery, InstanceSpec
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
@@ -23,19 +23,19 @@ from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,
     SCHEDULED,
-    STRANDED,
-    Author,
+    UNLOCATABLE,
+    Actor,
     BuildUpdate,
     RecordedBuild,
     effects,
 )
-from scheduler_worker.domain.explain import funnel_step, sentence
-from scheduler_worker.domain.fences import for_cell, policy_of
+from scheduler_worker.domain.explain import funnel_step, message_of
+from scheduler_worker.domain.fences import policy_of, visible_to_cell
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.placement import (
     ClaimsContended,
-    ClaimStranded,
+    ClaimUnlocatable,
     DecidedResult,
     GangIncomplete,
     HostClaimed,
@@ -72,40 +72,42 @@ class DecidedBuild(Struct, frozen=True):
 Conclusion = DecidedBuild | Outcome
 
 
-def not_placed(
-    pending: PendingBuild, why: Unsatisfiable | None, selector: Selector, author: Author
+def conclude_unplaced(
+    pending: PendingBuild, why: Unsatisfiable | None, selector: Selector, actor: Actor
 ) -> DecidedBuild | Retry:
     """The conclusion about a build that is not placed: its delivery ends it, or no host can take it as configured.
 
-    why: no host can take it. author: who concludes, and when.
+    why: no host can take it. actor: who concludes, and when.
     """
     if why is None:
-        assert pending.delivery.why is not None
-        ended = pending.delivery.why
-        return _decided_of(pending, _failed(pending.request, ended.code, ended.reason, author))
+        assert pending.delivery.refusal is not None
+        ended = pending.delivery.refusal
+        return _decided_of(pending, _failed(pending.request, ended.code, ended.reason, actor))
     if why.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
         return HOSTS_UNKNOWN
-    hosts = int(selector.book.rows_of_roots().size)
+    hosts = int(selector.replica.rows_of_roots().size)
     reason = f"No host can take {pending.request.flavor}: {why.reason}."
     funnel = (funnel_step(why.step, hosts, {why.code: hosts}),)
-    return _decided_of(pending, _failed(pending.request, NO_HOST, reason, author, funnel=funnel))
+    return _decided_of(pending, _failed(pending.request, NO_HOST, reason, actor, funnel=funnel))
 
 
 def _decided_of(pending: PendingBuild, one: BuildUpdate, result: DecidedResult | None = None) -> DecidedBuild:
-    """The decision about the record of this run. A claim that was refused may be delivered to placement once more."""
+    """The decision about the record of this claim owner. A claim that was refused may be delivered to placement once
+    more.
+    """
     claimed = result if isinstance(result, HostClaimed) else None
     was_sent = result is not None and result.claims
     attempt = one.build.attempt or pending.attempt or (FIRST_ATTEMPT if was_sent else 0)
-    build = replace(one.build, digest=pending.digest, run=pending.run, attempt=attempt)
+    build = replace(one.build, digest=pending.digest, claim_owner=pending.claim_owner, attempt=attempt)
     return DecidedBuild(pending, replace(one, build=build), claimed)
 
 
-def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> Conclusion:
+def end_at_claimed_cell(pending: PendingBuild, held: ClaimUnlocatable, actor: Actor) -> Conclusion:
     """The conclusion about a build that is not placed, while a claim of it is held, or may be."""
-    return _again(pending, held) or _decided_of(pending, _stranded(pending.request, held, author))
+    return _retry_of(pending, held) or _decided_of(pending, _unlocatable(pending.request, held, actor))
 
 
-def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
+def group_by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     """The builds, one in a list, and the members of a gang together: they stand side by side."""
     requests: list[list[PlacedBuild]] = []
     for one in placed:
@@ -116,7 +118,7 @@ def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     return requests
 
 
-def conclude(members: Sequence[PlacedBuild], author: Author) -> list[tuple[PendingBuild, Conclusion]]:
+def conclude(members: Sequence[PlacedBuild], actor: Actor) -> list[tuple[PendingBuild, Conclusion]]:
     """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
     member that placement has not answered about leaves the whole gang waiting.
 
@@ -129,7 +131,7 @@ def conclude(members: Sequence[PlacedBuild], author: Author) -> list[tuple[Pendi
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
-    tried = [_again(one.pending, one.result) for one in members]
+    tried = [_retry_of(one.pending, one.result) for one in members]
     again: Outcome | None = next((one for one in tried if one is not None), None)
     if is_short and again is not None:
         return [(one.pending, one.pending.accepted if isinstance(again, Done) else again) for one in members]
@@ -137,78 +139,81 @@ def conclude(members: Sequence[PlacedBuild], author: Author) -> list[tuple[Pendi
     for one, again in zip(members, tried, strict=True):
         result = one.result
         assert not isinstance(result, PlacementUnavailable), result
-        if again is not None and isinstance(result, ClaimStranded):  # it may run; the rest of the gang goes on
+        if again is not None and isinstance(result, ClaimUnlocatable):  # it may run; the rest of the gang goes on
             concluded.append((one.pending, again))
             continue
         if is_short and isinstance(result, HostClaimed):
             assert gang is not None
             why = GangIncomplete(gang, started, result.claims).reason
-            result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
-        decided = decision(one.pending.request, one.request.spec, result, author)
+            result = ClaimUnlocatable(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
+        decided = decision(one.pending.request, one.request.spec, result, actor)
         concluded.append((one.pending, _decided_of(one.pending, decided, result)))
     return concluded
 
 
-def _again(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
+def _retry_of(pending: PendingBuild, result: PlacementResult) -> Outcome | None:
     """How a placement is tried again: with its request, or after the last retry of that from its record, which stays
     open (`unanswered`): what is held on a host that is not announced yet may run there. None: its result is final.
     """
     delivery = pending.delivery
     match result:
-        case ClaimStranded() | NoValidHost(may_be_early=True) if delivery.awaits_hosts:
+        case ClaimUnlocatable() | NoValidHost(may_be_out_of_order=True) if delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         case ClaimsContended() if not delivery.last:
             return Retry(CONTENDED, f"{result.claims} claims were lost to others")
-        case ClaimStranded(cell=None) if not delivery.last:  # a known cell is queried at once: its host may be gone
-            return Retry(STRANDED, result.reason)
-        case ClaimStranded(cell=None) if delivery.has_letter:
+        case ClaimUnlocatable(cell=None) if not delivery.last:  # a known cell is queried at once: its host may be gone
+            return Retry(UNLOCATABLE, result.reason)
+        case ClaimUnlocatable(cell=None) if delivery.has_dead_letter:
             return pending.accepted
     return None
 
 
-def decision(request: BuildRequest, spec: RequestSpec, result: DecidedResult, author: Author) -> BuildUpdate:
+def decision(request: BuildRequest, spec: RequestSpec, result: DecidedResult, actor: Actor) -> BuildUpdate:
     """The decision that a result leads to."""
     match result:
         case HostClaimed():
-            decided = _dispatched(request, result, author)
+            decided = _dispatched(request, result, actor)
         case NoValidHost():
-            decided = _failed(request, NO_HOST, sentence(spec, result.funnel), author, funnel=result.funnel)
+            decided = _failed(request, NO_HOST, message_of(spec, result.funnel), actor, funnel=result.funnel)
         case PlacementRefused():
-            decided = _failed(request, result.code, result.reason, author)
+            decided = _failed(request, result.code, result.reason, actor)
         case ClaimsContended():
             reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"
-            decided = _failed(request, CONTENDED, reason, author)
-        case ClaimStranded():
-            decided = _stranded(request, result, author)
+            decided = _failed(request, CONTENDED, reason, actor)
+        case ClaimUnlocatable():
+            decided = _unlocatable(request, result, actor)
         case GangIncomplete():
-            decided = _failed(request, INCOMPLETE, result.reason, author)
-    lost = (replace(author.entry("not_claimed", one.what), holders=one.holders) for one in result.lost)
+            decided = _failed(request, INCOMPLETE, result.reason, actor)
+    lost = (
+        replace(actor.entry("not_claimed", one.what), conflicting_consumers=one.conflicting_consumers)
+        for one in result.lost
+    )
     return replace(decided, timeline=(*lost, *decided.timeline))
 
 
-def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildUpdate:
+def _dispatched(request: BuildRequest, claimed: HostClaimed, actor: Actor) -> BuildUpdate:
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
-    chosen = f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"
+    chosen = f"{main.host} of {claimed.passing_hosts} candidates, weight {claimed.score:.4g}"
     return BuildUpdate(
         build=_scheduled(request, claimed.cell, claimed.attempt, main.host_uuid, main.host),
         timeline=(
-            replace(author.entry("chosen", chosen), scores=claimed.scores),
-            author.entry("claimed", f"{main.host} at try {claimed.claims}; alternates: {alternates}"),
-            author.entry("dispatched", f"to cell {claimed.cell}"),
+            replace(actor.entry("chosen", chosen), scores=claimed.scores),
+            actor.entry("claimed", f"{main.host} at try {claimed.claims}; alternates: {alternates}"),
+            actor.entry("dispatched", f"to cell {claimed.cell}"),
         ),
     )
 
 
-def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildUpdate:
+def _unlocatable(request: BuildRequest, held: ClaimUnlocatable, actor: Actor) -> BuildUpdate:
     """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
     cell ends it. If its cell stays unknown it fails in the end, and its claim stays.
     """
     if held.cell is None:
-        return _failed(request, STRANDED, held.reason, author)
+        return _failed(request, UNLOCATABLE, held.reason, actor)
     return BuildUpdate(
         build=_scheduled(request, held.cell, held.attempt, held.host_uuid),
-        timeline=(author.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
+        timeline=(actor.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
     )
 
 
@@ -228,7 +233,7 @@ def _scheduled(
 
 
 def _failed(
-    request: BuildRequest, code: str, reason: str, author: Author, *, funnel: tuple[FunnelStep, ...] = ()
+    request: BuildRequest, code: str, reason: str, actor: Actor, *, funnel: tuple[FunnelStep, ...] = ()
 ) -> BuildUpdate:
     return BuildUpdate(
         build=RecordedBuild(
@@ -241,28 +246,30 @@ def _failed(
             reason=reason[:MAX_REASON],
         ),
         funnel=funnel,
-        timeline=(author.entry("failed", f"{code}: {reason}"),),
+        timeline=(actor.entry("failed", f"{code}: {reason}"),),
     )
 
 
-def with_stages(one: BuildUpdate, stamps: Stamps) -> BuildUpdate:
+def add_stage_times(one: BuildUpdate, stage_times: StageTimes) -> BuildUpdate:
     """A failure that the scheduler decides: how long the stages took goes with the last line of the timeline."""
     *before, last = one.timeline
-    return replace(one, timeline=(*before, replace(last, stamps=stamps)))
+    return replace(one, timeline=(*before, replace(last, stage_times=stage_times)))
 
 
-def messages_of(
-    one: DecidedBuild, decided: BuildUpdate, at: float, stamps: Stamps, config: SchedulerConfig
+def outbox_messages(
+    one: DecidedBuild, decided: BuildUpdate, at: float, stage_times: StageTimes, config: SchedulerConfig
 ) -> list[OutboxMessage]:
     """The messages of a decision that is written: with the command to the cell, or the query of it. decided: as it is
     written.
     """
     command: CellBuild | CellBuildQuery | None = None
     if one.claimed is not None:
-        command = cell_build(one.pending.request, one.claimed, at, stamps, config)
+        command = cell_build(one.pending.request, one.claimed, at, stage_times, config)
     elif not decided.build.terminal:
         command = build_query(one.pending.request, decided.build, at, config)
-    return effects(BuildState.ACCEPTED, decided.build, at, command, stamps, decided.funnel, one.pending.own_run)
+    return effects(
+        BuildState.ACCEPTED, decided.build, at, command, stage_times, decided.funnel, one.pending.new_claim_owner
+    )
 
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not
@@ -292,12 +299,12 @@ def instance_spec(request: BuildRequest, config: SchedulerConfig) -> InstanceSpe
             key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
         ),
         capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
-        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, config.on_host_failure)),
+        on_host_failure=visible_to_cell(policy_of(request.on_host_failure, flavor, config.on_host_failure)),
     )
 
 
 def cell_build(
-    request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
+    request: BuildRequest, claimed: HostClaimed, at: float, stage_times: StageTimes, config: SchedulerConfig
 ) -> CellBuild:
     """The command to the cell."""
     return CellBuild(
@@ -308,7 +315,7 @@ def cell_build(
         requested_at=at,
         server_group=request.server_group,
         limits=dict(claimed.limits),
-        stamps=replace(stamps, lost_claims=len(claimed.lost)),
+        stage_times=replace(stage_times, lost_claims=len(claimed.lost)),
         attempt=claimed.attempt,
     )
 

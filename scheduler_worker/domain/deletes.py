@@ -15,22 +15,16 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.book import HeldAllocation
-from bus.contracts.build import (
-    BuildAccepted,
-    BuildRequest,
-    BuildState,
-    DeleteRequest,
-    TimelineEntry,
-)
+from bus.contracts.book import ConsumerRecord
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETE_REQUESTED,
     DELETED,
     FAILED_OR_REFUSED,
     FIRST_ATTEMPT,
-    STRANDED,
-    Author,
+    UNLOCATABLE,
+    Actor,
     BuildUpdate,
     NewBuild,
     ProjectsBuild,
@@ -41,7 +35,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.requests import RequestDelivery, refused_build
 
 UNKNOWN = "instance.unknown"
-STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
+UNLOCATABLE_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
 
@@ -61,7 +55,8 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
     """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
-    late; unbuilt: of builds that no cell has, or without a record, late: planned once it is known what instances hold.
+    late; without_cell: of builds that no cell has, or without a record, late: planned once it is known what instances
+    hold.
     """
 
     outcomes: dict[int, Outcome]
@@ -69,63 +64,63 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
-    unbuilt: list[PendingDelete]
+    without_cell: list[PendingDelete]
 
 
 def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
-    author: Author,
-    held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
+    actor: Actor,
+    held: Mapping[ProjectsBuild, ConsumerRecord] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `answer_unknown`.
 
     held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
-    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], without_cell=[])
     replies: dict[str, BuildAccepted | Refusal] = {}
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
-        if (why := pending.delivery.ends_with()) is not None:
+        if (refusal := pending.delivery.ending_refusal()) is not None:
             plan.outcomes[pending.position] = Done()
-            plan.messages.extend(_end_of(pending, why, build, author))
+            plan.messages.extend(_end_of(pending, refusal, build, actor))
         elif held and pending.key in held and held[pending.key].cell is None and not pending.delivery.last:
             # The cell that can be told may be announced yet, or a scheduler that knows it is claiming now.
-            plan.outcomes[pending.position] = Retry(STRANDED, STRANDED_REASON)
-        elif build is None or build.code == UNKNOWN or _is_anothers(build, request.project_id):
+            plan.outcomes[pending.position] = Retry(UNLOCATABLE, UNLOCATABLE_REASON)
+        elif build is None or build.code == UNKNOWN or _is_foreign(build, request.project_id):
             # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
-            if not pending.delivery.may_be_early:
-                _delete_unknown(plan, pending, author, held)
+            if not pending.delivery.may_be_out_of_order:
+                _delete_unknown(plan, pending, actor, held)
         elif held is None and build.cell is None and build.state is not BuildState.DELETED:
-            plan.unbuilt.append(pending)
+            plan.without_cell.append(pending)
         else:
             if uuid not in plan.accepted:
-                replies[uuid] = _delete(plan, build, author, (held or {}).get(pending.key))
+                replies[uuid] = _delete(plan, build, actor, (held or {}).get(pending.key))
             plan.accepted.add(uuid)
             plan.outcomes[pending.position] = Done(reply=replies[uuid])
     return plan
 
 
 def _delete_unknown(
-    plan: DeletePlan, pending: PendingDelete, author: Author, held: Mapping[ProjectsBuild, HeldAllocation] | None
+    plan: DeletePlan, pending: PendingDelete, actor: Actor, held: Mapping[ProjectsBuild, ConsumerRecord] | None
 ) -> None:
     """The effect of a late delete without a record. The record may be lost, and not what was claimed for it, or built:
     it is not answered that there is none while no cell can be told.
     """
     if held is None:
-        plan.unbuilt.append(pending)
+        plan.without_cell.append(pending)
     elif pending.key not in held or held[pending.key].cell is not None:
         plan.unknown.append(pending)
     else:
-        why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        plan.outcomes[pending.position] = Done(reply=why)
-        plan.messages.append(refused_build(*pending.key, why, author.at))
+        refusal = Refusal(code=UNLOCATABLE, reason=UNLOCATABLE_REASON)
+        plan.outcomes[pending.position] = Done(reply=refusal)
+        plan.messages.append(refused_build(*pending.key, refusal, actor.at))
 
 
 def _delete(
-    plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None
+    plan: DeletePlan, build: RecordedBuild, actor: Actor, held: ConsumerRecord | None
 ) -> BuildAccepted | Refusal:
     """The effect of a delete on one build, and the reply. held: what its instance holds, if no cell has the build. The
     cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
@@ -138,45 +133,45 @@ def _delete(
         pass  # it was requested before
     elif cell is not None:
         after = replace(build, state=BuildState.DELETING, cell=cell)
-        lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
+        lines = (actor.entry("delete_requested", f"passed to cell {cell}"),)
     elif held is None:
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
-        lines = (author.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
+        lines = (actor.entry("deleted", f"it was {build.state.value}, and no cell has it"),)
     else:
-        reply = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        plan.messages.append(refused_build(build.instance_uuid, build.project_id, reply, author.at))
+        reply = Refusal(code=UNLOCATABLE, reason=UNLOCATABLE_REASON)
+        plan.messages.append(refused_build(build.instance_uuid, build.project_id, reply, actor.at))
         after, what = build, "delete_refused"
         if build.awaits_decision:
             after, what = _failed(replace(build, attempt=claimed), reply), "failed"
-        lines = (author.entry(what, f"{STRANDED}: {STRANDED_REASON}"),)
+        lines = (actor.entry(what, f"{UNLOCATABLE}: {UNLOCATABLE_REASON}"),)
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
-    plan.messages.extend(effects(build.state, after, author.at))
+    plan.messages.extend(effects(build.state, after, actor.at))
     return reply
 
 
-def _failed(build: RecordedBuild, why: Refusal) -> RecordedBuild:
+def _failed(build: RecordedBuild, refusal: Refusal) -> RecordedBuild:
     return replace(
         build,
         state=BuildState.FAILED,
         sequence=FAILED_OR_REFUSED,
         terminal=True,
-        code=why.code,
-        reason=why.reason,
+        code=refusal.code,
+        reason=refusal.reason,
     )
 
 
-def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:
+def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], actor: Actor) -> list[NewBuild]:
     """The records of builds that were deleted before any request for them came."""
     requests = {one.request.instance_uuid: one.request for one in unknown if one.request.instance_uuid not in on_record}
-    return [_tombstone(request, author) for request in requests.values()]
+    return [_tombstone(request, actor) for request in requests.values()]
 
 
 def answer_unknown(
     plan: DeletePlan,
     on_record: Mapping[str, RecordedBuild],
-    author: Author,
-    held: Mapping[ProjectsBuild, HeldAllocation],
+    actor: Actor,
+    held: Mapping[ProjectsBuild, ConsumerRecord],
 ) -> None:
     """Add the effect of deletes of unknown instances: they are refused, and the cells of what is held delete that.
 
@@ -186,45 +181,45 @@ def answer_unknown(
     for one in (one for one in plan.unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
         build, cell = on_record[uuid], held[one.key].cell if one.key in held else None
-        if _is_anothers(build, project):  # no event: those about an instance are its owner's
+        if _is_foreign(build, project):  # no event: those about an instance are its owner's
             plan.outcomes[one.position] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
             if cell is not None:
-                theirs = _tombstone(one.request, author).build
+                theirs = _tombstone(one.request, actor).build
                 plan.messages.append(OutboxMessage(cell, delete_of(theirs, begun=True), uuid))
         elif cell is None:
-            why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
-            plan.outcomes[one.position] = Done(reply=why)
-            plan.messages.append(refused_build(uuid, project, why, author.at, DELETED))
+            refusal = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
+            plan.outcomes[one.position] = Done(reply=refusal)
+            plan.messages.append(refused_build(uuid, project, refusal, actor.at, DELETED))
         else:
             plan.outcomes[one.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
                 plan.accepted.add(uuid)
                 deleting = replace(build, project_id=project, state=BuildState.DELETING, cell=cell)
                 after = replace(deleting, terminal=False, code="", reason="")
-                line = author.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
+                line = actor.entry("delete_requested", f"it has no record, and holds something; passed to cell {cell}")
                 plan.updates.append(BuildUpdate(build=after, timeline=(line,)))
-                plan.messages.extend(effects(build.state, after, author.at))
+                plan.messages.extend(effects(build.state, after, actor.at))
 
 
-def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:
+def _end_of(pending: PendingDelete, refusal: Refusal, build: RecordedBuild | None, actor: Actor) -> list[OutboxMessage]:
     """The end of a delete that is not carried out; none: its requester has left it, it has ended, or will, or the
     project has no such build.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
     has_ended = build is not None and build.state in DELETE_REQUESTED
-    is_anothers = build is not None and _is_anothers(build, pending.request.project_id)
-    if pending.delivery.is_left or is_anothers or has_ended:
+    is_anothers = build is not None and _is_foreign(build, pending.request.project_id)
+    if pending.delivery.is_abandoned or is_anothers or has_ended:
         return []
-    return [refused_build(*pending.key, why, author.at)]
+    return [refused_build(*pending.key, refusal, actor.at)]
 
 
-def _is_anothers(build: RecordedBuild, project: str) -> bool:
+def _is_foreign(build: RecordedBuild, project: str) -> bool:
     """Whether it is a build of another project than this one, and no tombstone."""
     return build.code != UNKNOWN and build.project_id != project
 
 
-def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
+def _tombstone(request: DeleteRequest, actor: Actor) -> NewBuild:
     return NewBuild(
         request=BuildRequest(instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=UNKNOWN_FLAVOR),
         build=RecordedBuild(
@@ -236,5 +231,5 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
             code=UNKNOWN,
             reason=UNKNOWN_REASON,
         ),
-        timeline=(author.entry("refused", "a delete came, and no build"),),
+        timeline=(actor.entry("refused", "a delete came, and no build"),),
     )

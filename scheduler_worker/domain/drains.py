@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.book import TreeHolder
+from bus.contracts.book import TreeConsumer
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainAction, DrainCommand, DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import ActionKind, ActionRequest, ActionState, Condition
 from bus.contracts.objects import FenceRecord, HostDecision, StoredObject
 from bus.contracts.operations import AdminState, EvacuationPolicy
 from bus.retrying import doubled_s
@@ -27,9 +27,9 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import policy_of
 from scheduler_worker.domain.moves import BUSY, CELL_DRAIN_USER, DRAIN_USER
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, flavor_of
 
-DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
+DRAIN_KINDS = frozenset({ActionKind.LIVE_MIGRATE, ActionKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration: the next one is cold
 # Codes of instances that wait because a host holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
@@ -37,7 +37,7 @@ ARRIVING = "instance.arriving"  # a request that brings it to the host is under 
 RELEASING = "instance.releasing"  # it is being deleted
 UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
-MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one, or none has it
+MISPLACED = "instance.misplaced"  # placement has it on the host, its record on another one, or none has it
 # These end by themselves. Any other reason is that of an instance that cannot move.
 PASSING = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, BUSY})
 # Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
@@ -85,7 +85,7 @@ class Level(Struct, frozen=True, kw_only=True):
     instance, after which it is tried no more.
     """
 
-    kind: MoveKind
+    kind: ActionKind
     user: str
     at_once: int
     per_minute: int | None = None
@@ -106,14 +106,14 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
     request_id: str
     instance_uuid: str
-    state: MoveState
+    state: ActionState
     code: str = ""
     reason: str = ""
     drain: str | None = None
     updated_at: float = 0.0
 
 
-class HeldInstance(Struct, frozen=True, kw_only=True):
+class InstanceOnHost(Struct, frozen=True, kw_only=True):
     """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
     active there. known: what is on record of it.
     """
@@ -123,14 +123,14 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
     source: DrainedHost
     code: str = ""
     reason: str = ""
-    known: MoveContext = MoveContext()
+    known: ActionContext = ActionContext()
 
 
 class NextMove(Struct, frozen=True):
     """A move that may be requested now. refused_at: the last one (0: none was)."""
 
-    held: HeldInstance
-    request: MoveRequest
+    instance: InstanceOnHost
+    request: ActionRequest
     refused_at: float = 0.0
 
 
@@ -139,7 +139,7 @@ class WaitingInstance(Struct, frozen=True, kw_only=True):
     is_last: it is tried no more.
     """
 
-    held: HeldInstance
+    instance: InstanceOnHost
     code: str = ""
     reason: str = ""
     is_stuck: bool = False
@@ -155,7 +155,7 @@ class NextMoves(Struct, frozen=True):
 
 def next_moves(
     level: Level,
-    held: Iterable[HeldInstance],
+    held: Iterable[InstanceOnHost],
     ended: Mapping[str, Sequence[EndedRequest]],
     begun: BegunMoves,
     now: float,
@@ -163,11 +163,11 @@ def next_moves(
     """The moves that begin now: those that were not refused yet, in the order of what is held, then those whose refusal
     is the longest ago, so that what cannot move keeps no others from their turn. ended: by instance, the newest first.
     """
-    found = [_next_of(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(held)]
+    found = [_next_step(level, one, ended.get(one.instance_uuid, ()), now) for one in _each_once(held)]
     due = sorted((move for move, _ in found if move is not None), key=lambda one: one.refused_at)
     moves = due[: max(0, free_slots(level, begun, now))]
-    begin = {one.held.instance_uuid for one in moves}
-    return NextMoves(tuple(moves), tuple(waits for _, waits in found if waits.held.instance_uuid not in begin))
+    begin = {one.instance.instance_uuid for one in moves}
+    return NextMoves(tuple(moves), tuple(waits for _, waits in found if waits.instance.instance_uuid not in begin))
 
 
 def end_of(record: DrainRecord, begun: BegunMoves, now: float, *, is_empty: bool) -> str | None:
@@ -186,17 +186,17 @@ def request_id(drain: str, instance_uuid: str, last: str = "") -> str:
     return str(uuid5(_NAMESPACE, f"{drain} {instance_uuid} {last}"))
 
 
-def _each_once(held: Iterable[HeldInstance]) -> Iterable[HeldInstance]:
+def _each_once(held: Iterable[InstanceOnHost]) -> Iterable[InstanceOnHost]:
     """Of several hosts that hold something of an instance the one where it is active counts, else the first."""
-    found: dict[str, HeldInstance] = {}
+    found: dict[str, InstanceOnHost] = {}
     for one in held:
         if one.instance_uuid not in found or (found[one.instance_uuid].code and not one.code):
             found[one.instance_uuid] = one
     return found.values()
 
 
-def _next_of(
-    level: Level, one: HeldInstance, ended: Sequence[EndedRequest], now: float
+def _next_step(
+    level: Level, one: InstanceOnHost, ended: Sequence[EndedRequest], now: float
 ) -> tuple[NextMove | None, WaitingInstance]:
     """Its move if it may begin now; and why it waits, where it does not."""
     ended = _as_followed(one, ended)
@@ -205,16 +205,16 @@ def _next_of(
     why = _blocked(level, one)
     if why is not None:
         is_stuck = bool(one.source.code) or why.code not in PASSING
-        return None, WaitingInstance(held=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
-    waits, kind, is_due = WaitingInstance(held=one), level.kind, True
+        return None, WaitingInstance(instance=one, code=why.code, reason=why.reason, is_stuck=is_stuck)
+    waits, kind, is_due = WaitingInstance(instance=one), level.kind, True
     if refused and refused[0].code == NOT_RUNNING:
-        kind = MoveKind.MIGRATE
+        kind = ActionKind.MIGRATE
     elif refused:
         last = refused[0]
-        outages = sum(request.state is MoveState.FAILED for request in refused) if kind is MoveKind.MIGRATE else 0
+        outages = sum(request.state is ActionState.FAILED for request in refused) if kind is ActionKind.MIGRATE else 0
         is_last = outages >= STUCK or (level.most_refusals is not None and counted >= level.most_refusals)
         is_stuck = is_last or counted >= STUCK
-        waits = WaitingInstance(held=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
+        waits = WaitingInstance(instance=one, code=last.code, reason=last.reason, is_stuck=is_stuck, is_last=is_last)
         pause_s = doubled_s(FIRST_PAUSE_S, level.longest_pause_s, len(refused) - 1)
         pause_s = max(pause_s, RARE_PAUSE_S if counted >= PATIENT else 0.0)
         # What ended long after now ended before the clock was set back.
@@ -224,7 +224,7 @@ def _next_of(
     return (NextMove(one, _request(level, kind, one, ident), refused_at) if is_due else None), waits
 
 
-def _as_followed(one: HeldInstance, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
+def _as_followed(one: InstanceOnHost, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
     """The newest first, also where a clock stepped back or schedulers' clocks differ: a request is newer than the one
     that its id follows from. Else its id would be made again, which is on record and moves nothing.
     """
@@ -243,13 +243,13 @@ def _refused(drain: str, ended: Sequence[EndedRequest]) -> list[EndedRequest]:
     found: list[EndedRequest] = []
     for one in ended:
         if one.drain == drain:
-            if one.state is MoveState.DONE:
+            if one.state is ActionState.DONE:
                 break
             found.append(one)
     return found
 
 
-def _blocked(level: Level, one: HeldInstance) -> Refusal | None:
+def _blocked(level: Level, one: InstanceOnHost) -> Refusal | None:
     """Why no move of it is requested, whatever was requested before."""
     host = one.source
     if one.code:
@@ -257,7 +257,7 @@ def _blocked(level: Level, one: HeldInstance) -> Refusal | None:
         return Refusal(code=one.code, reason=reason[:MAX_REASON])
     if one.known.now.under_way is not None:
         return Refusal(code=BUSY, reason="another request about it is under way")
-    if level.kind is not MoveKind.EVACUATE and one.known.now.condition in UNMOVABLE:
+    if level.kind is not ActionKind.EVACUATE and one.known.now.condition in UNMOVABLE:
         return UNMOVABLE[one.known.now.condition]
     return Refusal(code=host.code, reason=host.reason) if host.code else None
 
@@ -274,17 +274,17 @@ def free_slots(level: Level, begun: BegunMoves, now: float) -> int:
     return free
 
 
-def _request(level: Level, kind: MoveKind, one: HeldInstance, ident: str) -> MoveRequest:
+def _request(level: Level, kind: ActionKind, one: InstanceOnHost, ident: str) -> ActionRequest:
     """The request, the same from every scheduler. A cold move is confirmed at once. An evacuation states no fence: its
     cell's own record of one is the proof; it offloads a shelved instance, which has nothing to be started elsewhere.
     """
-    return MoveRequest(
+    return ActionRequest(
         request_id=ident,
         instance_uuid=one.instance_uuid,
         project_id=one.project_id,
         user_id=level.user,
         kind=kind,
-        auto_confirm_s=0.0 if kind is MoveKind.MIGRATE else None,
+        auto_confirm_s=0.0 if kind is ActionKind.MIGRATE else None,
     )
 
 
@@ -303,9 +303,9 @@ def level_of(record: DrainRecord, now: float) -> Level:
     )
 
 
-def kind_for(target: DrainTarget, kind: MoveKind) -> MoveKind:
+def kind_for(target: DrainTarget, kind: ActionKind) -> ActionKind:
     """How the instances of a target are moved."""
-    return MoveKind.MIGRATE if target is DrainTarget.CELL else kind
+    return ActionKind.MIGRATE if target is DrainTarget.CELL else kind
 
 
 def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
@@ -332,7 +332,7 @@ def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -
     return replace(decision, drain=drain)
 
 
-def is_down(known: MoveContext) -> bool:
+def is_down(known: ActionContext) -> bool:
     """Whether no host has the instance, though it has not been deleted."""
     is_active = known.build is not None and known.build.state is BuildState.ACTIVE
     return is_active and known.now.condition is Condition.OFFLOADED
@@ -360,7 +360,7 @@ _ON_HOST = frozenset({Condition.ACTIVE, Condition.STOPPED, Condition.SHELVED, Co
 def evacuating(at_once: int) -> Level:
     """The level of all fences together."""
     return Level(
-        kind=MoveKind.EVACUATE,
+        kind=ActionKind.EVACUATE,
         user=EVACUATION_USER,
         at_once=at_once,
         longest_pause_s=LONGEST_EVACUATION_PAUSE_S,
@@ -375,11 +375,11 @@ def fenced_hosts(fences: Mapping[str, FenceRecord]) -> dict[str, DrainedHost]:
     return {
         uuid: DrainedHost(uuid, fence.host, drain=str(uuid5(_NAMESPACE, f"{fence.token} {uuid} {fence.version}")))
         for uuid, fence in sorted(fences.items())
-        if fence.acknowledged >= fence.version and not fence.lifting
+        if fence.acknowledged >= fence.version and not fence.unfencing
     }
 
 
-def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
+def is_restarted(known: ActionContext, config: SchedulerConfig) -> bool:
     """Whether this instance is on record on its host, and is to be rebuilt elsewhere when that host is fenced."""
     if known.build is None or known.build_request is None or known.build.state is not BuildState.ACTIVE:
         return False
@@ -394,38 +394,40 @@ def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
 _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 
 
-def is_migration(holder: TreeHolder) -> bool:
+def is_migration(holder: TreeConsumer) -> bool:
     """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number (attempt);
     without one it was written by a client of placement's API, which is no concern of a drain.
     """
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
 
-def held_on(
-    host: DrainedHost, known: MoveContext, by: RecordedMove | None = None, holder: TreeHolder | None = None
-) -> HeldInstance | None:
+def instances_on(
+    host: DrainedHost, known: ActionContext, by: RecordedAction | None = None, holder: TreeConsumer | None = None
+) -> InstanceOnHost | None:
     """The instance of which a host holds something; None: it is none, on record or claimed.
 
     by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
-    allocation. holder: by the book. Of a migration whose records are lost the move is unconfirmed; where its request is
-    not on record either, the migration is named.
+    allocation. holder: by placement. Of a migration whose records are lost the move is unconfirmed; where its request
+    is not on record either, the migration is named.
     """
     build = known.build
     if build is not None:
         code, reason = _why_held(host, known, build, by)
         uuid, project_id = build.instance_uuid, build.project_id
     elif holder is not None and holder.attempt > 0:
-        code, reason = MISPLACED, "the book has it here, and it is not on record"
+        code, reason = MISPLACED, "placement has it here, and it is not on record"
         if is_migration(holder):
             code = UNCONFIRMED
             reason = f"migration {holder.consumer} keeps a source here, and its request is not on record"
         uuid, project_id = holder.consumer if by is None else by.instance_uuid, holder.project_id
     else:
         return None
-    return HeldInstance(instance_uuid=uuid, project_id=project_id, source=host, code=code, reason=reason, known=known)
+    return InstanceOnHost(instance_uuid=uuid, project_id=project_id, source=host, code=code, reason=reason, known=known)
 
 
-def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: RecordedMove | None) -> tuple[str, str]:
+def _why_held(
+    host: DrainedHost, known: ActionContext, build: RecordedBuild, by: RecordedAction | None
+) -> tuple[str, str]:
     """A code and its reason; "": the instance is active on this host."""
     if build.state in _UNBUILT:
         return BUILDING, f"its build is {build.state}"
@@ -440,7 +442,7 @@ def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: R
     if known.now.under_way is not None:
         return ARRIVING, f"request {known.now.under_way} about it is under way"
     if by is None:
-        return MISPLACED, f"the book has it here, the record on {build.host}"
+        return MISPLACED, f"placement has it here, the record on {build.host}"
     if known.now.condition is Condition.RESIZED:
         return UNCONFIRMED, f"{by.kind} {by.request_id} to {build.host} awaits confirm or revert"
     return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"

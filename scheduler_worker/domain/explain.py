@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from bus.contracts.build import FunnelStep
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import ConflictingConsumer
 from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.view import RequestSpec
 
 
-class ClaimLoss(Struct, frozen=True):
+class FailedClaim(Struct, frozen=True):
     """A claim that got nothing. what: "host: outcome". holders: of what it was to take, where placement names them."""
 
     what: str
-    holders: tuple[ClaimHolder, ...] = ()
+    conflicting_consumers: tuple[ConflictingConsumer, ...] = ()
 
 
 NEAREST = 3  # misses that an explanation names
@@ -29,19 +29,19 @@ PHRASES = {
     "tenant.not_allowed": "are reserved for other projects",
     "host.other_cell": "are in another cell",
     "cell.disabled": "are in a cell that is disabled",
-    "host.unannounced": "are announced by no compute service",
+    "host.not_reported": "are announced by no compute service",
     "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
     "flavor.not_listed": "are reserved for other flavors",
     "image.not_supported": "do not support the image's properties",
-    "group.no_room": "have as many of the server group as they may",
+    "group.no_capacity": "have as many of the server group as they may",
     "group.elsewhere": "are not where the server group is",
     "hint.different_host": "have an instance that it is to keep away from",
     "hint.same_host": "have none of the instances that it is to be with",
-    "claim.ruled_out": "were ruled out by the server group during the claim",
-    "claim.full": "were taken during the claim",
-    "claim.gone": "left during the claim",
-    "claim.raced": "kept changing during the claim",
+    "claim.policy_violated": "were ruled out by the server group during the claim",
+    "claim.no_capacity": "were taken during the claim",
+    "claim.provider_removed": "left during the claim",
+    "claim.conflict": "kept changing during the claim",
     "ignored": "were ignored as requested",
     "not among those requested": "are not among the hosts that were requested",
     "nothing is requested": "are all alike, because no resources are requested",
@@ -86,13 +86,13 @@ CONDITIONS = (
 )
 
 
-def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int = NEAREST) -> str:
+def message_of(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int = NEAREST) -> str:
     """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
     amounts = ", ".join(f"{amount} {name}" for name, amount in total_resources(spec.query).items())
     requested = f"{spec.flavor} ({amounts})"
     hosts = funnel[0].remaining + sum(funnel[0].rejected.values()) if funnel else 0
     if hosts == 0:
-        return f"No host can take {requested}: the resource book has no hosts at all."
+        return f"No host can take {requested}: placement has no hosts at all."
     reasons = nearest_reasons(funnel, nearest)
     if not reasons:
         return f"None of {hosts} hosts can take {requested}."
@@ -104,13 +104,13 @@ def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
     reasons: list[str] = []
     for step in reversed(funnel):
         for reason, count in sorted(step.rejected.items(), key=lambda item: (-item[1], item[0])):
-            reasons.append(f"{count} {phrase(step.step, reason)}")
+            reasons.append(f"{count} {reason_text(step.step, reason)}")
             if len(reasons) == limit:
                 return reasons
     return reasons
 
 
-def phrase(step: str, reason: str) -> str:
+def reason_text(step: str, reason: str) -> str:
     """One reason in words. `step` is a resource class where the reason is one of AMOUNTS."""
     if reason in PHRASES:
         return PHRASES[reason]

@@ -29,7 +29,7 @@ def fence_of(stored: StoredObject) -> FenceRecord:
     return msgspec.convert(stored.body, FenceRecord)
 
 
-def fenced_by(change: ObjectsChange) -> list[str]:
+def fence_from_decision(change: ObjectsChange) -> list[str]:
     """The uuids of the hosts that a change of objects decides to be fenced."""
     return [
         one.name
@@ -38,7 +38,7 @@ def fenced_by(change: ObjectsChange) -> list[str]:
     ]
 
 
-def followed(
+def fence_after_change(
     changed: Iterable[ChangedObject],
     present: Mapping[Key, StoredObject],
     revision: int,
@@ -70,7 +70,7 @@ def followed(
             host=before.host if decision is None else decision.host,
             cell=cell_of(one.name) or before.cell,
             version=max(revision, before.version + 1),
-            lifting=not is_fenced,
+            unfencing=not is_fenced,
             forced=not is_fenced and (force or before.forced),
             token=before.token or token,
         )
@@ -88,10 +88,10 @@ def acknowledge(host_uuid: str, known: FenceRecord, report: HostFence) -> Change
         return None
     if report.version > known.version:
         return changed_object(ObjectKind.FENCE, host_uuid, known, replace(known, version=report.version + 1))
-    if report.state is FenceState.LIFTED:
+    if report.state is FenceState.UNFENCED:
         # else the cell's record was set back: notified again
-        return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.lifting else None
-    after = replace(known, acknowledged=report.version, losses=report.losses)
+        return changed_object(ObjectKind.FENCE, host_uuid, known, None) if known.unfencing else None
+    after = replace(known, acknowledged=report.version, stale_machines=report.stale_machines)
     return None if after == known else changed_object(ObjectKind.FENCE, host_uuid, known, after)
 
 
@@ -102,7 +102,7 @@ def is_told(known: FenceRecord | None, report: HostFence) -> bool:
     return acknowledge(report.host_uuid, known, report) is None
 
 
-def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
+def unfence_unknown(report: HostFence, revision: int, host: str) -> ChangedObject | None:
     """The answer to a cell's fence that is not on record: a request to lift it. None: a fence is on record, or will be.
 
     A decision is on record before its cell is notified, so this record was set back to before the decision, or the
@@ -113,7 +113,12 @@ def lift_of_unknown(report: HostFence, revision: int, host: str) -> ChangedObjec
         return None
     version = max(report.version, revision) + 1
     unknown = FenceRecord(
-        host=host, cell=report.cell, version=version, lifting=True, acknowledged=report.version, losses=report.losses
+        host=host,
+        cell=report.cell,
+        version=version,
+        unfencing=True,
+        acknowledged=report.version,
+        stale_machines=report.stale_machines,
     )
     return changed_object(ObjectKind.FENCE, report.host_uuid, None, unknown)
 
@@ -124,7 +129,7 @@ def command(host_uuid: str, fence: FenceRecord, decision: HostAdminState | None)
         host_uuid=host_uuid,
         host=fence.host,
         version=fence.version,
-        lift=fence.lifting,
+        unfence=fence.unfencing,
         reason="" if decision is None else decision.reason,
         by="" if decision is None else decision.by,
         at=0.0 if decision is None else decision.at,
@@ -142,10 +147,10 @@ def fenced(decision: HostAdminState | None, host_uuid: str, fence: FenceRecord) 
     return replace(
         decision,
         state=AdminState.FENCED,
-        pending=decision.state if fence.lifting else None,
+        pending=decision.state if fence.unfencing else None,
         fence=fence.version,
         acknowledged=fence.acknowledged,
-        losses=fence.losses,
+        stale_machines=fence.stale_machines,
     )
 
 
@@ -165,6 +170,6 @@ def policy_of(requested: EvacuationPolicy | None, flavor: Flavor | None, default
     return default if spec is None else EvacuationPolicy(spec)
 
 
-def for_cell(policy: EvacuationPolicy) -> EvacuationPolicy | None:
+def visible_to_cell(policy: EvacuationPolicy) -> EvacuationPolicy | None:
     """The policy in the message to a cell, where None means wait."""
     return None if policy is EvacuationPolicy.WAIT else policy

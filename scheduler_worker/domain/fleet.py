@@ -111,7 +111,7 @@ class HostMetricsTable:
         """Numbers count by their age at this time from now on (monotonic, seconds)."""
         self._now_s = now_s
 
-    def known_of(self, index: Rows) -> dict[str, Floats]:
+    def metric_of(self, index: Rows) -> dict[str, Floats]:
         """{metric: the numbers of these hosts, as `values` has them}, of all metrics that are kept."""
         return {name: self.values(name, index) for name in sorted(self._columns)}
 
@@ -174,7 +174,7 @@ MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more i
 WAITING = "waiting"  # in a timeline
 
 
-class AnnouncedWaits(Struct, frozen=True):
+class ReportedWaits(Struct, frozen=True):
     """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
 
     waiting: dict[str, WaitingBuild]
@@ -185,17 +185,17 @@ class WaitingTable:
     """The waiting builds by cell and service."""
 
     def __init__(self) -> None:
-        self._announced: dict[tuple[str, str], AnnouncedWaits] = {}
+        self._reported: dict[tuple[str, str], ReportedWaits] = {}
 
     def apply(self, message: BuildsWaiting, now_s: float) -> None:
         """Take one announcement in: it replaces the service's last one."""
         key = message.cell, message.service
-        self._announced.pop(key, None)
-        for old in [one for one, kept in self._announced.items() if kept.until_s <= now_s]:
-            del self._announced[old]
-        if message.waiting and len(self._announced) < MAX_SERVICES:
+        self._reported.pop(key, None)
+        for old in [one for one, kept in self._reported.items() if kept.until_s <= now_s]:
+            del self._reported[old]
+        if message.waiting and len(self._reported) < MAX_SERVICES:
             waiting = {one.instance_uuid: one for one in message.waiting}
-            self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
+            self._reported[key] = ReportedWaits(waiting, now_s + message.lasts_s)
 
     def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
         """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
@@ -204,13 +204,13 @@ class WaitingTable:
         """
         if build.state != BuildState.BUILDING:
             return None
-        for (cell, service), announced in self._announced.items():
+        for (cell, service), announced in self._reported.items():
             found = announced.waiting.get(build.instance_uuid)
             if cell != build.cell or found is None or announced.until_s <= now_s:
                 continue
             if any(one.attempt >= found.attempt and one.outcome for one in build.history):
                 continue
-            return TimelineEntry(at=found.since, who=f"compute {service}", what=WAITING, detail=found.reason)
+            return TimelineEntry(at=found.since, actor=f"compute {service}", what=WAITING, detail=found.reason)
         return None
 
 

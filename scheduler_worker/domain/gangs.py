@@ -27,7 +27,7 @@ from scheduler_worker.domain.placement import (
     PlacementUnavailable,
 )
 
-LEFT_OUT = "gang.left_out"
+EXCLUDED = "gang.left_out"
 
 
 def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
@@ -68,22 +68,25 @@ def _with_first_options(claim: Claim, room: int) -> Claim:
     return replace(claim, options=claim.options[: max(fitting, 1)])
 
 
-def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:
+def share_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
     """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
     if not states[0].spec.has_policy(GroupPolicy.AFFINITY):
         return list(states)
     rejected = {host: why for one in states for host, why in one.rejected.items()}
     members = {
-        host: count for one in states if one.spec.peers is not None for host, count in one.spec.peers.members.items()
+        host: count
+        for one in states
+        if one.spec.related is not None
+        for host, count in one.spec.related.members.items()
     }
     return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in states]
 
 
-def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
+def apply_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
     """The states, in their order, with the results that one member's result means for the others of its gang.
 
-    If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
-    that run has decided which start. If fewer than must start together are left, none starts.
+    If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier
+    claim owner, that run has decided which start. If fewer than must start together are left, none starts.
     """
     after: list[PlacementState] = []
     for members in by_gang(states):
@@ -98,7 +101,7 @@ def _with_results_of_gang(gang: Gang, members: list[PlacementState]) -> list[Pla
     if unanswered is not None:
         return [replace(one, result=unanswered) if one.result is None else one for one in members]
     if any(isinstance(one.result, HostClaimed) for one in members):
-        left = PlacementRefused(LEFT_OUT, f"an earlier run of the request started gang {gang.uuid} without it")
+        left = PlacementRefused(EXCLUDED, f"an earlier claim owner of the request started gang {gang.uuid} without it")
         return [replace(one, result=left) if one.result is None else one for one in members]
     if len(open_) >= needed(gang, [one.result for one in members]):
         return members
@@ -110,7 +113,7 @@ def _with_results_of_gang(gang: Gang, members: list[PlacementState]) -> list[Pla
 
 def needed(gang: Gang, results: Sequence[PlacementResult | None]) -> int:
     """How many members must start together: of those that a delete has taken out meanwhile none."""
-    withdrawn = sum(isinstance(one, PlacementRefused) and one.is_fenced for one in results)
+    withdrawn = sum(isinstance(one, PlacementRefused) and one.was_deleted for one in results)
     return min(gang.min_count, max(gang.size - withdrawn, 1))
 
 
@@ -120,7 +123,7 @@ def claimable(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
     return [members for members in gangs if all(one.choice is not None for one in members)]
 
 
-def left_of_gangs(
+def remaining_gangs(
     builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Collection[str]
 ) -> dict[str, Gang | None]:
     """{gang: what is left of it to start}, of each that a delete has taken members out of, or of which some were
@@ -148,9 +151,9 @@ def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) ->
 
 def outcome_of_gang(members: Sequence[PendingBuild], outcomes: Mapping[int, Outcome]) -> Outcome:
     """The outcome of a request with these members: a retry if one of them is retried, otherwise that of the first."""
-    first = outcomes[members[0].position]
+    first = outcomes[members[0].batch_index]
     for pending in members:
-        outcome = outcomes[pending.position]
+        outcome = outcomes[pending.batch_index]
         if not isinstance(outcome, Done):
             return outcome
     if isinstance(first, Done) and isinstance(first.reply, BuildAccepted):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
@@ -42,7 +42,7 @@ DOWN_HOLD_S = 3600.0
 MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
-FORGOTTEN = "service.forgotten"
+SERVICE_DELETED = "service.deleted"
 CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
 SERVICE_UP = "host.service_up"
 CELL_SILENT = "host.cell_silent"
@@ -56,7 +56,7 @@ class ServiceState(Struct):
 
     first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing: the
     revision of the table then. unanswered: how many requests for its hosts it has left unanswered since. ring: of its
-    newest announcement, by which members of its ring it goes ((0, 0): it shares no hosts). forgotten: an operator has
+    newest announcement, by which members of its ring it goes ((0, 0): it shares no hosts). deleted: an operator has
     stated that it is gone for good, and it has announced nothing since.
     """
 
@@ -72,10 +72,10 @@ class ServiceState(Struct):
     listing: int = 0
     unanswered: int = 0
     ring: tuple[int, int] = NO_RING
-    forgotten: bool = False
+    deleted: bool = False
 
 
-class CellDigest(Struct):
+class CellServiceStates(Struct):
     """The newest digest of one cell. last_seen_s: when it, or an equal one, came (monotonic).
 
     page: the last page of it that came. up: how many services it counts; -1: no digest has come yet.
@@ -99,7 +99,7 @@ class HostTable:
         self._down_hold_s = down_hold_s
         self.services: list[ServiceState] = []
         self.cells: list[str] = []
-        self._digests: dict[str, CellDigest] = {}
+        self._digests: dict[str, CellServiceStates] = {}
         self._service_index: dict[tuple[str, str], int] = {}
         self._index: dict[str, int] = {}
         self._by_name: dict[str, list[int]] = {}
@@ -120,9 +120,9 @@ class HostTable:
         self.projects: dict[str, int] = {}
         self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports a problem with it
         self._decided: dict[str, HostAdminState] = {}
-        self._cells_in_book: dict[str, str] = {}  # of hosts that were fenced without having been announced here
+        self._cells_in_placement: dict[str, str] = {}  # of hosts that were fenced without having been announced here
         # {uuid: (the service that also reports this host, and was refused it; its listing then)}
-        self._contested: dict[str, tuple[int, int]] = {}
+        self._claims_refused: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
         self.revision = 0  # incremented with every change that may let another set of hosts pass
 
@@ -144,10 +144,10 @@ class HostTable:
             return [name]
         return [self.uuids[index] for index in self._by_name.get(name, ())]
 
-    def apply(self, message: ComputeHosts | ServicesDigest, now_s: float) -> bool:
+    def apply(self, message: ComputeHosts | ServiceStates, now_s: float) -> bool:
         """Apply one announcement. False: it is outdated, and ignored."""
-        if isinstance(message, ServicesDigest):
-            return self._apply_digest(message, now_s)
+        if isinstance(message, ServiceStates):
+            return self._apply_service_states(message, now_s)
         known = self._service_index.get((message.cell, message.service))
         if known is None and len(self.services) >= MAX_SERVICES:
             return False
@@ -161,8 +161,8 @@ class HostTable:
                 service.first_sequence = 0  # its sequence starts again
             service.epoch, service.sequence, service.last_seen_s = message.epoch, message.sequence, now_s
             service.unanswered = 0
-            service.forgotten = False
-        self._assess(self.services[known], self._digests.get(message.cell, CellDigest()), now_s)
+            service.deleted = False
+        self._assess(self.services[known], self._digests.get(message.cell, CellServiceStates()), now_s)
         self._apply_hosts(known, message, now_s)
         self.revision += 1
         return True
@@ -189,7 +189,7 @@ class HostTable:
 
     def count_request(self, cell: str, now_s: float) -> None:
         """Every service of this cell was requested to announce its hosts; one that never does so counts as down."""
-        digest = self._digests.get(cell, CellDigest())
+        digest = self._digests.get(cell, CellServiceStates())
         for service in self.services:
             if service.cell == cell:
                 service.unanswered += 1
@@ -199,7 +199,7 @@ class HostTable:
         """Per service: whether its cell lists it as down. One more entry at the end stands for NO_SERVICE."""
         return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
-    def adopt_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
+    def apply_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
         """Replace all decisions of operators: {uuid: decision}, also about hosts that are not announced yet."""
         self.revision += self._decided != decisions
         self.admin[: len(self)] = 0
@@ -210,15 +210,15 @@ class HostTable:
         self._decided = dict(decisions)
 
     def last_cell_of(self, uuid: str) -> str | None:
-        """The cell that last announced a host, also when no service manages it any more; else that which the book has
+        """The cell that last announced a host, also when no service manages it any more; else that which placement has
         it in, if that was needed.
         """
         index = self._index.get(uuid)
-        return self._cells_in_book.get(uuid) if index is None else self.cells[int(self.cell[index])]
+        return self._cells_in_placement.get(uuid) if index is None else self.cells[int(self.cell[index])]
 
     def learn_cell(self, uuid: str, cell: str) -> None:
         """Note the cell of a host that no service has announced."""
-        self._cells_in_book[uuid] = cell
+        self._cells_in_placement[uuid] = cell
 
     def live_service_of(self, uuid: str) -> str | None:
         """The name of the compute service that manages a host, if it is up."""
@@ -231,9 +231,9 @@ class HostTable:
         service = NO_SERVICE if index is None else int(self.last_service[index])
         return "" if service == NO_SERVICE else self.services[service].name
 
-    def contested_by(self, uuid: str) -> str | None:
-        """The service that is up and also reports this host, although the book has it as another service's."""
-        refused = self._contested.get(uuid)
+    def claimed_also_by(self, uuid: str) -> str | None:
+        """The service that is up and also reports this host, although placement has it as another service's."""
+        refused = self._claims_refused.get(uuid)
         service = None if refused is None else self.services[refused[0]]
         return service.name if service is not None and service.down is None else None
 
@@ -241,7 +241,7 @@ class HostTable:
         """Why a service that is up may report a host: one does, or not every service of these cells, in one of which
         the host is, is known here.
         """
-        service = self.live_service_of(uuid) or self.contested_by(uuid)
+        service = self.live_service_of(uuid) or self.claimed_also_by(uuid)
         if service is not None:
             return Refusal(code=SERVICE_UP, reason=f"the compute service {service} is up and reports host {uuid}")
         silent = [cell for cell in cells if not self.is_complete(cell, now_s)]
@@ -268,15 +268,15 @@ class HostTable:
 
     def cells_of_service(self, name: str) -> list[str]:
         """The cells that have a compute service of this name: one that is announced, or that its cell lists as down."""
-        announced = {one.cell for one in self.services if one.name == name and not one.forgotten}
+        announced = {one.cell for one in self.services if one.name == name and not one.deleted}
         return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
 
     def services_in(self, cell: str) -> list[str]:
         """The compute services of a cell: those that are announced, and those that it lists as down."""
-        announced = {one.name for one in self.services if one.cell == cell and not one.forgotten}
+        announced = {one.name for one in self.services if one.cell == cell and not one.deleted}
         return sorted(announced.union(self._digests[cell].down if cell in self._digests else ()))
 
-    def dead_unannounced(self) -> list[tuple[str, str]]:
+    def dead_not_reported(self) -> list[tuple[str, str]]:
         """(cell, service) of those that a cell lists as down and that have announced nothing here, in order."""
         down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
         return sorted(down - self._service_index.keys())
@@ -288,18 +288,21 @@ class HostTable:
     def service_of(self, cell: str, name: str) -> int:
         """The index of a compute service; NO_SERVICE: it has not announced itself here, or is forgotten."""
         index = self._service_index.get((cell, name), NO_SERVICE)
-        return NO_SERVICE if index != NO_SERVICE and self.services[index].forgotten else index
+        return NO_SERVICE if index != NO_SERVICE and self.services[index].deleted else index
 
-    def forget_service(self, gone: ServiceGone, now_s: float) -> None:
+    def delete_service(self, gone: ServiceRemoved, now_s: float) -> None:
         """Drop a compute service that is gone for good; it is back once it announces its hosts."""
         index = self._service_index.get((gone.cell, gone.service))
         if index is None:
             return
         service = self.services[index]
-        service.forgotten, service.down_s = True, now_s
+        service.deleted, service.down_s = True, now_s
         self.revision += 1
         service.down = ServiceDown(
-            service=gone.service, epoch=service.epoch, code=FORGOTTEN, reason="an operator has stated that it is gone"
+            service=gone.service,
+            epoch=service.epoch,
+            code=SERVICE_DELETED,
+            reason="an operator has stated that it is gone",
         )
         self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
         self.last_service[: len(self)][self.last_service[: len(self)] == index] = NO_SERVICE
@@ -316,11 +319,11 @@ class HostTable:
             return None
         return self.services[int(self.service[index])]
 
-    def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
+    def _apply_service_states(self, digest: ServiceStates, now_s: float) -> bool:
         """A digest counts when all its pages have come; until then, and for ever if a page is lost, the previous digest
         counts.
         """
-        known = self._digests.setdefault(digest.cell, CellDigest())
+        known = self._digests.setdefault(digest.cell, CellServiceStates())
         version = (digest.term, digest.number)
         if digest.page == 1:
             if version <= known.version:
@@ -342,11 +345,11 @@ class HostTable:
                     self.revision += bool(left.any())
         return True
 
-    def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
+    def _assess(self, service: ServiceState, digest: CellServiceStates, now_s: float) -> None:
         """The state that its cell lists for this service's present epoch or a later one; otherwise
         its silence decides.
         """
-        if service.forgotten:
+        if service.deleted:
             return
         down = digest.down.get(service.name)
         if down is not None and down.epoch < service.epoch:
@@ -377,9 +380,9 @@ class HostTable:
             if host.owner is not None:
                 self._refuse(host.uuid, service, self.service_of(message.cell, host.owner))
                 continue
-            if host.uuid in self._contested and self._contested[host.uuid][0] == service:
-                del self._contested[host.uuid]
-            if not self._is_held(host.uuid, cell, now_s) and not self._is_anothers(host.uuid, service, now_s):
+            if host.uuid in self._claims_refused and self._claims_refused[host.uuid][0] == service:
+                del self._claims_refused[host.uuid]
+            if not self._is_held(host.uuid, cell, now_s) and not self._is_foreign(host.uuid, service, now_s):
                 self._put(host, service, cell)
         if not first_sequence:
             return
@@ -390,8 +393,10 @@ class HostTable:
             unlisted = self.listed[: len(self)] != state.listing
             for column in (self.service[: len(self)], self.last_service[: len(self)]):
                 column[unlisted & (column == service)] = NO_SERVICE
-            for uuid in [uuid for uuid, at in self._contested.items() if at[0] == service and at[1] != state.listing]:
-                del self._contested[uuid]
+            for uuid in [
+                uuid for uuid, at in self._claims_refused.items() if at[0] == service and at[1] != state.listing
+            ]:
+                del self._claims_refused[uuid]
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
         """Whether a service of another cell that is up manages this host."""
@@ -408,22 +413,22 @@ class HostTable:
         return now_s - max(service.last_seen_s, digest.last_seen_s if digest else -math.inf) <= CELL_HOLD_S
 
     def _refuse(self, uuid: str, service: int, owner: int) -> None:
-        """The book has this host as the owner's, so it does not belong to this service. It is the owner's again if this
-        one was taken to have succeeded it: the owner is down, and still has what runs there.
+        """Placement has this host as the owner's, so it does not belong to this service. It is the owner's again if
+        this one was taken to have succeeded it: the owner is down, and still has what runs there.
         """
-        if uuid in self._contested or len(self._contested) < MAX_HOSTS:
-            self._contested[uuid] = (service, self.services[service].listing)
+        if uuid in self._claims_refused or len(self._claims_refused) < MAX_HOSTS:
+            self._claims_refused[uuid] = (service, self.services[service].listing)
         index = self._index.get(uuid)
         if index is not None and self.service[index] == service:
             self.service[index] = owner
         if index is not None and self.last_service[index] == service:
             self.last_service[index] = owner
 
-    def _is_anothers(self, uuid: str, service: int, now_s: float) -> bool:
+    def _is_foreign(self, uuid: str, service: int, now_s: float) -> bool:
         """Whether another service of this cell has the host, and this one does not take it over.
 
         In a ring, a newer membership, which this service does not have yet, gave the host to the other one. Otherwise
-        as long as the other one is up and lists it: two services report a host of one uuid, and the book decides which
+        as long as the other one is up and lists it: two services report a host of one uuid, and placement decides which
         one has it.
         """
         index, ring = self._index.get(uuid), self.services[service].ring
@@ -482,9 +487,9 @@ class HostTable:
 
     def _grow(self) -> None:
         for name in COLUMNS:
-            setattr(self, name, _doubled(getattr(self, name)))
+            setattr(self, name, _duplicate(getattr(self, name)))
 
 
-def _doubled(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _duplicate(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """With room for as many more: a row is written whole when its host is put there, and no other row is read."""
     return np.concatenate([column, np.zeros_like(column)])

@@ -26,7 +26,7 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.fences import fence_of, followed
+from scheduler_worker.domain.fences import fence_after_change, fence_of
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.objects import (
     UNKNOWN,
@@ -105,7 +105,7 @@ def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> R
     return None
 
 
-def cells_left(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
+def cells_after_removal(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
     """The cells that a change takes out of use, if they have instances that prevent it. One that was removed is in use
     while it has some (`cells_in_use`), or has its operator's word that they are abandoned, which goes with its object.
     """
@@ -153,7 +153,7 @@ def zones_after(selector: Selector, after: SchedulerConfig) -> HostsView:
 def zones_in(view: HostsView) -> HostZones:
     """The zones of each host by uuid; a host in none is left out."""
     zones: dict[str, dict[str, str]] = {}
-    uuids = [view.book.uuid_of(row) for row in view.rows.tolist()]
+    uuids = [view.replica.uuid_of(row) for row in view.rows.tolist()]
     for aggregate in view.membership.with_key(ZONE_KEY):
         for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
             zones.setdefault(uuids[at], {}).setdefault(aggregate.metadata[ZONE_KEY], aggregate.name)
@@ -185,17 +185,17 @@ def zone_conflict(before: HostZones, after: HostZones, name_of: Callable[[str], 
 
 def zones_of_each(view: HostsView, default_zone: str) -> dict[str, list[str]]:
     """All zones of each host by name: a request for any of them is built there."""
-    book, found = view.book, zones_in(view)
-    return {book.name_of(row): list(found.get(book.uuid_of(row), (default_zone,))) for row in view.rows.tolist()}
+    replica, found = view.replica, zones_in(view)
+    return {replica.name_of(row): list(found.get(replica.uuid_of(row), (default_zone,))) for row in view.rows.tolist()}
 
 
-def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
+def zones_after_removal(selector: Selector, after: SchedulerConfig) -> str | None:
     """Why a configuration is refused: it takes hosts with instances out of a zone. None: it does not."""
     view = selector.all_hosts()
-    book, used = view.book, in_use(view.book, view.rows)
+    replica, used = view.replica, in_use(view.replica, view.rows)
     before = zones_of_each(view, selector.config.default_availability_zone)
     then = zones_of_each(zones_after(selector, after), after.default_availability_zone)
-    return zones_that_move(before, then, [book.name_of(row) for row in view.rows[used].tolist()])
+    return zones_that_move(before, then, [replica.name_of(row) for row in view.rows[used].tolist()])
 
 
 def fence_changes(
@@ -227,7 +227,7 @@ def fence_changes(
         assert cell is not None
         cells[uuid] = cell
     revision = present.revision + 1
-    return followed(
+    return fence_after_change(
         planned.changed,
         present.objects,
         revision,

@@ -23,10 +23,10 @@ def broken_rule(
 ) -> str | None:
     """Why a change is refused, naming the objects. after: all bodies, once the change is made. None: it is not."""
     changed = tuple(changed)
-    return _odd_name(changed) or _odd_project(changed) or _shared_uuid(changed, after)
+    return _invalid_name(changed) or _invalid_project(changed) or _shared_uuid(changed, after)
 
 
-def _odd_name(changed: Iterable[ChangedObject]) -> str | None:
+def _invalid_name(changed: Iterable[ChangedObject]) -> str | None:
     """A new object has a name that no message can have: of the settings, or of a file that is only checked."""
     for one in changed:
         is_cell = one.kind is ObjectKind.CELL
@@ -39,7 +39,7 @@ def _odd_name(changed: Iterable[ChangedObject]) -> str | None:
     return None
 
 
-def _odd_project(changed: Iterable[ChangedObject]) -> str | None:
+def _invalid_project(changed: Iterable[ChangedObject]) -> str | None:
     """A quota or a flavor newly names a project that no request can have."""
     for one in changed:
         for project in sorted(_projects_of(one, one.after) - _projects_of(one, one.before)):

@@ -24,9 +24,9 @@ from bus.contracts.objects import (
     CellDecision,
     CellState,
     ChangedObject,
+    DeletedService,
     FenceRecord,
     Flavor,
-    ForgottenService,
     GroupDefinition,
     HostDecision,
     ObjectKind,
@@ -70,7 +70,7 @@ BODIES: Mapping[ObjectKind, type[Struct]] = {
     ObjectKind.DRAIN: DrainRecord,
     ObjectKind.GROUP: GroupDefinition,
     ObjectKind.REPAIR: AuditRepair,
-    ObjectKind.SERVICE: ForgottenService,
+    ObjectKind.SERVICE: DeletedService,
 }
 # The reasons why a change of objects refuses certain kinds.
 DERIVED: Mapping[ObjectKind, str] = {
@@ -95,11 +95,11 @@ Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]
 
 
-class ChangeAuthor(Struct, frozen=True):
+class ChangeActor(Struct, frozen=True):
     """The entry that the log of changes keeps about a change beside the objects. at: seconds since the epoch."""
 
-    who: str
-    why: str
+    name: str
+    reason: str
     at: float
     forced: bool = False
 
@@ -312,7 +312,7 @@ def _too_many(changed: Sequence[ChangedObject], present: Objects) -> Refusal | N
     return None
 
 
-def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: ChangeAuthor) -> RecordedObjects:
+def applied(present: RecordedObjects, changed: Iterable[ChangedObject], actor: ChangeActor) -> RecordedObjects:
     """The objects once these changes are made, under the next revision."""
     revision = present.revision + 1
     objects = dict(present.objects)
@@ -325,8 +325,8 @@ def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: 
                 name=one.name,
                 body=one.after,
                 version=revision,
-                changed_at=author.at,
-                changed_by=author.who,
+                changed_at=actor.at,
+                changed_by=actor.name,
             )
     return RecordedObjects(revision, objects)
 

@@ -1,6 +1,6 @@
 """One request on its way to a host: its state, its possible results, its claim, and the commands of a step.
 
-A claim that holds is the last: the build goes where it is, whichever run of the request has made it.
+A claim that holds is the last: the build goes where it is, whichever claim owner of the request has made it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.domain.builds import FIRST_ATTEMPT, Gang
-from scheduler_worker.domain.explain import ClaimLoss
+from scheduler_worker.domain.explain import FailedClaim
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import Placeable, RequestSpec, held_option
+from scheduler_worker.domain.view import RequestSpec, SchedulableRequest, find_matching_option
 
 T = TypeVar("T")
 
 IGNORED = "host.ignored"  # as the request wants it
-CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
+CONSUMER_CONFLICT = "claim.consumer_conflict"  # the allocation is another client's: the scheduler never releases it
 
 # Outcomes after which the request claims again.
-LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
+LOST = frozenset(
+    {ClaimOutcome.CONFLICT, ClaimOutcome.NO_CAPACITY, ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.PROVIDER_REMOVED}
+)
 
 
 # --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
@@ -44,39 +46,39 @@ class PlacementUnavailable(Transient):
     code = "placement.unavailable"
 
 
-def unavailable_after(fault: Fault) -> PlacementUnavailable:
+def unavailable_from_fault(fault: Fault) -> PlacementUnavailable:
     """The fault of an unanswered message, as a result."""
     if isinstance(fault, PlacementUnavailable):
         return fault
     return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
 
 
-def answered(answer: T | Fault) -> T:
+def answer_or_raise(answer: T | Fault) -> T:
     """The answer to a query. Raises PlacementUnavailable, or RequestRefused: placement has refused it for good."""
     if isinstance(answer, RequestRefused):
         raise answer
     if isinstance(answer, Fault):
-        raise unavailable_after(answer) from answer
+        raise unavailable_from_fault(answer) from answer
     return answer
 
 
 class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
-    passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
-    weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already. limits:
-    what it was held to, as are those of its alternates.
+    passing_hosts: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the
+    choice weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
+    limits: what it was held to, as are those of its alternates.
     """
 
     cell: str
     selections: tuple[Selection, ...]
     consumer_generation: int
-    passed: int
+    passing_hosts: int
     score: float
     claims: int
     decided_at: float = 0.0
     claimed_at: float = 0.0
-    lost: tuple[ClaimLoss, ...] = ()
+    lost: tuple[FailedClaim, ...] = ()
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
     limits: Mapping[str, int] = {}
@@ -89,8 +91,8 @@ class PlacementRefused(Struct, frozen=True):
 
     code: str
     reason: str
-    lost: tuple[ClaimLoss, ...] = ()
-    is_fenced: bool = False
+    lost: tuple[FailedClaim, ...] = ()
+    was_deleted: bool = False
     claims: int = 0
 
 
@@ -98,12 +100,13 @@ class ClaimsContended(Struct, frozen=True):
     """The bounds of this delivery are used up, and a host that may fit is left unclaimed."""
 
     claims: int
-    lost: tuple[ClaimLoss, ...] = ()
+    lost: tuple[FailedClaim, ...] = ()
 
 
-class ClaimStranded(Struct, frozen=True):
-    """A claim is held, by this run or an earlier one, and its request is not placed there: no compute service announces
-    the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not known).
+class ClaimUnlocatable(Struct, frozen=True):
+    """A claim is held, by this claim owner or an earlier one, and its request is not placed there: no compute service
+    announces the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not
+    known).
     host_uuid, attempt: of the claim.
     """
 
@@ -111,7 +114,7 @@ class ClaimStranded(Struct, frozen=True):
     cell: str | None = None
     host_uuid: str | None = None
     attempt: int = FIRST_ATTEMPT
-    lost: tuple[ClaimLoss, ...] = ()
+    lost: tuple[FailedClaim, ...] = ()
     claims: int = 0
 
 
@@ -123,7 +126,7 @@ class GangIncomplete(Struct, frozen=True):
     gang: Gang
     placed: int
     claims: int
-    lost: tuple[ClaimLoss, ...] = ()
+    lost: tuple[FailedClaim, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -134,27 +137,31 @@ class GangIncomplete(Struct, frozen=True):
         )
 
 
-def result_after(fault: Fault) -> PlacementRefused | PlacementUnavailable:
+def result_of_fault(fault: Fault) -> PlacementRefused | PlacementUnavailable:
     """The result of a placement that a message about it has no answer to."""
-    return PlacementRefused(fault.code, fault.reason) if isinstance(fault, RequestRefused) else unavailable_after(fault)
+    return (
+        PlacementRefused(fault.code, fault.reason)
+        if isinstance(fault, RequestRefused)
+        else unavailable_from_fault(fault)
+    )
 
 
-def unknown_after(fault: Fault) -> ClaimStranded | PlacementUnavailable:
-    """The result of a placement of which it is not known what its instance holds, or that its run has it. Where
+def unlocatable_after_fault(fault: Fault) -> ClaimUnlocatable | PlacementUnavailable:
+    """The result of a placement of which it is not known what its instance holds, or that its claim owner has it. Where
     placement has refused to tell, for good, it ends as if the claim were of no known cell, and nothing is released.
     """
-    return ClaimStranded(str(fault)) if isinstance(fault, RequestRefused) else unavailable_after(fault)
+    return ClaimUnlocatable(str(fault)) if isinstance(fault, RequestRefused) else unavailable_from_fault(fault)
 
 
-DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
+DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimUnlocatable | GangIncomplete
 PlacementResult = DecidedResult | PlacementUnavailable
 
 
 # --- the state
 
 
-class ForeignClaim(Struct, frozen=True, kw_only=True):
-    """The instance is another control plane's, Nova's: its claims are foreign ones.
+class ExternalClaim(Struct, frozen=True, kw_only=True):
+    """The instance is another control plane's, Nova's: its claims are external ones.
 
     group_members: instances that it counts to the server group, whoever claimed them. adds_to: the generation of what
     the instance holds and leaves, to which the claim adds; None: nothing, as far as is known.
@@ -165,83 +172,83 @@ class ForeignClaim(Struct, frozen=True, kw_only=True):
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. run: its claims are by it; limits: and held to these.
+    """A request to place. claim_owner: its claims are by it; limits: and held to these.
 
     gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
-    foreign: None of berth's own instances.
+    external: None of berth's own instances.
     """
 
-    request: Placeable
+    request: SchedulableRequest
     spec: RequestSpec
-    run: str = ""
+    claim_owner: str = ""
     limits: Mapping[str, int] = {}
     gang: Gang | None = None
-    foreign: ForeignClaim | None = None
+    external: ExternalClaim | None = None
 
 
 class PlacementState(Struct, frozen=True, kw_only=True):
     """How far one request has come.
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
-    selected one. same_host: the chosen host's shape had changed; claim it again. looked_again: how often nothing
+    selected one. same_host: the chosen host's shape had changed; claim it again. retried_searches: how often nothing
     fitted, and another choice was made on the newest state of the replica, as each later one is.
-    partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
-    run was found. run, limits, gang, foreign: as in PlacementRequest.
+    partly_used_up: hosts of which only some children are known to be full. recovered: the host where a claim of an
+    earlier run was found. claim_owner, limits, gang, external: as in PlacementRequest.
     """
 
-    request: Placeable
+    request: SchedulableRequest
     spec: RequestSpec
-    run: str
+    claim_owner: str
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
     same_host: bool = False
-    raced: int = 0
+    conflicts: int = 0
     claims: int = 0
     decided_at: float = 0.0
-    lost: tuple[ClaimLoss, ...] = ()
-    partly_full: tuple[str, ...] = ()
-    looked_again: int = 0
+    lost: tuple[FailedClaim, ...] = ()
+    partly_used_up: tuple[str, ...] = ()
+    retried_searches: int = 0
     recovered: str | None = None
     result: PlacementResult | None = None
     limits: Mapping[str, int] = {}
     gang: Gang | None = None
-    foreign: ForeignClaim | None = None
+    external: ExternalClaim | None = None
 
     @property
     def needs_refresh(self) -> bool:
         """Whether the next decision has to be made on the newest state: an older state never proves "no host"."""
-        return self.same_host or self.looked_again > 0
+        return self.same_host or self.retried_searches > 0
 
 
-def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
+def new_placement_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
     """The start: the hosts that the client ignores are rejected; unknown names are left out."""
     request = placement.request
     ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), IGNORED)
     return PlacementState(
         request=request,
         spec=placement.spec,
-        run=placement.run,
+        claim_owner=placement.claim_owner,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
         limits=placement.limits,
         gang=placement.gang,
-        foreign=placement.foreign,
+        external=placement.external,
     )
 
 
-def is_without_host(state: PlacementState) -> bool:
-    """Whether it ends without a host, as far as is known. Then what its instance holds counts: by another run, whose
-    record is lost, or by this one.
+def has_no_host(state: PlacementState) -> bool:
+    """Whether it ends without a host, as far as is known. Then what its instance holds counts: by another claim owner,
+    whose record is lost, or by this one.
     """
     return not isinstance(state.result, HostClaimed | PlacementUnavailable)
 
 
-def is_as_held(state: PlacementState, held: HeldAllocation) -> bool:
+def matches_allocation(state: PlacementState, held: ConsumerRecord) -> bool:
     """Whether it goes where its instance holds something: a claim that was recovered may have been another one's."""
     result, project = state.result, state.request.project_id
-    return isinstance(result, HostClaimed) and (held.project_id, held.attempt, held.holding) == (
+    return isinstance(result, HostClaimed) and (held.project_id, held.attempt, held.allocations) == (
         project,
         result.attempt,
         result.selections[0].allocations,
@@ -254,33 +261,36 @@ def result_of(state: PlacementState) -> PlacementResult:
     return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost, claims=state.claims)
 
 
-def claim_of(state: PlacementState) -> Claim:
+def build_claim(state: PlacementState) -> Claim:
     """The claim of this round: the options of the chosen host."""
     request = state.request
     assert state.choice is not None
     selected = state.choice.selected
     host = None if request.server_group is None else selected.uuid
-    foreign = state.foreign
-    options = tuple(ClaimOption(allocations=one.allocations, shapes=one.shapes, host=host) for one in selected.options)
+    external = state.external
+    options = tuple(
+        ClaimOption(allocations=one.allocations, spec_generations=one.spec_generations, host=host)
+        for one in selected.options
+    )
     return Claim(
         consumer=request.instance_uuid,
         attempt=FIRST_ATTEMPT,
-        by=state.run or None,
+        owner=state.claim_owner or None,
         options=options,
         project_id=request.project_id,
         user_id=request.user_id,
         server_group=request.server_group,
         limits=dict(state.limits),
-        foreign=foreign is not None,
-        consumer_generation=None if foreign is None else foreign.adds_to,
-        group_members=() if foreign is None or request.server_group is None else foreign.group_members,
+        external=external is not None,
+        consumer_generation=None if external is None else external.adds_to,
+        group_members=() if external is None or request.server_group is None else external.group_members,
     )
 
 
 # --- the step after an answer
 
 
-class Settled(Struct, frozen=True):
+class ConfirmedClaim(Struct, frozen=True):
     """The chosen claim holds at these generations ({provider: generation}): the replica assumes it until the feed has
     reached them.
 
@@ -290,24 +300,24 @@ class Settled(Struct, frozen=True):
 
     generations: Mapping[str, int]
     sequence: int = 0
-    instead: Mapping[str, Mapping[str, int]] | None = None
+    granted_allocations: Mapping[str, Mapping[str, int]] | None = None
 
 
 class PlacementStep(Struct, frozen=True):
     """The state afterwards. settled: the chosen claim holds; None: it does not, and what else holds the feed brings."""
 
     state: PlacementState
-    settled: Settled | None = None
+    confirmed: ConfirmedClaim | None = None
 
-    def carry_out(self, book: Book) -> None:
+    def carry_out(self, replica: Replica) -> None:
         """Have the replica assume what holds, and nothing else."""
-        uuid, settled = self.state.request.instance_uuid, self.settled
+        uuid, settled = self.state.request.instance_uuid, self.confirmed
         if settled is None:
-            book.forget(uuid)
+            replica.drop_assumed(uuid)
             return
-        if settled.instead is not None:
-            book.assume(uuid, settled.instead)
-        book.settle(uuid, settled.generations, settled.sequence)
+        if settled.granted_allocations is not None:
+            replica.assume(uuid, settled.granted_allocations)
+        replica.confirm(uuid, settled.generations, settled.sequence)
 
 
 # --- a claim that holds
@@ -316,10 +326,10 @@ class PlacementStep(Struct, frozen=True):
 DIGITS = 3  # bound of a weight on record
 
 
-class HeldByClaim(Struct, frozen=True):
+class RecoveredClaim(Struct, frozen=True):
     """An allocation that a build is given to."""
 
-    holding: Mapping[str, Mapping[str, int]]
+    allocations: Mapping[str, Mapping[str, int]]
     generation: int
     attempt: int
 
@@ -333,30 +343,30 @@ def claimed(
         state,
         selector.selection(selected, option),
         choice.alternates,
-        HeldByClaim({}, answer.consumer_generation or 0, FIRST_ATTEMPT),
+        RecoveredClaim({}, answer.consumer_generation or 0, FIRST_ATTEMPT),
         selector,
         now=now,
-        passed=choice.passed,
+        passed=choice.passing_hosts,
         score=selected.score,
         weights=choice.weights_of_hosts,
     )
     instead = selected.options[option].allocations if option else None
-    return PlacementStep(replace(state, result=result), Settled(answer.generations, answer.sequence, instead))
+    return PlacementStep(replace(state, result=result), ConfirmedClaim(answer.generations, answer.sequence, instead))
 
 
 def recovered(
-    state: PlacementState, candidates: Sequence[RankedHost], held: HeldByClaim, selector: Selector, *, now: float
+    state: PlacementState, candidates: Sequence[RankedHost], held: RecoveredClaim, selector: Selector, *, now: float
 ) -> PlacementStep:
     """Build where a claim is held: it is what counts."""
-    main = _recovered_selection(held.holding, selector)
+    main = _recovered_selection(held.allocations, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
-        return PlacementStep(replace(state, result=ClaimStranded(reason)))
-    if state.foreign is not None and state.spec.query.groups:
-        option = _option_held(state, main.host_uuid, main.allocations, selector)
+        return PlacementStep(replace(state, result=ClaimUnlocatable(reason)))
+    if state.external is not None and state.spec.query.groups:
+        option = _matching_option(state, main.host_uuid, main.allocations, selector)
         if option is None:
             reason = "an earlier claim of this request holds what does not satisfy it any more"
-            return PlacementStep(replace(state, result=ClaimStranded(reason)))
+            return PlacementStep(replace(state, result=ClaimUnlocatable(reason)))
         # Nova binds its ports and devices by which provider satisfies which group.
         main = replace(main, mappings=option.mappings)
     cell = selector.cell_of(main.host_uuid)
@@ -371,7 +381,7 @@ def _host_claimed(
     state: PlacementState,
     main: Selection,
     alternates: Sequence[RankedHost],
-    held: HeldByClaim,
+    held: RecoveredClaim,
     selector: Selector,
     *,
     now: float,
@@ -380,17 +390,17 @@ def _host_claimed(
     weights: Mapping[str, Weights] | None = None,
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
-    if cell is None and state.foreign is not None and main.service:
+    if cell is None and state.external is not None and main.service:
         # Where it was chosen: another control plane can release a claim that it is told of, and no other.
         cell = selector.table.last_cell_of(main.host_uuid)
     if cell is None:
-        return ClaimStranded("no compute service announces the claimed host any more")
+        return ClaimUnlocatable("no compute service announces the claimed host any more")
     selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
     return HostClaimed(
         cell=cell,
         selections=selections,
         consumer_generation=held.generation,
-        passed=passed,
+        passing_hosts=passed,
         score=score,
         claims=state.claims,
         decided_at=state.decided_at,
@@ -412,34 +422,34 @@ def scores_of(selections: Iterable[Selection], weights: Mapping[str, Weights]) -
 
 def _is_still_in(cell: str, alternate: RankedHost, selector: Selector) -> bool:
     """Whether an alternate may be named: while the claim was in flight its host may have left, or changed its cell."""
-    return selector.book.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
+    return selector.replica.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
 
 
 def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Selector) -> Selection | None:
-    book = selector.book
-    rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
+    replica = selector.replica
+    rows = {provider: row for provider in sorted(holding) if (row := replica.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.
-    roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())
+    roots = dict.fromkeys(replica.uuid_of(replica.root_of(row)) for row in rows.values())
     hosts = [root for root in roots if selector.table.index_of(root) is not None]
     if len(hosts) != 1:
         return None
-    shapes: Mapping[str, int] = {provider: book.shape_of(row) for provider, row in rows.items()}
+    shapes: Mapping[str, int] = {provider: replica.spec_generation_of(row) for provider, row in rows.items()}
     return selector.selection_on(hosts[0], holding, shapes)
 
 
-def _option_held(
+def _matching_option(
     state: PlacementState, host: str, held: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> ClaimOption | None:
     """The way in which what is held on a host satisfies the request; None: it does not."""
-    row = selector.book.row_of(host)
+    row = selector.replica.row_of(host)
     assert row is not None
     try:
-        return held_option(selector.book, state.spec, row, held, key=state.request.instance_uuid)
+        return find_matching_option(selector.replica, state.spec, row, held, key=state.request.instance_uuid)
     except QueryTooWide:
         return None
 
 
-def foreign_part(
+def external_part(
     state: PlacementState, holding: Mapping[str, Mapping[str, int]], selector: Selector
 ) -> Mapping[str, Mapping[str, int]]:
     """What the instance of a foreign control plane holds for this request: on one host, and of what that shares.
@@ -448,11 +458,11 @@ def foreign_part(
     them its first host, which is down; what was claimed by a call that failed. Of several hosts it is the one that the
     request may have and whose part is what it asks for. What is held of a host that is not known is never its own.
     """
-    book, spec = selector.book, state.spec
+    replica, spec = selector.replica, state.spec
     named = {*spec.query.only_roots, spec.query.in_tree} - {None}
-    rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
-    roots = {provider: book.uuid_of(book.root_of(row)) for provider, row in rows.items()}
-    shared = set(sharing_of(book).givers.tolist())
+    rows = {provider: row for provider in sorted(holding) if (row := replica.row_of(provider)) is not None}
+    roots = {provider: replica.uuid_of(replica.root_of(row)) for provider, row in rows.items()}
+    shared = set(sharing_of(replica).donors.tolist())
     best: tuple[tuple[bool, bool], Mapping[str, Mapping[str, int]]] = (False, False), {}
     for host in dict.fromkeys(roots.values()):
         if state.rejected.get(host) == IGNORED or selector.table.index_of(host) is None:
@@ -461,12 +471,12 @@ def foreign_part(
         cell = selector.cell_of(host)
         is_in_cell = cell is not None and spec.cell in (None, cell)
         is_allowed = is_in_cell and (not named or host in named) and selector.rejects(host, spec) is None
-        fits = is_allowed and _option_held(state, host, part, selector) is not None
+        fits = is_allowed and _matching_option(state, host, part, selector) is not None
         if not best[1] or (is_allowed, fits) > best[0]:
             best = (is_allowed, fits), part
     return best[1]
 
 
-def stranded(held: HeldAllocation, reason: str) -> ClaimStranded:
+def unlocatable_claim(held: ConsumerRecord, reason: str) -> ClaimUnlocatable:
     """The result of a request that is not placed where its claim is held."""
-    return ClaimStranded(reason, held.cell, next(iter(held.hosts), None), held.attempt)
+    return ClaimUnlocatable(reason, held.cell, next(iter(held.hosts), None), held.attempt)

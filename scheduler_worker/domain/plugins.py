@@ -18,7 +18,7 @@ from scheduler_worker.domain.hosts import Floats, Mask
 from scheduler_worker.domain.view import HostsView, HostView, Membership, RequestSpec
 
 
-class Verdict(Struct, frozen=True):
+class FilterResult(Struct, frozen=True):
     """A filter's verdict: `passed` per row of the view, `rejected`: {reason: hosts}."""
 
     passed: Mask
@@ -30,7 +30,7 @@ class Filter(Protocol):
 
     name: ClassVar[str]
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """A verdict over all hosts of the view at once."""
 
 
@@ -43,11 +43,11 @@ class HostFilter:
         """The reason why this host may not take the build (a stable code), or None when it may."""
         raise NotImplementedError
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Check every host in turn."""
         reasons = [self.rejection_reason(view.host(row), spec) for row in range(len(view))]
         passed = np.array([reason is None for reason in reasons], dtype=np.bool_)
-        return Verdict(passed, dict(Counter(reason for reason in reasons if reason is not None)))
+        return FilterResult(passed, dict(Counter(reason for reason in reasons if reason is not None)))
 
 
 class Weigher(Protocol):
@@ -106,9 +106,9 @@ def is_own(plugin: Filter | Weigher) -> bool:
 NONE_REJECTED: Mapping[str, int] = {}
 
 
-def verdict_of(passed: Mask, reason: str) -> Verdict:
+def filter_result_of(passed: Mask, reason: str) -> FilterResult:
     """A verdict that rejects all hosts for the same reason."""
-    return Verdict(passed, {reason: int(passed.size - np.count_nonzero(passed))})
+    return FilterResult(passed, {reason: int(passed.size - np.count_nonzero(passed))})
 
 
 # The weights of more hosts than this are not kept by weigher: they would take 8 bytes a host, weigher and ranking.
@@ -208,12 +208,12 @@ def _by_aggregate(view: HostsView, membership: Membership, key: str, setting: fl
     return np.where(unreadable | np.isinf(smallest), setting, smallest)
 
 
-def verdict_of_members(
+def filter_result_of_members(
     view: HostsView, restricting: Sequence[Aggregate], admits: Callable[[Aggregate], bool], reason: str
-) -> Verdict:
+) -> FilterResult:
     """A verdict that rejects the hosts in any of these aggregates of which none admits the request."""
     if not restricting:
-        return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        return FilterResult(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
     restricted = np.zeros(len(view), dtype=np.bool_)
     allowed = np.zeros(len(view), dtype=np.bool_)
     for aggregate in restricting:
@@ -221,4 +221,4 @@ def verdict_of_members(
         restricted |= members
         if admits(aggregate):
             allowed |= members
-    return verdict_of(~restricted | allowed, reason)
+    return filter_result_of(~restricted | allowed, reason)

@@ -1,6 +1,6 @@
 """A ranking: the hosts that passed for one kind of request, best first, drawn lazily.
 
-Like requests of one batch share a ranking. Each pick is assumed in the book, so that the next one sees it,
+Like requests of one batch share a ranking. Each pick is assumed in the replica, so that the next one sees it,
 and only the picked host is weighed again, on the scales of the ranking's start: a pick costs the same at 1,000 and
 at 1,000,000 hosts.
 """
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import KEPT_HOSTS, Weighing, reweigh, score
 from scheduler_worker.domain.view import HostsView, RequestSpec, options_on
@@ -49,10 +49,10 @@ class Spread(Struct, frozen=True):
 
 # Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
 # a third more than its items would in the largest batch.
-LONGEST_RUN = 64
+LARGEST_BATCH = 64
 
 
-class CellRuns:
+class CellBatching:
     """The cell to choose in next, among hosts of equal weight: one cell at a time, so that its batches are large.
 
     A scheduler sends the choices of one round to each chosen cell as one batch, which passes the cell's conductor,
@@ -63,12 +63,12 @@ class CellRuns:
     The runs are those of one scheduler, from round to round. Cells are given by their index in the host table.
     """
 
-    __slots__ = ("_cell", "_last", "_left", "_runs")
+    __slots__ = ("_batches", "_cell", "_last", "_remaining")
 
     def __init__(self) -> None:
         self._cell: int | None = None
-        self._left = LONGEST_RUN  # choices in the current run
-        self._runs = 0
+        self._remaining = LARGEST_BATCH  # choices in the current run
+        self._batches = 0
         self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
 
     def begin_round(self) -> None:
@@ -82,11 +82,11 @@ class CellRuns:
     def chose(self, cell: int) -> None:
         """Count a choice of a host in this cell."""
         if cell != self._cell:
-            self._runs += 1
-            self._cell, self._left = cell, LONGEST_RUN
-            self._last[cell] = self._runs
-        self._left -= 1
-        if not self._left:
+            self._batches += 1
+            self._cell, self._remaining = cell, LARGEST_BATCH
+            self._last[cell] = self._batches
+        self._remaining -= 1
+        if not self._remaining:
             self._cell = None
 
 
@@ -121,14 +121,15 @@ Weights = Mapping[str, float]
 
 
 class Choice(Struct, frozen=True):
-    """The host to claim, and those to try in its cell when the build fails there. `passed`: hosts to choose from.
+    """The host to claim, and those to try in its cell when the build fails there. `passing_hosts`: hosts to choose
+    from.
 
     weights: of the selected host and of each alternate, at the time of the choice; empty: only one passed.
     """
 
     selected: RankedHost
     alternates: tuple[RankedHost, ...]
-    passed: int
+    passing_hosts: int
     weights: tuple[Weights, ...] = ()
 
     @property
@@ -143,10 +144,10 @@ class GroupExclusions:
     placed: {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
     """
 
-    __slots__ = ("_book", "_known", "_max_per_host", "_members", "_placed", "full_hosts")
+    __slots__ = ("_known", "_max_per_host", "_members", "_placed", "_replica", "full_hosts")
 
-    def __init__(self, book: Book, placed: Mapping[str, int], max_per_host: int) -> None:
-        self._book = book
+    def __init__(self, replica: Replica, placed: Mapping[str, int], max_per_host: int) -> None:
+        self._replica = replica
         self._placed = placed
         self._max_per_host = max_per_host
         self._members: dict[str, int] = {}
@@ -165,7 +166,7 @@ class GroupExclusions:
 
     def __contains__(self, row: object) -> bool:
         assert isinstance(row, int)
-        uuid = self._book.uuid_of(row)
+        uuid = self._replica.uuid_of(row)
         return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._max_per_host
 
 
@@ -184,13 +185,13 @@ class Ranking:
         *,
         shuffle: bool,
         rng: Random,
-        runs: CellRuns | None = None,
+        runs: CellBatching | None = None,
     ) -> None:
         self.view = view
         self.spec = spec
         self.funnel = funnel
         self._rng = rng
-        self._runs = runs if shuffle else None
+        self._batches = runs if shuffle else None
         self._cells = view.cell
         self._services = view.service
         self._scores, self._scales = score(view, spec, weighings)
@@ -206,7 +207,7 @@ class Ranking:
     def pick(
         self, excluded: Container[int], *, subset: int, alternates: int, full: Container[int] = NONE_FULL
     ) -> Choice | None:
-        """The best host that still fits and is not excluded (rows of the book), with its alternates.
+        """The best host that still fits and is not excluded (rows of the replica), with its alternates.
 
         `subset`: the choice is drawn at random from this many of the best. full: hosts that are excluded too, and that
         every later pick with the same `full` excludes: those are drawn once, and not for each pick.
@@ -238,8 +239,8 @@ class Ranking:
 
     def consumed(self, candidate: RankedHost) -> None:
         """Weigh this host again: a claim on it was assumed in the replica."""
-        if self._runs is not None:
-            self._runs.chose(int(self._cells[candidate.position]))
+        if self._batches is not None:
+            self._batches.chose(int(self._cells[candidate.position]))
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = 0.0
         for scale, weights in reweigh(one, self.spec, self._scales):
@@ -314,12 +315,12 @@ class Ranking:
         return None
 
     def _found(self, position: int, row: int, score_: float, *, limit: int) -> RankedHost | None:
-        """The host at a position of the view, which is this row of the book, if it still fits."""
-        book = self.view.book
-        if not (found := options_on(book, self.spec, row, limit=limit)):
+        """The host at a position of the view, which is this row of the replica, if it still fits."""
+        replica = self.view.replica
+        if not (found := options_on(replica, self.spec, row, limit=limit)):
             return None
         service = self.view.table.services[self._services.item(position)].name
-        return RankedHost(book.uuid_of(row), row, position, -score_, found, service)
+        return RankedHost(replica.uuid_of(row), row, position, -score_, found, service)
 
     def _best_heap(self) -> HostHeap | None:
         """The heap of the cell whose best host is the best of all; of equally good cells, that of the cell whose turn
@@ -330,7 +331,7 @@ class Ranking:
         for cell, heap in self._heaps.items():
             if heap.is_empty:
                 continue
-            order = (-heap.best_score, 0 if self._runs is None else self._runs.place(cell))
+            order = (-heap.best_score, 0 if self._batches is None else self._batches.place(cell))
             if first is None or order < first:
                 best, first = [heap], order
             elif order == first:
@@ -349,7 +350,7 @@ class Ranking:
             keys = keys.astype(np.uint16)
         order = np.argsort(keys, kind="stable")
         by_cell: dict[int, list[Rows]] = {}  # a cell's hosts, by service
-        for part in _runs(order, keys):
+        for part in _batches(order, keys):
             by_cell.setdefault(int(self._cells[part[0]]), []).append(part)
         shuffle_rng = rng if shuffle else None
         heaps = {}
@@ -363,7 +364,7 @@ class Ranking:
         return heaps
 
 
-def _runs(order: Rows, column: Rows) -> list[Rows]:
+def _batches(order: Rows, column: Rows) -> list[Rows]:
     """A sorted order in pieces of one value each."""
     values = column[order]
     cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(order)]

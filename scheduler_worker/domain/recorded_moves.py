@@ -17,37 +17,31 @@ from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     MAX_SELECTIONS,
     OTHER_ATTEMPT,
-    CellDepart,
-    CellMove,
-    CellMoveQuery,
+    ActionEvent,
+    ActionKind,
+    ActionRequest,
+    ActionState,
+    CellAction,
+    CellActionQuery,
+    CellTransfer,
+    CellTransferOut,
     Condition,
-    Departure,
-    MoveEvent,
-    MoveKind,
-    MoveRequest,
-    MoveState,
 )
 from bus.persistence.outbox import OutboxMessage
 from bus.refused_requests import OFF_RECORD
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,
-    Author,
+    Actor,
     RecordedBuild,
     SinceBuild,
-    announced_build,
+    apply_build_event,
     delete_of,
-    is_early,
     is_known,
+    is_out_of_order,
     present_flavor,
 )
-from scheduler_worker.domain.requests import (
-    RecordedRequest,
-    RequestDelivery,
-    digest_of,
-    is_newer,
-    timeline_of,
-)
+from scheduler_worker.domain.requests import RecordedRequest, RequestDelivery, digest_of, is_newer, timeline_of
 
 # (its id, its instance). The id alone names no request: a client may give it to two, about two instances.
 RequestKey: TypeAlias = tuple[str, str]
@@ -62,12 +56,12 @@ class Transfer(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     home: str
     away: str
-    build: CellMove
-    command: CellDepart | CellMove
+    build: CellAction
+    command: CellTransferOut | CellAction
     back: tuple[Selection, ...] = ()
 
 
-class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
+class RecordedAction(RecordedRequest, frozen=True, kw_only=True):
     """The record of one request.
 
     created_at: seconds since the epoch. transfer: of one that leads into another cell; None: of every other one, and
@@ -75,19 +69,19 @@ class RecordedMove(RecordedRequest, frozen=True, kw_only=True):
     """
 
     request_id: str
-    kind: MoveKind
-    state: MoveState
+    kind: ActionKind
+    state: ActionState
     funnel: tuple[FunnelStep, ...] = ()
     created_at: float = 0.0
     transfer: Transfer | None = None
     drain: str | None = None
 
 
-class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch. drain: as in RecordedMove."""
+class PendingAction(Struct, frozen=True, kw_only=True):
+    """A request that has no outcome yet. batch_index: in its batch. drain: as in RecordedAction."""
 
-    position: int
-    request: MoveRequest
+    batch_index: int
+    request: ActionRequest
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
     drain: str | None = None
@@ -103,13 +97,13 @@ class PendingMove(Struct, frozen=True, kw_only=True):
         return digest_of(self.request)
 
 
-class MoveContext(Struct, frozen=True, kw_only=True):
+class ActionContext(Struct, frozen=True, kw_only=True):
     """The records that a request concerns. build_request: as it was built.
 
     names_instance: the request_id is the uuid of an instance.
     """
 
-    move: RecordedMove | None = None
+    action: RecordedAction | None = None
     build: RecordedBuild | None = None
     build_request: BuildRequest | None = None
     names_instance: bool = False
@@ -120,53 +114,53 @@ class MoveContext(Struct, frozen=True, kw_only=True):
         assert self.build is not None
         return self.build.now
 
-    def move_of(self, instance_uuid: str) -> RecordedMove | None:
+    def action_of(self, instance_uuid: str) -> RecordedAction | None:
         """The request, if it is about this instance."""
-        return about(self.move, instance_uuid)
+        return about(self.action, instance_uuid)
 
 
-def about(move: RecordedMove | None, instance_uuid: str) -> RecordedMove | None:
+def about(action: RecordedAction | None, instance_uuid: str) -> RecordedAction | None:
     """A request that was found by its id, if it is about this instance: a client may have given its id to another."""
-    return move if move is not None and move.instance_uuid == instance_uuid else None
+    return action if action is not None and action.instance_uuid == instance_uuid else None
 
 
-def flavor_of(known: MoveContext) -> str:
+def flavor_of(known: ActionContext) -> str:
     """The flavor that the instance has now."""
     assert known.build_request is not None
     return present_flavor(known.build_request.flavor, known.now)
 
 
-def image_of(known: MoveContext) -> str:
+def image_of(known: ActionContext) -> str:
     """The image that the instance has now."""
     assert known.build_request is not None
     return known.now.image or known.build_request.image
 
 
-def image_properties_of(known: MoveContext) -> Mapping[str, str]:
+def image_properties_of(known: ActionContext) -> Mapping[str, str]:
     """The properties of the image that the instance has now."""
     assert known.build_request is not None
     return known.now.image_properties.get(image_of(known), known.build_request.image_properties)
 
 
-class WrittenMoves(Struct):
+class WrittenActions(Struct):
     """The rows that one transaction has written of a batch so far, by their ids. labels: for the metrics."""
 
-    author: Author
-    moves: dict[str, RecordedMove] = {}
+    actor: Actor
+    actions: dict[str, RecordedAction] = {}
     builds: dict[str, RecordedBuild] = {}
     labels: list[str] = []
 
-    def as_left(self, found: MoveContext, request: MoveRequest) -> MoveContext:
+    def with_written(self, found: ActionContext, request: ActionRequest) -> ActionContext:
         """The records for a request, as the earlier requests of the batch leave them."""
-        move, build = self.moves.get(request.request_id), self.builds.get(request.instance_uuid)
-        return replace(found, move=move or found.move, build=build or found.build)
+        action, build = self.actions.get(request.request_id), self.builds.get(request.instance_uuid)
+        return replace(found, action=action or found.action, build=build or found.build)
 
 
-def recorded(pending: PendingMove, state: MoveState, author: Author, **more: object) -> RecordedMove:
+def recorded(pending: PendingAction, state: ActionState, actor: Actor, **more: object) -> RecordedAction:
     """The record of a request that was dispatched, refused, or failed because no host fits."""
     request = pending.request
-    ended = state is not MoveState.SCHEDULED
-    return RecordedMove(
+    ended = state is not ActionState.SCHEDULED
+    return RecordedAction(
         request_id=request.request_id,
         instance_uuid=request.instance_uuid,
         project_id=request.project_id,
@@ -175,30 +169,30 @@ def recorded(pending: PendingMove, state: MoveState, author: Author, **more: obj
         state=state,
         sequence=FAILED_OR_REFUSED if ended else SCHEDULED,
         terminal=ended,
-        created_at=author.at,
+        created_at=actor.at,
         drain=pending.drain,
         **more,  # type: ignore[arg-type]
     )
 
 
-def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
+def event_of(action: RecordedAction, known: ActionContext, at: float) -> ActionEvent:
     """The scheduler's event about its decision on a request."""
-    is_theirs = known.build is not None and known.build.project_id == move.project_id
-    return MoveEvent(
-        request_id=move.request_id,
-        instance_uuid=move.instance_uuid,
-        project_id=move.project_id,
-        kind=move.kind,
-        state=move.state,
-        sequence=move.sequence,
-        terminal=move.terminal,
-        condition=(known.now.condition if move.terminal else Condition.MOVING) if is_theirs else Condition.UNKNOWN,
-        cell=move.cell,
-        host=move.host,
+    is_theirs = known.build is not None and known.build.project_id == action.project_id
+    return ActionEvent(
+        request_id=action.request_id,
+        instance_uuid=action.instance_uuid,
+        project_id=action.project_id,
+        kind=action.kind,
+        state=action.state,
+        sequence=action.sequence,
+        terminal=action.terminal,
+        condition=(known.now.condition if action.terminal else Condition.MOVING) if is_theirs else Condition.UNKNOWN,
+        cell=action.cell,
+        host=action.host,
         flavor=flavor_of(known) if is_theirs and known.build_request is not None else "",
-        code=move.code,
-        reason=move.reason,
-        funnel=move.funnel,
+        code=action.code,
+        reason=action.reason,
+        funnel=action.funnel,
         at=at,
     )
 
@@ -208,44 +202,46 @@ def event_of(move: RecordedMove, known: MoveContext, at: float) -> MoveEvent:
 # A resize may still give the instance its new flavor, or its old one again.
 _MAY_CHANGE_FLAVOR = (Condition.MOVING, Condition.RESIZED, Condition.UNKNOWN)
 
-ANNOUNCED, LATE, EARLY = "announced", "late", "early"
+APPLIED, LATE, OUT_OF_ORDER = "applied", "late", "early"
 
 
-def announced_move(
-    move: RecordedMove, build: RecordedBuild, event: MoveEvent
-) -> tuple[RecordedMove, RecordedBuild, MoveEvent | None]:
+def apply_action_event(
+    action: RecordedAction, build: RecordedBuild, event: ActionEvent
+) -> tuple[RecordedAction, RecordedBuild, ActionEvent | None]:
     """Apply what its cell announces of a request; returns the request, the instance, and the event to publish (None: it
     is outdated). A cell that was set back to the middle of a request ends it again: that is news of the instance alone.
     """
-    instance_after = announced_instance(build, event, move.cell, has_ended=move.terminal)
+    instance_after = apply_instance_event(build, event, action.cell, has_ended=action.terminal)
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
-    if (event.terminal and move.terminal) or not is_newer(event, move.sequence, ends=event.terminal):
-        return move, instance_after, None
+    if (event.terminal and action.terminal) or not is_newer(event, action.sequence, ends=event.terminal):
+        return action, instance_after, None
     host_uuid, number = event.host_uuid, event.sequence
-    event = replace(event, cell=move.cell, project_id=move.project_id, departure=None, host_uuid=None)
+    event = replace(event, cell=action.cell, project_id=action.project_id, transfer=None, host_uuid=None)
     if number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
-        event = replace(event, sequence=move.sequence + 1)
-    if not move.terminal:
+        event = replace(event, sequence=action.sequence + 1)
+    if not action.terminal:
         # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(
-            move,
+            action,
             state=event.state,
-            sequence=max(event.sequence, move.sequence),
+            sequence=max(event.sequence, action.sequence),
             terminal=event.terminal,
-            host=event.host or move.host,
-            host_uuid=host_uuid or move.host_uuid,
+            host=event.host or action.host,
+            host_uuid=host_uuid or action.host_uuid,
             code=event.code,
             reason=event.reason,
-            history=event.history or move.history,
-            transfer=None if event.terminal else move.transfer,
+            history=event.history or action.history,
+            transfer=None if event.terminal else action.transfer,
         )
     else:
-        after = replace(move, sequence=event.sequence)
+        after = replace(action, sequence=event.sequence)
     return after, instance_after, event
 
 
-def announced_instance(build: RecordedBuild, event: MoveEvent, cell: str | None, *, has_ended: bool) -> RecordedBuild:
+def apply_instance_event(
+    build: RecordedBuild, event: ActionEvent, cell: str | None, *, has_ended: bool
+) -> RecordedBuild:
     """The instance as a cell announces it with a request, on record or not: what it is, its own cell alone says.
     has_ended: the end of the request is known.
     """
@@ -255,7 +251,7 @@ def announced_instance(build: RecordedBuild, event: MoveEvent, cell: str | None,
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
         instance = replace(instance, condition=event.condition)
-    if is_newest and build.host is None and event.state is MoveState.FINISHING:  # it holds that one by now
+    if is_newest and build.host is None and event.state is ActionState.FINISHING:  # it holds that one by now
         build = replace(build, host=host, host_uuid=host_uuid)
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
@@ -285,7 +281,7 @@ def announced_instance(build: RecordedBuild, event: MoveEvent, cell: str | None,
 # home in the same way.
 
 
-def is_owner(cell: str, departure: Departure, build: RecordedBuild | None) -> bool:
+def is_owner(cell: str, departure: CellTransfer, build: RecordedBuild | None) -> bool:
     """Whether a cell has the instance that it gives up: no departure from before it came there counts."""
     return build is not None and build.cell == cell and departure.attempt >= build.now.first_attempt
 
@@ -300,49 +296,49 @@ def no_hosts(_about: RequestKey, _cell: str) -> Sequence[Selection]:
 
 
 def transferred(
-    move: RecordedMove | None, build: RecordedBuild, event: MoveEvent, hosts_of: HostsOf = no_hosts
-) -> tuple[RecordedMove | None, RecordedBuild, list[Message]]:
+    action: RecordedAction | None, build: RecordedBuild, event: ActionEvent, hosts_of: HostsOf = no_hosts
+) -> tuple[RecordedAction | None, RecordedBuild, list[Message]]:
     """The instance has left its cell: the next one is commanded to build it, and to delete it if it is to be. Returns
     the request, the instance and these commands.
 
-    move: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
+    action: as the announcement leaves it. Where no request is under way that leads there (the schedulers' database was
     set back), the next cell is queried, with what the former one has stated: that begins nothing.
     """
-    assert event.departure is not None
+    assert event.transfer is not None
     sequence = max(event.sequence, build.sequence)
-    spec = replace(event.departure.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
-    departure: Departure = replace(event.departure, spec=spec, sequence=sequence)
-    transfer = None if move is None or move.terminal else move.transfer
+    spec = replace(event.transfer.spec, instance_uuid=build.instance_uuid, project_id=build.project_id)
+    departure: CellTransfer = replace(event.transfer, spec=spec, sequence=sequence)
+    transfer = None if action is None or action.terminal else action.transfer
     commands: list[Message] = []
-    if move is not None and transfer is not None and departure.cell in (transfer.home, transfer.away):
+    if action is not None and transfer is not None and departure.cell in (transfer.home, transfer.away):
         transfer = _next_of(transfer, departure, hosts_of)
         # The host that it is to have there: a drain of it waits, also while that cell has not answered.
-        first = next(iter(transfer.command.selections if isinstance(transfer.command, CellMove) else ()), None)
+        first = next(iter(transfer.command.selections if isinstance(transfer.command, CellAction) else ()), None)
         host, host_uuid = (None, None) if first is None else (first.host, first.host_uuid)
-        move = replace(move, cell=departure.cell, host=host, host_uuid=host_uuid, transfer=transfer)
+        action = replace(action, cell=departure.cell, host=host, host_uuid=host_uuid, transfer=transfer)
         commands.append(transfer.command)
     else:
-        query = CellMoveQuery(
+        query = CellActionQuery(
             request_id=event.request_id,
             instance_uuid=build.instance_uuid,
             project_id=build.project_id,
-            kind=event.kind or MoveKind.UNSHELVE,
-            departure=departure,
+            kind=event.kind or ActionKind.UNSHELVE,
+            transfer=departure,
         )
         commands.append(query)
     instance = replace(build.now, first_attempt=departure.attempt + 1)
     there = replace(build, cell=departure.cell, host=None, host_uuid=None, sequence=sequence, instance=instance)
     if build.state is BuildState.DELETING:
         commands.append(delete_of(there, begun=False))
-    return move, there, commands
+    return action, there, commands
 
 
 def begin_transfer(
-    move: RecordedMove, command: CellMove, cell: str, build: RecordedBuild
-) -> tuple[RecordedMove, CellDepart]:
+    action: RecordedAction, command: CellAction, cell: str, build: RecordedBuild
+) -> tuple[RecordedAction, CellTransferOut]:
     """The record of a move into this cell, and what the instance's own one is told first. command: for this one."""
     assert build.cell is not None
-    leaving = CellDepart(
+    leaving = CellTransferOut(
         request_id=command.request_id,
         instance_uuid=command.instance_uuid,
         project_id=command.project_id,
@@ -354,43 +350,43 @@ def begin_transfer(
         sequence=command.sequence,
     )
     there = replace(command, to_cell=build.cell)
-    return replace(move, transfer=Transfer(home=build.cell, away=cell, build=there, command=leaving)), leaving
+    return replace(action, transfer=Transfer(home=build.cell, away=cell, build=there, command=leaving)), leaving
 
 
-def _next_of(transfer: Transfer, departure: Departure, hosts_of: HostsOf) -> Transfer:
+def _next_of(transfer: Transfer, departure: CellTransfer, hosts_of: HostsOf) -> Transfer:
     """The transfer when a cell has given the instance up: built in the other one; or at home again, on the host that it
     had there, or on another one that fits by now.
     """
     build = transfer.build
     if departure.cell == transfer.away:
-        had_host = departure.kind is not MoveKind.UNSHELVE
+        had_host = departure.kind is not ActionKind.UNSHELVE
         back = (departure.last,) if had_host else ()
-        return replace(transfer, command=replace(build, departure=departure, sequence=departure.sequence), back=back)
+        return replace(transfer, command=replace(build, transfer=departure, sequence=departure.sequence), back=back)
     failed = replace(departure, code=departure.code or "max_retries_exceeded")
     hosts = {one.host_uuid: one for one in transfer.back}
     for one in hosts_of((build.request_id, build.instance_uuid), transfer.home):
         hosts.setdefault(one.host_uuid, one)
     selections = tuple(hosts.values())[:MAX_SELECTIONS]
     home = replace(build, spec=None, selections=selections, limits={}, to_cell=None)
-    return replace(transfer, command=replace(home, departure=failed, sequence=departure.sequence))
+    return replace(transfer, command=replace(home, transfer=failed, sequence=departure.sequence))
 
 
-def arrives(move: RecordedMove) -> bool:
+def is_transferred_in(action: RecordedAction) -> bool:
     """Whether its cell is to build the instance, which the other one has given up."""
-    return move.transfer is not None and isinstance(move.transfer.command, CellMove)
+    return action.transfer is not None and isinstance(action.transfer.command, CellAction)
 
 
-def departure_ended(move: RecordedMove) -> OutboxMessage | None:
+def transfer_ended(action: RecordedAction) -> OutboxMessage | None:
     """That the cell which has given the instance up for the one of this move need not keep that on record any more."""
-    transfer = move.transfer
-    if transfer is None or not isinstance(transfer.command, CellMove) or transfer.command.departure is None:
+    transfer = action.transfer
+    if transfer is None or not isinstance(transfer.command, CellAction) or transfer.command.transfer is None:
         return None
-    former = transfer.home if move.cell == transfer.away else transfer.away
-    ended = _ended(move.request_id, move, move.kind, move.cell or "", transfer.command.departure.attempt)
-    return OutboxMessage(former, ended, move.request_id)
+    former = transfer.home if action.cell == transfer.away else transfer.away
+    ended = _ended(action.request_id, action, action.kind, action.cell or "", transfer.command.transfer.attempt)
+    return OutboxMessage(former, ended, action.request_id)
 
 
-def given_up(event: BuildEvent | MoveEvent, cell: str, build: RecordedBuild) -> OutboxMessage | None:
+def given_up(event: BuildEvent | ActionEvent, cell: str, build: RecordedBuild) -> OutboxMessage | None:
     """That a cell which still tells of an instance has given it up for the one that has it now, as its database has
     forgotten, or as these schedulers' had. None: it has not, by this record; or it goes on as long as the request does
     that is under way.
@@ -398,16 +394,16 @@ def given_up(event: BuildEvent | MoveEvent, cell: str, build: RecordedBuild) -> 
     if build.cell in (None, cell) or not (event.terminal or build.now.under_way is None):
         return None
     request_id, kind, last = build.instance_uuid, None, build.now.first_attempt - 1
-    if isinstance(event, MoveEvent):
+    if isinstance(event, ActionEvent):
         request_id, kind = event.request_id, event.kind
-        last = last if event.departure is None else event.departure.attempt
+        last = last if event.transfer is None else event.transfer.attempt
     if last < 0:
         return None
-    return OutboxMessage(cell, _ended(request_id, build, kind or MoveKind.MIGRATE, build.cell, last), request_id)
+    return OutboxMessage(cell, _ended(request_id, build, kind or ActionKind.MIGRATE, build.cell, last), request_id)
 
 
-def _ended(request_id: str, about: RecordedRequest, kind: MoveKind, to_cell: str, attempt: int) -> CellDepart:
-    return CellDepart(
+def _ended(request_id: str, about: RecordedRequest, kind: ActionKind, to_cell: str, attempt: int) -> CellTransferOut:
+    return CellTransferOut(
         request_id=request_id,
         instance_uuid=about.instance_uuid,
         project_id=about.project_id,
@@ -419,16 +415,16 @@ def _ended(request_id: str, about: RecordedRequest, kind: MoveKind, to_cell: str
 
 
 class AppliedEvent(Struct, frozen=True):
-    """What became of one event. verdict: `ANNOUNCED`, or why it is not; event: as it was published, or as it came.
-    departed: the cell that its instance has left for.
+    """What became of one event. outcome: `APPLIED`, or why it is not; event: as it was published, or as it came.
+    transferred: the cell that its instance has left for.
     """
 
-    verdict: str
-    event: BuildEvent | MoveEvent
-    departed: str = ""
+    outcome: str
+    event: BuildEvent | ActionEvent
+    transferred: str = ""
 
 
-class Announcements:
+class CellEventBatch:
     """The records of a batch as its events leave them, one after the other; and what is published of it.
 
     timelines: the instances to write, with their new entries; changed: the moves to write.
@@ -437,102 +433,102 @@ class Announcements:
     def __init__(
         self,
         builds: dict[str, RecordedBuild],
-        moves: dict[str, RecordedMove],
+        actions: dict[str, RecordedAction],
         now: float,
         hosts_of: HostsOf = no_hosts,
     ) -> None:
         self._hosts_of = hosts_of
         self.builds = builds
-        self.moves = moves
+        self.actions = actions
         self._now = now
         self.timelines: dict[str, list[TimelineEntry]] = {}
-        self.changed: dict[str, RecordedMove] = {}
+        self.changed: dict[str, RecordedAction] = {}
         self.messages: list[OutboxMessage] = []
 
-    def apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool = False) -> AppliedEvent:
+    def apply(self, event: BuildEvent | ActionEvent, cell: str, *, waited: bool = False) -> AppliedEvent:
         """Apply one event. A late or unknown event is ignored, and so is another cell's. waited: it no longer waits for
         an earlier one.
         """
         applied = self._apply(event, cell, waited=waited)
-        if not isinstance(event, MoveEvent) or event.departure is None:
+        if not isinstance(event, ActionEvent) or event.transfer is None:
             return applied
         build = self.builds.get(event.instance_uuid)
-        if build is None or not is_owner(cell, event.departure, build):
-            return replace(applied, verdict=LATE)
-        self._transfer(build, event, event.departure.cell)
-        return AppliedEvent(ANNOUNCED, event, event.departure.cell)
+        if build is None or not is_owner(cell, event.transfer, build):
+            return replace(applied, outcome=LATE)
+        self._transfer(build, event, event.transfer.cell)
+        return AppliedEvent(APPLIED, event, event.transfer.cell)
 
-    def _apply(self, event: BuildEvent | MoveEvent, cell: str, *, waited: bool) -> AppliedEvent:
-        build, move = self.builds.get(event.instance_uuid), None
-        request: RecordedBuild | RecordedMove | None = build
-        if isinstance(event, MoveEvent):
-            request = move = self._move_of(event)
+    def _apply(self, event: BuildEvent | ActionEvent, cell: str, *, waited: bool) -> AppliedEvent:
+        build, action = self.builds.get(event.instance_uuid), None
+        request: RecordedBuild | RecordedAction | None = build
+        if isinstance(event, ActionEvent):
+            request = action = self._action_of(event)
         if build is None:
             return AppliedEvent("unknown", event)
         if request is None or request.cell != cell:
             self._about_instance(build, event, cell)
             return AppliedEvent("unknown" if request is None else "foreign", event)
-        if move is not None and event.code == OTHER_ATTEMPT:
-            return self._depart_again(move, event)
-        before = move
-        announced: BuildEvent | MoveEvent | None
-        if isinstance(event, MoveEvent):
-            assert move is not None
-            move, after, announced = announced_move(move, build, event)
-        elif is_early(build, event) and not waited:
-            return AppliedEvent(EARLY, event)
+        if action is not None and event.code == OTHER_ATTEMPT:
+            return self._retransfer(action, event)
+        before = action
+        announced: BuildEvent | ActionEvent | None
+        if isinstance(event, ActionEvent):
+            assert action is not None
+            action, after, announced = apply_action_event(action, build, event)
+        elif is_out_of_order(build, event) and not waited:
+            return AppliedEvent(OUT_OF_ORDER, event)
         else:
-            after, announced = announced_build(build, event)
-            if announced is not None and announced.stamps is not None:
-                announced = replace(announced, stamps=replace(announced.stamps, announced=self._now))
+            after, announced = apply_build_event(build, event)
+            if announced is not None and announced.stage_times is not None:
+                announced = replace(announced, stage_times=replace(announced.stage_times, announced=self._now))
         if announced is None:
             # The timeline shows what is no news of its request, too. A repeated entry is shown once.
             self._add(after, timeline_of(replace(event, cell=cell), len(event.history), self._now))
             return AppliedEvent(LATE, event)
-        is_shown = move is not None or not is_known(build, after)
+        is_shown = action is not None or not is_known(build, after)
         self._add(after, timeline_of(announced, len(request.history), self._now) if is_shown else ())
-        if move is not None:
-            self._change(move)
-            if move.terminal and before is not None and (ended := departure_ended(before)) is not None:
+        if action is not None:
+            self._change(action)
+            if action.terminal and before is not None and (ended := transfer_ended(before)) is not None:
                 self.messages.append(ended)
-        cause = event.instance_uuid if move is None else move.request_id
+        cause = event.instance_uuid if action is None else action.request_id
         self.messages.append(OutboxMessage(API, announced, cause))
-        return AppliedEvent(ANNOUNCED, announced)
+        return AppliedEvent(APPLIED, announced)
 
-    def _about_instance(self, build: RecordedBuild, event: BuildEvent | MoveEvent, cell: str) -> None:
+    def _about_instance(self, build: RecordedBuild, event: BuildEvent | ActionEvent, cell: str) -> None:
         """What an event says of its instance that is about no request of this cell. No client hears of it."""
         if (ended := given_up(event, cell, build)) is not None:
             self.messages.append(ended)
-        elif build.cell == cell and isinstance(event, MoveEvent) and event.condition is not Condition.MOVING:
+        elif build.cell == cell and isinstance(event, ActionEvent) and event.condition is not Condition.MOVING:
             # Schedulers that were set back have forgotten the request; or the cell was, to the middle of one that has
             # ended in another cell since.
-            self._add(announced_instance(build, event, cell, has_ended=True), ())
+            self._add(apply_instance_event(build, event, cell, has_ended=True), ())
 
-    def _depart_again(self, move: RecordedMove, event: BuildEvent | MoveEvent) -> AppliedEvent:
+    def _retransfer(self, action: RecordedAction, event: BuildEvent | ActionEvent) -> AppliedEvent:
         """The cell has another attempt than was to depart: it is asked again for that one."""
-        transfer = move.transfer
-        if move.terminal or transfer is None or not isinstance(transfer.command, CellDepart):
+        transfer = action.transfer
+        if action.terminal or transfer is None or not isinstance(transfer.command, CellTransferOut):
             return AppliedEvent(LATE, event)
         command = replace(transfer.command, attempt=event.attempt)
-        self._change(replace(move, transfer=replace(transfer, command=command)))
-        self.messages.append(OutboxMessage(move.cell or "", command, move.request_id))
+        self._change(replace(action, transfer=replace(transfer, command=command)))
+        self.messages.append(OutboxMessage(action.cell or "", command, action.request_id))
         return AppliedEvent(LATE, event)
 
-    def _transfer(self, build: RecordedBuild, event: MoveEvent, to_cell: str) -> None:
-        move, after, commands = transferred(self._move_of(event), build, event, self._hosts_of)
-        if move is not None:
-            self._change(move)
-        who = f"conductor {build.cell}"
-        left = TimelineEntry(at=event.at or self._now, who=who, what="departed", detail=to_cell)
+    def _transfer(self, build: RecordedBuild, event: ActionEvent, to_cell: str) -> None:
+        action, after, commands = transferred(self._action_of(event), build, event, self._hosts_of)
+        if action is not None:
+            self._change(action)
+        actor = f"conductor {build.cell}"
+        left = TimelineEntry(at=event.at or self._now, actor=actor, what="departed", detail=to_cell)
         self._add(after, (left,))
         self.messages += [OutboxMessage(to_cell, command, event.request_id) for command in commands]
 
-    def _move_of(self, event: MoveEvent) -> RecordedMove | None:
-        return about(self.moves.get(event.request_id), event.instance_uuid)
+    def _action_of(self, event: ActionEvent) -> RecordedAction | None:
+        return about(self.actions.get(event.request_id), event.instance_uuid)
 
     def _add(self, build: RecordedBuild, lines: Sequence[TimelineEntry]) -> None:
         self.builds[build.instance_uuid] = build
         self.timelines.setdefault(build.instance_uuid, []).extend(lines)
 
-    def _change(self, move: RecordedMove) -> None:
-        self.moves[move.request_id] = self.changed[move.request_id] = move
+    def _change(self, action: RecordedAction) -> None:
+        self.actions[action.request_id] = self.changed[action.request_id] = action

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.base import DatabaseMark, encode
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import (
     MAX_KNOWN,
@@ -23,7 +23,7 @@ from bus.contracts.recovery import (
 )
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, arrives, flavor_of, image_of
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, flavor_of, image_of, is_transferred_in
 
 
 class UuidRange(Struct, frozen=True):
@@ -50,13 +50,13 @@ def joined(one: UuidRange, other: UuidRange) -> UuidRange:
 
 
 class InstanceSources(Struct, frozen=True):
-    """What is on record of one uuid. moves: of the instance, the newest first; held: {consumer: what it holds}, of the
-    instance and its moves.
+    """What is on record of one uuid. actions: of the instance, the newest first; held: {consumer: what it holds}, of
+    the instance and its moves.
     """
 
-    known: MoveContext
-    moves: Sequence[RecordedMove]
-    held: Mapping[str, HeldAllocation]
+    known: ActionContext
+    actions: Sequence[RecordedAction]
+    held: Mapping[str, ConsumerRecord]
 
 
 def known_record(
@@ -66,7 +66,7 @@ def known_record(
     None: it is no host, but a provider that shares with hosts.
     """
     build, own = facts.known.build, facts.held.get(uuid)
-    others = (facts.held.get(one.request_id) for one in facts.moves)
+    others = (facts.held.get(one.request_id) for one in facts.actions)
     # An attempt: the id of a move is the uuid of an instance, too.
     held = [one for one in (own, *others) if one is not None and (one is own or not one.attempt)]
     record = KnownRecord(
@@ -81,8 +81,8 @@ def known_record(
     if image != request.image:
         request = replace(request, image=image, image_source=None)  # of another image its cell alone knows the source
     request = replace(request, flavor=flavor_of(facts.known))
-    moves = (one for one in facts.moves if one.request_id == build.now.under_way)
-    under_way = next(moves, None)
+    actions = (one for one in facts.actions if one.request_id == build.now.under_way)
+    under_way = next(actions, None)
     return replace(
         record,
         project_id=record.project_id or build.project_id,
@@ -95,13 +95,13 @@ def known_record(
         snapshot=build.now.snapshot,
         request_id=build.now.under_way or "",
         kind=None if under_way is None else under_way.kind,
-        arrives=under_way is not None and arrives(under_way),
+        transferred_in=under_way is not None and is_transferred_in(under_way),
     )
 
 
-def _places(held: HeldAllocation, instance: str, host_of: Callable[[str], KnownPlace | None]) -> Iterable[KnownPlace]:
+def _places(held: ConsumerRecord, instance: str, host_of: Callable[[str], KnownPlace | None]) -> Iterable[KnownPlace]:
     """The hosts of one consumer. No claim of berth's names more providers than a place may have."""
-    allocations = dict(islice(sorted(held.holding.items()), MAX_PROVIDERS))
+    allocations = dict(islice(sorted(held.allocations.items()), MAX_PROVIDERS))
     migration = None if held.consumer == instance else held.consumer
     for uuid in held.hosts:
         if (host := host_of(uuid)) is not None:
@@ -146,7 +146,7 @@ class KnownPage:
             cell=asked.cell,
             process=asked.process,
             database_incarnation=asked.database_incarnation,
-            question=asked.question,
+            query_id=asked.query_id,
             instances=tuple(self._records),
             fences=tuple(one for one in self._fences if not last or one.host_uuid <= last),
             last=last,

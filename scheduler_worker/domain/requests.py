@@ -2,7 +2,8 @@
 
 How a request came: by which delivery, and whether another one may follow. Pure, and made in one function.
 
-What a delivery has done before is on record. A claim for a record that is lost is not: it has the run of the message.
+What a delivery has done before is on record. A claim for a record that is lost is not: it has the claim owner of the
+message.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.consuming.outcome import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, Received, Retry, Wait, given_up_of, never
+from bus.consuming.outcome import (
+    DEAD_LETTERED_BY_BROKER,
+    EXPIRED_WAITING,
+    Received,
+    Retry,
+    RetryWhenAvailable,
+    dead_letter_reason_of,
+    never,
+)
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, TimelineEntry
 from bus.contracts.catalogue import project_of
-from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest
 from bus.contracts.queues import BY_QUEUE
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
-from bus.refused_requests import OFF_RECORD, refused_build_event, refused_move_event, unreadable_events
+from bus.refused_requests import OFF_RECORD, refused_action_event, refused_build_event, unreadable_events
 from bus.wire import Malformed
 
 TOO_OLD = Refusal(
@@ -35,7 +44,7 @@ DIGEST_BYTES = 16
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def digest_of(request: BuildRequest | MoveRequest) -> bytes:
+def digest_of(request: BuildRequest | ActionRequest) -> bytes:
     """Of its whole content, which distinguishes a repeated request from a clash."""
     return blake2b(_encode(request), digest_size=DIGEST_BYTES).digest()
 
@@ -62,7 +71,7 @@ class RecordedRequest(Struct, frozen=True, kw_only=True):
 # --- what is announced of it
 
 
-def is_newer(event: BuildEvent | MoveEvent, than: int, *, ends: bool = False) -> bool:
+def is_newer(event: BuildEvent | ActionEvent, than: int, *, ends: bool = False) -> bool:
     """Whether an event counts beside what is on record. than: the number of the newest event there. ends: it ends what
     has not ended. That counts whatever its number: a cell whose database was lost starts its numbers again, and a later
     event may overtake the end.
@@ -70,46 +79,48 @@ def is_newer(event: BuildEvent | MoveEvent, than: int, *, ends: bool = False) ->
     return ends or event.sequence > than
 
 
-def timeline_of(event: BuildEvent | MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
+def timeline_of(event: BuildEvent | ActionEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
     """One announcement as lines of the instance's timeline: the attempts that it reports for the first time, then
     itself.
 
     known: how many attempts are on record already. Each line has its own time; the timeline is sorted by it.
     """
-    who = f"conductor {event.cell}" if event.cell else "conductor"
-    kind = f"{event.kind} " if isinstance(event, MoveEvent) else ""
+    actor = f"conductor {event.cell}" if event.cell else "conductor"
+    kind = f"{event.kind} " if isinstance(event, ActionEvent) else ""
     attempts = tuple(
-        TimelineEntry(at=tried.at or now, who=who, what=kind + tried.outcome, detail=_detail(tried.host, tried))
+        TimelineEntry(at=tried.at or now, actor=actor, what=kind + tried.outcome, detail=_detail(tried.host, tried))
         for tried in event.history[known:]
         if tried.outcome != "active"  # the announcement itself is the entry of this attempt
     )
-    stamps = event.stamps if isinstance(event, BuildEvent) else None
+    stage_times = event.stage_times if isinstance(event, BuildEvent) else None
     what = kind + event.state.value
     return (
         *attempts,
-        TimelineEntry(at=event.at or now, who=who, what=what, detail=_detail(event.host, event), stamps=stamps),
+        TimelineEntry(
+            at=event.at or now, actor=actor, what=what, detail=_detail(event.host, event), stage_times=stage_times
+        ),
     )
 
 
-def _detail(host: str | None, of: BuildEvent | MoveEvent | AttemptRecord) -> str:
+def _detail(host: str | None, of: BuildEvent | ActionEvent | AttemptRecord) -> str:
     where = f"{host} (attempt {of.attempt})" if host and of.attempt else host
-    why = f"{of.code}: {of.reason}" if of.code and of.reason else of.code or of.reason
-    return "; ".join(part for part in (where, why) if part)
+    refusal = f"{of.code}: {of.reason}" if of.code and of.reason else of.code or of.reason
+    return "; ".join(part for part in (where, refusal) if part)
 
 
 # --- its end off record
 
 
-def refused_build(uuid: str, project: str, why: Refusal, at: float, sequence: int = OFF_RECORD) -> OutboxMessage:
+def refused_build(uuid: str, project: str, refusal: Refusal, at: float, sequence: int = OFF_RECORD) -> OutboxMessage:
     """The terminal event of a build, or of a delete, that is refused and changes no record."""
-    return OutboxMessage(API, refused_build_event(uuid, project, why, at, sequence), uuid)
+    return OutboxMessage(API, refused_build_event(uuid, project, refusal, at, sequence), uuid)
 
 
-def refused_move(
-    request_id: str, uuid: str, project: str, kind: MoveKind | None, *, why: Refusal, at: float
+def refused_action(
+    request_id: str, uuid: str, project: str, kind: ActionKind | None, *, refusal: Refusal, at: float
 ) -> OutboxMessage:
     """The terminal event of a move that is refused and changes no record."""
-    return OutboxMessage(API, refused_move_event(request_id, uuid, project, kind, why=why, at=at), request_id)
+    return OutboxMessage(API, refused_action_event(request_id, uuid, project, kind, refusal=refusal, at=at), request_id)
 
 
 def refused_unreadable(malformed: Malformed) -> tuple[Message, ...]:
@@ -122,7 +133,7 @@ def refused_unreadable(malformed: Malformed) -> tuple[Message, ...]:
     return unreadable_events(malformed, project) if project else ()
 
 
-LETTERS = "scheduler.given_up"
+DEAD_LETTERS = "scheduler.dead_letters"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
 # A request may overtake the one that it refers to, on the way to another scheduler: that is looked for this often.
 OVERTAKES = 2
@@ -133,86 +144,87 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     """How a request came.
 
     attempt: how often its queue has had it retried. is_first: no delivery of it was before, so none has claimed for
-    it (another copy of it that has is delivered again, and reads its end). has_letter: if its handling crashes its
-    queue gives it up, and its letter ends it; a letter has none. last: it is not retried any more; it ends now. why:
-    it ends with this, on record or not (None: it does not end). has_requester: one waits for an answer, and knows that
-    a request whose time is over may be carried out. is_late: whether its time is over, whenever it is asked. is_old:
-    it was sent so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts that
-    were not announced yet may still be, and "no host" would be a guess.
+    it (another copy of it that has is delivered again, and reads its end). has_dead_letter: if its handling crashes its
+    queue gives it up, and its dead letter ends it; a dead letter has none. last: it is not retried any more; it ends
+    now.
+    refusal: it ends with this, on record or not (None: it does not end). has_requester: one waits for an answer, and
+    knows that a request whose time is over may be carried out. is_late: whether its time is over, whenever it is asked.
+    is_old: it was sent so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts
+    that were not announced yet may still be, and "no host" would be a guess.
     """
 
     attempt: int = 0
     is_first: bool = True
-    has_letter: bool = True
+    has_dead_letter: bool = True
     last: bool = False
-    why: Refusal | None = None
+    refusal: Refusal | None = None
     has_requester: bool = False
     is_late: Callable[[], bool] = never
     is_old: bool = False
     awaits_hosts: bool = False
 
     @property
-    def may_be_early(self) -> bool:
+    def may_be_out_of_order(self) -> bool:
         """Whether what it refers to may not be on record yet."""
         return self.attempt < OVERTAKES and not self.last
 
     @property
-    def is_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether it is not begun, and has no event: its requester has stopped waiting, and may request it again."""
         return self.has_requester and self.is_late()
 
-    def ends_with(self) -> Refusal | None:
+    def ending_refusal(self) -> Refusal | None:
         """With what one that is not begun ends; None: it may be begun."""
-        return self.why or (EXPIRED_WAITING if self.is_late() else None)
+        return self.refusal or (EXPIRED_WAITING if self.is_late() else None)
 
-    def going_on(self) -> RequestDelivery:
+    def without_deadline(self) -> RequestDelivery:
         """Of what is on record, or was: that its time is over does not end it any more."""
         return replace(self, is_late=never)
 
     def crashed(self) -> RequestDelivery:
-        """Of one without a letter, whose handling has crashed: it ends now."""
-        return replace(self, why=GIVEN_UP_BY_BROKER, is_late=never)
+        """Of one without a dead letter, whose handling has crashed: it ends now."""
+        return replace(self, refusal=DEAD_LETTERED_BY_BROKER, is_late=never)
 
 
-def waits(fault: Transient) -> Wait:
+def waits(fault: Transient) -> RetryWhenAvailable:
     """The outcome of a request that a server does not answer about."""
-    return Wait(fault.code, str(fault))
+    return RetryWhenAvailable(fault.code, str(fault))
 
 
 LAST = RequestDelivery(attempt=RETRIES, last=True)
 
 
-def taken_up(attempt: int, *, is_warming_up: bool, last: bool = False) -> RequestDelivery:
+def resumed_delivery(attempt: int, *, is_warming_up: bool, last: bool = False) -> RequestDelivery:
     """The delivery of a request that is on record and that no message carries on. attempt: as often as this was done.
     is_warming_up: this process has started a moment ago. last: it ends now, however often that was.
     """
     last = last or attempt >= RETRIES
     return RequestDelivery(
-        attempt=attempt, is_first=False, has_letter=False, last=last, awaits_hosts=is_warming_up and not last
+        attempt=attempt, is_first=False, has_dead_letter=False, last=last, awaits_hosts=is_warming_up and not last
     )
 
 
-def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: float = 0.0) -> RequestDelivery:
+def classify_delivery(received: Received, *, is_warming_up: bool = False, kept_since: float = 0.0) -> RequestDelivery:
     """The delivery of a request that has just been taken. is_warming_up: as `taken_up` has it. kept_since: the records
     of requests that were sent before may have been purged (seconds since the epoch).
     """
-    is_letter = received.queue == LETTERS
-    why = given_up_of(received) or (GIVEN_UP_BY_BROKER if is_letter else None)
-    is_expired = why is EXPIRED_WAITING
+    is_dead_letter = received.queue == DEAD_LETTERS
+    refusal = dead_letter_reason_of(received) or (DEAD_LETTERED_BY_BROKER if is_dead_letter else None)
+    is_expired = refusal is EXPIRED_WAITING
     return replace(
-        taken_up(received.meta.attempt, is_warming_up=is_warming_up, last=why is not None),
-        is_first=not (received.redelivered or received.meta.attempt or is_letter),
-        has_letter=not is_letter,
-        why=None if is_expired else why,
+        resumed_delivery(received.meta.delivery_attempt, is_warming_up=is_warming_up, last=refusal is not None),
+        is_first=not (received.redelivered or received.meta.delivery_attempt or is_dead_letter),
+        has_dead_letter=not is_dead_letter,
+        refusal=None if is_expired else refusal,
         has_requester=received.meta.reply_to is not None,
         is_late=_always if is_expired else received.is_late,
         is_old=0 < received.meta.sent_at < kept_since,
     )
 
 
-def retried_often(batch: Sequence[Received], least: int) -> set[int]:
+def over_retry_limit(batch: Sequence[Received], least: int) -> set[int]:
     """The `id` of each message of a batch that its queue has had retried at least so often."""
-    return {id(received.message) for received in batch if received.meta.attempt >= least}
+    return {id(received.message) for received in batch if received.meta.delivery_attempt >= least}
 
 
 def _always() -> bool:

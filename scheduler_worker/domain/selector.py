@@ -15,42 +15,35 @@ from bus.contracts.cell import Selection
 from bus.contracts.objects import ZONE_KEY, group_named
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
-from placement_worker.replica.book import Book
-from placement_worker.replica.request import RejectedRoots, left_out
+from placement_worker.replica.book import Replica
+from placement_worker.replica.request import RejectedRoots, rejected_roots
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.domain.explain import ClaimLoss, funnel_step
+from scheduler_worker.domain.explain import FailedClaim, funnel_step
 from scheduler_worker.domain.flavors import IMAGE_TRAITS, ParsedFlavor, request_spec, traits_of_image
 from scheduler_worker.domain.fleet import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
-from scheduler_worker.domain.plugins import (
-    Filter,
-    Weighing,
-    applies_to,
-    is_own,
-    reads_image_property,
-    runs_on_rebuild,
-)
-from scheduler_worker.domain.ranking import CellRuns, RankedHost, Ranking
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own, reads_image_property, runs_on_rebuild
+from scheduler_worker.domain.ranking import CellBatching, RankedHost, Ranking
 from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Unsatisfiable, search_hosts
 
-UNANNOUNCED = "host.unannounced"
+NOT_REPORTED = "host.not_reported"
 CELL_DISABLED = "cell.disabled"
 MAX_SPECS = 1_000  # of kinds of requests that are kept
 ANTI_AFFINITY_FILTER = "ServerGroupAntiAffinityFilter"
 
 
 class NoValidHost(Struct, frozen=True):
-    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
+    """No host can take the request now. `not_reported`: hosts that only lacked a compute service's announcement.
 
     claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
-    left_out: the hosts of the funnel, by their rows as they were then.
+    excluded: the hosts of the funnel, by their rows as they were then.
     """
 
     funnel: tuple[FunnelStep, ...]
-    unannounced: int = 0
+    not_reported: int = 0
     claims: int = 0
-    lost: tuple[ClaimLoss, ...] = ()
-    left_out: tuple[RejectedRoots, ...] = ()
+    lost: tuple[FailedClaim, ...] = ()
+    excluded: tuple[RejectedRoots, ...] = ()
 
     @property
     def remaining(self) -> int:
@@ -58,10 +51,10 @@ class NoValidHost(Struct, frozen=True):
         return self.funnel[-1].remaining if self.funnel else 0
 
     @property
-    def may_be_early(self) -> bool:
+    def may_be_out_of_order(self) -> bool:
         """Whether reports may just be late: hosts not announced yet, or no host in the replica at all."""
         hosts = self.funnel[0].remaining + sum(self.funnel[0].rejected.values()) if self.funnel else 1
-        return self.unannounced > 0 or hosts == 0
+        return self.not_reported > 0 or hosts == 0
 
 
 class Selector:
@@ -69,7 +62,7 @@ class Selector:
 
     def __init__(
         self,
-        book: Book,
+        replica: Replica,
         table: HostTable,
         config: SchedulerConfig,
         *,
@@ -77,8 +70,8 @@ class Selector:
         filters: Sequence[Filter],
         weighings: Sequence[Weighing],
     ) -> None:
-        self.book = book
-        self.holds = Holds(book)
+        self.replica = replica
+        self.assumed = AssumedUsage(replica)
         self.table = table
         self.metrics = HostMetricsTable(
             table, max_age_s=config.metrics.max_age_s, reserved=tuple(config.metrics.weights)
@@ -99,7 +92,7 @@ class Selector:
         membership: Membership | None = None,
     ) -> None:
         """Decide by these from the next decision on. revision: of the objects that the configuration holds. membership:
-        in its aggregates, where that is not the book's (None: it is).
+        in its aggregates, where that is not placement's (None: it is).
         """
         self.config = config
         self.flavors = flavors
@@ -119,12 +112,12 @@ class Selector:
         """
         if not spec.has_policy(GroupPolicy.ANTI_AFFINITY):
             return False
-        peers = spec.peers
-        assert peers is not None
+        related = spec.related
+        assert related is not None
         return (
             not spec.forced
-            and peers.different_hosts is None
-            and peers.same_hosts is None
+            and related.different_hosts is None
+            and related.same_hosts is None
             and self._own_plugins_alone
             and self._keeps_groups_apart
         )
@@ -195,22 +188,22 @@ class Selector:
         """The hosts with this name or uuid. Of several with one name, those that have left do not count."""
         named = self.table.find(host)
         known = [one for one in named if self._is_there(one)] or named
-        if known or self.book.row_of(host) is None:
+        if known or self.replica.row_of(host) is None:
             return known
         return [host]
 
-    def not_in_book(self) -> list[str]:
+    def not_in_placement(self) -> list[str]:
         """The hosts that a service which is up reports and the replica does not have."""
         table = self.table
         missing = ~table.down()[table.service[: len(table)]]
-        missing[self.announced_in_book()] = False
+        missing[self.reported_in_placement()] = False
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
-    def meant_by(self, name: str, *, is_warming_up: bool = False) -> list[str]:
-        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use.
+    def hosts_matching(self, name: str, *, is_warming_up: bool = False) -> list[str]:
+        """The hosts that an operator may mean by a name or uuid: announced, in placement, or kept out of use.
 
         A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
-        be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
+        be gone for good, or is offered only after its fence has been lifted. So does a host of placement, whose service
         may be dead; while hosts may still be announced, it may have another name.
         """
         decided = self.table.decided_about(name)
@@ -221,30 +214,30 @@ class Selector:
         return found or decided
 
     def _roots_named(self, name: str) -> list[str]:
-        """The hosts (uuids) that have this name in the book, announced or not."""
-        book = self.book
-        return [book.uuid_of(row) for row in book.rows_of_roots().tolist() if book.name_of(row) == name]
+        """The hosts (uuids) that have this name in placement, announced or not."""
+        replica = self.replica
+        return [replica.uuid_of(row) for row in replica.rows_of_roots().tolist() if replica.name_of(row) == name]
 
     def _is_there(self, uuid: str) -> bool:
-        """Whether a service manages a host, the book has it, or a decision about it is on record."""
+        """Whether a service manages a host, placement has it, or a decision about it is on record."""
         is_decided = self.table.decision_of(uuid) is not None
-        return is_decided or self.cell_of(uuid) is not None or self.book.row_of(uuid) is not None
+        return is_decided or self.cell_of(uuid) is not None or self.replica.row_of(uuid) is not None
 
     def rows_of(self, tried: Mapping[str, str]) -> dict[int, str]:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
-        return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
+        return {row: why for uuid, why in tried.items() if (row := self.replica.row_of(uuid)) is not None}
 
     @property
     def version(self) -> tuple[object, ...]:
         """A value that changes with everything that decides which hosts pass, except usage and the passing of time."""
-        book, table = self.book, self.table
-        return (book.shape_moves.end, book.epoch, table.revision, table.disabled_cells, self.revision)
+        replica, table = self.replica, self.table
+        return (replica.spec_moves.end, replica.epoch, table.revision, table.disabled_cells, self.revision)
 
     def rank(
-        self, spec: RequestSpec, rng: Random, runs: CellRuns | None = None, *, among: Rows | None = None
+        self, spec: RequestSpec, rng: Random, runs: CellBatching | None = None, *, among: Rows | None = None
     ) -> Ranking:
         """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
-        for. among: no others than these rows of the book.
+        for. among: no others than these rows of placement.
         """
         left = self._passing(spec, explain=False)
         view, funnel = left.view, tuple(left.funnel)
@@ -272,14 +265,14 @@ class Selector:
         if out:
             left.funnel.append(funnel_step("claim", len(left.view), Counter(out.values())))
             for why in dict.fromkeys(out.values()):
-                left.left_out.append(left_out("claim", why, np.array([row for row in out if out[row] == why])))
-        unannounced = sum(count for s in left.funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
-        return NoValidHost(tuple(left.funnel), unannounced, left_out=tuple(left.left_out))
+                left.excluded.append(rejected_roots("claim", why, np.array([row for row in out if out[row] == why])))
+        not_reported = sum(count for s in left.funnel for reason, count in s.rejected.items() if reason == NOT_REPORTED)
+        return NoValidHost(tuple(left.funnel), not_reported, excluded=tuple(left.excluded))
 
     def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
         """One candidate as it is sent to the cell's conductor."""
         chosen = candidate.options[option]
-        found = self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes, candidate.service)
+        found = self.selection_on(candidate.uuid, chosen.allocations, chosen.spec_generations, candidate.service)
         return replace(found, mappings=chosen.mappings) if chosen.mappings else found
 
     def selection_on(
@@ -298,7 +291,7 @@ class Selector:
             host=self.table.names[at],
             service=service if manager == NO_SERVICE else self.table.services[manager].name,
             allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
-            shapes=dict(shapes),
+            spec_generations=dict(shapes),
             zone=self.zone_of(host_uuid),
         )
 
@@ -306,8 +299,8 @@ class Selector:
         """The zone of a host: that of its first aggregate that names one, else the default. "": no aggregate does."""
         if not self._zoned:
             return ""
-        row, named = self.book.row_of(host_uuid), self.membership.named
-        mine = () if row is None else self.book.aggregates_of(row)
+        row, named = self.replica.row_of(host_uuid), self.membership.named
+        mine = () if row is None else self.replica.aggregates_of(row)
         for aggregate in self._zoned:
             is_member = host_uuid in named[aggregate.uuid] if aggregate.uuid in named else aggregate.uuid in mine
             if is_member:
@@ -322,33 +315,33 @@ class Selector:
         return self.table.cells[int(self.table.cell[at])]
 
     def name_of(self, host_uuid: str) -> str:
-        """The name that its compute service announces, else that of the book, else that of the decision about it; its
+        """The name that its compute service announces, else that of placement, else that of the decision about it; its
         uuid where nothing names it.
         """
-        index, row = self.table.index_of(host_uuid), self.book.row_of(host_uuid)
+        index, row = self.table.index_of(host_uuid), self.replica.row_of(host_uuid)
         if index is not None:
             return self.table.names[index]
         if row is not None:
-            return self.book.name_of(row)
+            return self.replica.name_of(row)
         decision = self.table.decision_of(host_uuid)
         return host_uuid if decision is None else decision.host
 
     def all_hosts(self) -> HostsView:
         """Every root of the replica that can be a host, announced or not, without a search."""
-        rows = self.book.rows_of_roots()
+        rows = self.replica.rows_of_roots()
         return self._view(rows)
 
     def _view(self, rows: Rows) -> HostsView:
         return HostsView(
-            self.book, self.table, self.membership, rows, self._index_of(rows), self.table.down(), self.metrics
+            self.replica, self.table, self.membership, rows, self._index_of(rows), self.table.down(), self.metrics
         )
 
-    def _passing(self, spec: RequestSpec, *, explain: bool) -> Narrowing:
+    def _passing(self, spec: RequestSpec, *, explain: bool) -> HostFiltering:
         """Search, then run each filter in order; the funnel counts the hosts that each step left."""
-        found = search_hosts(self.book, spec, explain=explain)
-        left = Narrowing(self._view(found.roots), found.funnel, found.left_out, names=explain)
+        found = search_hosts(self.replica, spec, explain=explain)
+        left = HostFiltering(self._view(found.roots), found.funnel, found.rejected_roots, names=explain)
         if not (known := left.view.known).all():
-            left.keep("announced", known, UNANNOUNCED)
+            left.keep("reported", known, NOT_REPORTED)
         if spec.leaves is not None:
             left.keep("drain", ~left.view.in_cells((spec.leaves,)), "host.drained")
         if spec.cell is not None:
@@ -362,30 +355,30 @@ class Selector:
                 left.keep(state.value, ~excluded, f"host.{state}")
         left.run(() if spec.forced else self.filters, spec)
         if not (managed := left.view.service != NO_SERVICE).all():  # no filter has looked at that
-            left.keep("announced", managed, UNANNOUNCED)
+            left.keep("reported", managed, NOT_REPORTED)
         return left
 
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """Whether an image's traits and the filters that look at images let an instance stay on its host: None, or what
         they reject.
         """
-        row = self.book.row_of(host_uuid)
+        row = self.replica.row_of(host_uuid)
         if row is None:
             return None
         view = self._view(np.array([row], dtype=np.intp))
         if not view.known.all():
-            return NoValidHost((funnel_step("announced", 1, {UNANNOUNCED: 1}),), unannounced=1)
+            return NoValidHost((funnel_step("reported", 1, {NOT_REPORTED: 1}),), not_reported=1)
         traits = traits_of_image(spec.image_properties)
         # As in Nova: some provider of the host has each that is required.
-        members = np.flatnonzero(self.book.root == row).tolist()
-        here = {trait for member in members for trait in self.book.traits_of(member)}
+        members = np.flatnonzero(self.replica.root == row).tolist()
+        here = {trait for member in members for trait in self.replica.traits_of(member)}
         if any((word == "required") != (trait in here) for trait, word in traits.items()):
             return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
         return _rejected(view, [one for one in self.filters if runs_on_rebuild(one)], spec)
 
     def rejects(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
         """None, or why the filters reject a host, whatever room it has. One that is not known is not rejected."""
-        row = self.book.row_of(host_uuid)
+        row = self.replica.row_of(host_uuid)
         if row is None or spec.forced:
             return None
         view = self._view(np.array([row], dtype=np.intp))
@@ -393,9 +386,9 @@ class Selector:
             return None
         return _rejected(view, self.filters, spec)
 
-    def announced_in_book(self) -> Rows:
+    def reported_in_placement(self) -> Rows:
         """The indexes in the host table of the hosts that the replica has."""
-        index = self._index_of(self.book.rows_of_roots())
+        index = self._index_of(self.replica.rows_of_roots())
         announced: Rows = index[index != NO_SERVICE]
         return announced
 
@@ -404,35 +397,35 @@ class Selector:
 
         In one turn of the event loop: 4 ms for 40,000 hosts.
         """
-        roots = self.book.rows_of_roots()
+        roots = self.replica.rows_of_roots()
         if roots is not self._roots or len(self.table) != self._known:
-            self._index = np.full(len(self.book.root), NO_SERVICE, dtype=np.intp)
-            self._index[roots] = self.table.indexes_of(self.book.uuids_of(roots))
+            self._index = np.full(len(self.replica.root), NO_SERVICE, dtype=np.intp)
+            self._index[roots] = self.table.indexes_of(self.replica.uuids_of(roots))
             self._roots, self._known = roots, len(self.table)
         return self._index[rows]
 
 
 def _rejected(view: HostsView, filters: Sequence[Filter], spec: RequestSpec) -> NoValidHost | None:
     """What filters reject of one host; None: nothing."""
-    left = Narrowing(view)
+    left = HostFiltering(view)
     left.run(filters, spec)
     return None if len(left.view) else NoValidHost(tuple(left.funnel))
 
 
-class Narrowing:
+class HostFiltering:
     """Hosts while step after step leaves some of them out. names: whether to say which."""
 
     def __init__(
         self,
         view: HostsView,
         funnel: Sequence[FunnelStep] = (),
-        left_out: Sequence[RejectedRoots] = (),
+        excluded: Sequence[RejectedRoots] = (),
         *,
         names: bool = False,
     ) -> None:
         self.view = view
         self.funnel = list(funnel)
-        self.left_out = list(left_out)
+        self.excluded = list(excluded)
         self._names = names
 
     def keep(self, step: str, passed: Mask, reason: str) -> None:
@@ -444,11 +437,11 @@ class Narrowing:
         for one in filters:
             if not applies_to(one, spec):
                 continue
-            verdict = one.filter(self.view, spec)
+            result = one.filter(self.view, spec)
             # A plug-in may count wrongly; the funnel must add up all the same.
-            out = int(verdict.passed.size - np.count_nonzero(verdict.passed))
-            is_sound = sum(verdict.rejected.values()) == out
-            self._keep(one.name, verdict.passed, verdict.rejected if is_sound else {one.name: out})
+            out = int(result.passed.size - np.count_nonzero(result.passed))
+            is_sound = sum(result.rejected.values()) == out
+            self._keep(one.name, result.passed, result.rejected if is_sound else {one.name: out})
 
     def _keep(self, step: str, passed: Mask, rejected: Mapping[str, int]) -> None:
         before = self.view
@@ -458,18 +451,18 @@ class Narrowing:
         self.view = before.subset(passed)
         if self._names:
             why = [reason for reason, count in rejected.items() if count]
-            self.left_out.append(left_out(step, why[0] if len(why) == 1 else "", before.rows[~passed]))
+            self.excluded.append(rejected_roots(step, why[0] if len(why) == 1 else "", before.rows[~passed]))
 
 
-MAX_HELD = 10_000  # choices that count as used at a time
+MAX_ASSUMED = 10_000  # choices that count as used at a time
 
 
-class _Held(Struct, frozen=True):
+class _AssumedChoice(Struct, frozen=True):
     allocations: Mapping[str, Mapping[str, int]]
     until: float  # monotonic
 
 
-class Holds:
+class AssumedUsage:
     """The choices in order of time. A claim is the cell's, so this process learns of it by the feed alone.
 
     A hold ends when the usage of its providers has risen by its amounts: the claim is counted now, and a hold beside it
@@ -477,24 +470,24 @@ class Holds:
     It ends at its time as well, and before a decision that no host is left.
     """
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
-        self._held: dict[str, _Held] = {}  # by key, the oldest first
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._assumed: dict[str, _AssumedChoice] = {}  # by key, the oldest first
         self._keys: dict[str, dict[str, None]] = {}  # {provider: keys}
         self._used: dict[str, dict[str, int]] = {}  # {provider: usage by class as last looked at}
 
     @property
     def next_until(self) -> float | None:
         """When the oldest ends by its time (monotonic); None: nothing is held."""
-        return next(iter(self._held.values())).until if self._held else None
+        return next(iter(self._assumed.values())).until if self._assumed else None
 
     def add(self, key: str, allocations: Mapping[str, Mapping[str, int]], until: float) -> None:
         """Count a choice as used, instead of an earlier one of this key. until: monotonic seconds."""
         self._drop(key)
-        if len(self._held) >= MAX_HELD:
-            self._drop(next(iter(self._held)))
-        self._book.assume(key, allocations)
-        self._held[key] = _Held(allocations, until)
+        if len(self._assumed) >= MAX_ASSUMED:
+            self._drop(next(iter(self._assumed)))
+        self._replica.assume(key, allocations)
+        self._assumed[key] = _AssumedChoice(allocations, until)
         for uuid in allocations:
             self._keys.setdefault(uuid, {})[key] = None
             if uuid not in self._used:
@@ -502,10 +495,10 @@ class Holds:
 
     def expire(self, now: float) -> None:
         """Drop those whose time is over."""
-        while self._held and next(iter(self._held.values())).until <= now:
-            self._drop(next(iter(self._held)))
+        while self._assumed and next(iter(self._assumed.values())).until <= now:
+            self._drop(next(iter(self._assumed)))
 
-    def settle(self) -> None:
+    def drop_confirmed(self) -> None:
         """Drop those whose claims the feed has brought since the last look."""
         risen: dict[str, dict[str, int]] = {}
         for uuid, before in self._used.items():
@@ -514,7 +507,7 @@ class Holds:
                 risen[uuid] = {name: amount - before.get(name, 0) for name, amount in after.items()}
                 self._used[uuid] = after
         for key in dict.fromkeys(key for uuid in risen for key in self._keys[uuid]):
-            allocations = self._held[key].allocations
+            allocations = self._assumed[key].allocations
             if _is_within(allocations, risen):
                 for uuid, share in allocations.items():
                     for name, amount in share.items():
@@ -523,18 +516,18 @@ class Holds:
 
     def release(self) -> None:
         """Drop them all."""
-        for key in list(self._held):
+        for key in list(self._assumed):
             self._drop(key)
 
     def _usage(self, uuid: str) -> dict[str, int]:
-        row = self._book.row_of(uuid)
-        return {} if row is None else {name: used for name, (_, used, _) in self._book.inventory_of(row).items()}
+        row = self._replica.row_of(uuid)
+        return {} if row is None else {name: used for name, (_, used, _) in self._replica.inventory_of(row).items()}
 
     def _drop(self, key: str) -> None:
-        held = self._held.pop(key, None)
+        held = self._assumed.pop(key, None)
         if held is None:
             return
-        self._book.forget(key)
+        self._replica.drop_assumed(key)
         for uuid in held.allocations:
             keys = self._keys[uuid]
             del keys[key]

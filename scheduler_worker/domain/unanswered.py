@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
-from bus.contracts.moves import CellMove, CellMoveQuery
+from bus.contracts.moves import CellAction, CellActionQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import DELETE_REQUESTED, OPEN, RecordedBuild, delete_of
 from scheduler_worker.domain.decisions import build_query
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
@@ -43,7 +43,7 @@ class AwaitedRequest(Struct, frozen=True):
     code: str
 
     @property
-    def is_move(self) -> bool:
+    def is_action(self) -> bool:
         """Whether it is a request about an instance after its build, other than its delete."""
         return self.kind not in (BUILD, DELETE)
 
@@ -66,18 +66,20 @@ def open_build(build: RecordedBuild) -> AwaitedRequest | None:
     return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell or "", build.sequence, build.code)
 
 
-def open_move(move: RecordedMove) -> AwaitedRequest | None:
+def open_action(action: RecordedAction) -> AwaitedRequest | None:
     """The move, if a cell has to end it."""
-    if move.terminal or move.cell is None:
+    if action.terminal or action.cell is None:
         return None
-    return AwaitedRequest(move.request_id, move.instance_uuid, move.kind, move.cell, move.sequence, move.code)
+    return AwaitedRequest(
+        action.request_id, action.instance_uuid, action.kind, action.cell, action.sequence, action.code
+    )
 
 
-def open_now(request: AwaitedRequest, known: MoveContext) -> AwaitedRequest | None:
+def open_now(request: AwaitedRequest, known: ActionContext) -> AwaitedRequest | None:
     """The request by its records as they are now; None: it has ended, or waits for another one."""
-    if request.is_move:
-        move = known.move_of(request.instance_uuid)
-        return None if move is None else open_move(move)
+    if request.is_action:
+        action = known.action_of(request.instance_uuid)
+        return None if action is None else open_action(action)
     return None if known.build is None else open_build(known.build)
 
 
@@ -162,7 +164,7 @@ def _pause(queried: int, pause_s: float) -> float:
 
 
 def messages_to_cell(
-    request: AwaitedRequest, known: MoveContext, config: SchedulerConfig, at: float
+    request: AwaitedRequest, known: ActionContext, config: SchedulerConfig, at: float
 ) -> tuple[Message, ...]:
     """The messages about a request that has had no event: the command once more if a query would end what it has begun,
     otherwise a query, which begins nothing. at: seconds since the epoch.
@@ -170,9 +172,9 @@ def messages_to_cell(
     A delete is its own query: nothing revokes it, and its cell carries it out whatever it has forgotten.
     """
     build, requested = known.build, known.build_request
-    if request.is_move:
-        assert known.move is not None
-        return _about_move(known.move, known)
+    if request.is_action:
+        assert known.action is not None
+        return _about_action(known.action, known)
     assert build is not None
     if request.kind == DELETE:
         return (delete_of(build, begun=True),)
@@ -180,13 +182,13 @@ def messages_to_cell(
     return (build_query(requested, build, at, config),)
 
 
-def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
-    """Of an instance that is to be deleted, or is, its delete ends the move: a cell that was set back to the middle of
-    the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
+def _about_action(action: RecordedAction, known: ActionContext) -> tuple[Message, ...]:
+    """Of an instance that is to be deleted, or is, its delete ends the action: a cell that was set back to the middle
+    of the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
-    command, build = None if move.transfer is None else move.transfer.command, known.build
-    query = CellMoveQuery(
-        request_id=move.request_id, instance_uuid=move.instance_uuid, project_id=move.project_id, kind=move.kind
+    command, build = None if action.transfer is None else action.transfer.command, known.build
+    query = CellActionQuery(
+        request_id=action.request_id, instance_uuid=action.instance_uuid, project_id=action.project_id, kind=action.kind
     )
     if build is None:
         return (command or query,)
@@ -194,7 +196,7 @@ def _about_move(move: RecordedMove, known: MoveContext) -> tuple[Message, ...]:
         command = replace(command, sequence=build.sequence)
     if build.state not in DELETE_REQUESTED:
         return (command or query,)
-    if isinstance(command, CellMove):
+    if isinstance(command, CellAction):
         return command, delete_of(build, begun=False)
     return delete_of(build, begun=True), query
 

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import MAX_NAMED, ClaimOption, GroupPolicy, LocatePage, LocateRequest, ServerGroup
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.request import Found, Query, total_resources
-from placement_worker.replica.search import option_held, options, search
+from placement_worker.replica.search import matching_option, options, search
 from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.fleet import HostMetricsTable
@@ -29,9 +29,9 @@ from scheduler_worker.domain.hosts import ADMIN_STATES, OPEN, Floats, HostTable,
 
 
 class Membership:
-    """Which roots are in which configured aggregate, by row of the book.
+    """Which roots are in which configured aggregate, by row of the replica.
 
-    named: {aggregate: uuids of its hosts} where these will soon differ from the book.
+    named: {aggregate: uuids of its hosts} where these will soon differ from the replica.
     """
 
     def __init__(self, aggregates: Sequence[Aggregate], named: Mapping[str, Collection[str]] | None = None) -> None:
@@ -72,12 +72,12 @@ class HostView(Struct, frozen=True):
 
 
 class HostsView(Struct, eq=False):
-    """Some hosts at one moment. `rows` are rows of the book, `index` the same hosts' indexes in the host table.
+    """Some hosts at one moment. `rows` are rows of the replica, `index` the same hosts' indexes in the host table.
 
     `down`: per service, whether it is down at this moment (see HostTable.down). `metrics`: of the hosts of the table.
     """
 
-    book: Book
+    replica: Replica
     table: HostTable
     membership: Membership
     rows: Rows
@@ -145,7 +145,7 @@ class HostsView(Struct, eq=False):
 
     def free(self, resource_class: str) -> Floats:
         """The free amount of a class, summed over each host's tree; assumed claims count as used."""
-        return np.asarray(self.book.free(resource_class, self.rows), dtype=np.float64)
+        return np.asarray(self.replica.free(resource_class, self.rows), dtype=np.float64)
 
     def metric(self, name: str) -> Floats:
         """The newest number of one metric per host (bus.contracts.host_metrics); NaN: unknown, or too old."""
@@ -160,35 +160,35 @@ class HostsView(Struct, eq=False):
         """Whether each host is in an aggregate."""
         if uuid in self.membership.named:
             return self.among(sorted(self.membership.named[uuid]))
-        return self.book.in_aggregate(uuid, self.rows)
+        return self.replica.in_aggregate(uuid, self.rows)
 
     def among(self, hosts: Sequence[str]) -> Mask:
         """Whether each host is one of these, by uuid; unknown uuids match no host."""
-        known = [row for uuid in hosts if (row := self.book.row_of(uuid)) is not None]
+        known = [row for uuid in hosts if (row := self.replica.row_of(uuid)) is not None]
         return np.isin(self.rows, np.array(known, dtype=np.intp))
 
     def counted(self, by_host: Mapping[str, int]) -> Floats:
         """A count per host, by uuid; 0 for hosts that are not named."""
-        counts = np.zeros(len(self.book.root), dtype=np.float64)
+        counts = np.zeros(len(self.replica.root), dtype=np.float64)
         for uuid, count in by_host.items():
-            if (row := self.book.row_of(uuid)) is not None:
+            if (row := self.replica.row_of(uuid)) is not None:
                 counts[row] = count
         return counts[self.rows]
 
     def has_trait(self, trait: str) -> Mask:
         """Whether any provider of each host's tree has a trait."""
-        rows, owners = self.book.members(self.rows)
+        rows, owners = self.replica.members(self.rows)
         has = np.zeros(len(self), dtype=np.bool_)
-        has[owners[self.book.with_trait(trait, rows)]] = True
+        has[owners[self.replica.with_trait(trait, rows)]] = True
         return has
 
     def host(self, position: int) -> HostView:
         """One host of a view of announced hosts."""
         at = int(self.index[position])
         row = int(self.rows[position])
-        mine = set(self.book.aggregates_of(row))
+        mine = set(self.replica.aggregates_of(row))
         return HostView(
-            uuid=self.book.uuid_of(row),
+            uuid=self.replica.uuid_of(row),
             name=self.table.names[at],
             cell=self.table.cells[int(self.table.cell[at])],
             enabled=bool(self.table.enabled[at] and not self.table.admin[at]),
@@ -201,15 +201,15 @@ class HostsView(Struct, eq=False):
         )
 
 
-def in_use(book: Book, rows: Rows) -> Mask:
+def in_use(replica: Replica, rows: Rows) -> Mask:
     """Of which of these hosts something is in use."""
     used = np.zeros(len(rows), dtype=np.bool_)
-    for name in book.resource_classes():
-        used |= book.usage(name, rows) != 0
+    for name in replica.resource_classes():
+        used |= replica.usage(name, rows) != 0
     return used
 
 
-class Peers(Struct, frozen=True, kw_only=True):
+class RelatedInstances(Struct, frozen=True, kw_only=True):
     """The instances that a request is placed relative to, and the hosts (uuids) that they are on.
 
     server_group: the group of the request. members: {host: other members of the group there}. different_hosts,
@@ -228,7 +228,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     """A request with its flavor and the pre-filters applied. Requests with an equal `key` share one ranking.
 
     preferred_traits, preferred_classes: what the flavor prefers and does not require; a weigher reads them.
-    peers: where the instances are that the request names, if it names any. image_properties: as the image has them.
+    related: where the instances are that the request names, if it names any. image_properties: as the image has them.
     forced: no filter is run; pre-filters and the claim are. cell: only hosts of this one, where an instance moves.
     leaves: no hosts of this one, which is drained.
     otherwise: what is asked of hosts that do not satisfy the query.
@@ -242,7 +242,7 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
     preferred_traits: tuple[str, ...] = ()
     preferred_classes: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
-    peers: Peers | None = None
+    related: RelatedInstances | None = None
     image_properties: Mapping[str, str] = {}
     forced: bool = False
     cell: str | None = None
@@ -261,22 +261,22 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
 
     def has_policy(self, policy: GroupPolicy) -> bool:
         """Whether the request belongs to a server group with this policy."""
-        group = self.peers.server_group if self.peers is not None else None
+        group = self.related.server_group if self.related is not None else None
         return group is not None and group.policy is policy
 
-    def with_peers(self, peers: Peers, instance_uuid: str) -> RequestSpec:
+    def with_related(self, related: RelatedInstances, instance_uuid: str) -> RequestSpec:
         """The same with these peers. The key becomes the request's own: its ranking is shared with no other."""
-        return replace(self, peers=peers, key=(*self.key, instance_uuid))
+        return replace(self, related=related, key=(*self.key, instance_uuid))
 
-    def without_peers(self) -> RequestSpec:
+    def without_related(self) -> RequestSpec:
         """The same before `with_peers`: its ranking is shared with requests that have other peers, or none."""
-        return self if self.peers is None else replace(self, peers=None, key=self.key[:-1])
+        return self if self.related is None else replace(self, related=None, key=self.key[:-1])
 
     def with_members(self, members: Mapping[str, int]) -> RequestSpec:
         """The same, after newer counts of the server group's members on some hosts."""
-        if self.peers is None:
+        if self.related is None:
             return self
-        return replace(self, peers=replace(self.peers, members={**self.peers.members, **members}))
+        return replace(self, related=replace(self.related, members={**self.related.members, **members}))
 
 
 class Unsatisfiable(Struct, frozen=True):
@@ -287,7 +287,7 @@ class Unsatisfiable(Struct, frozen=True):
     step: str
 
 
-class Placeable(Protocol):
+class SchedulableRequest(Protocol):
     """What placing reads of a request itself, beside its spec; a `BuildRequest` is one. As there."""
 
     @property
@@ -323,17 +323,18 @@ class Placeable(Protocol):
         """The most hosts to name, the chosen one included; None: the setting."""
 
 
-def has_peers(request: Placeable) -> bool:
+def has_related(request: SchedulableRequest) -> bool:
     """Whether the request depends on where other instances are."""
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def locate_requests(request: Placeable, members: Sequence[str] = ()) -> tuple[LocateRequest, ...]:
+def locate_requests(request: SchedulableRequest, members: Sequence[str] = ()) -> tuple[LocateRequest, ...]:
     """The queries to placement, the same for all members of a group: they share its answer. members: instances of its
     server group that placement may not know as such. Several where those named are more than one query may name.
 
-    An instance that holds a claim of an earlier run is counted with the others. Its next claim, or the probe where no
-    host is left to it, finds that claim. One query for each such member would read the group's members that many times.
+    An instance that holds a claim of an earlier claim owner is counted with the others. Its next claim, or the probe
+    where no host is left to it, finds that claim. One query for each such member would read the group's members that
+    many times.
     """
     named = tuple(dict.fromkeys((*request.different_host, *request.same_host, *members)))
     group = request.server_group.uuid if request.server_group is not None else None
@@ -350,10 +351,10 @@ def joined(pages: Sequence[LocatePage]) -> LocatePage:
     return replace(pages[0], hosts={uuid: hosts for page in pages for uuid, hosts in page.hosts.items()})
 
 
-def peers_of(request: Placeable, page: LocatePage, members: Sequence[str] | None = None) -> Peers:
+def related_of(request: SchedulableRequest, page: LocatePage, members: Sequence[str] | None = None) -> RelatedInstances:
     """Placement's answer, in the terms of the request. members: as in its query; None: the group is berth's own."""
     there = Counter(host for one in members or () if one != request.instance_uuid for host in page.hosts.get(one, ()))
-    return Peers(
+    return RelatedInstances(
         server_group=request.server_group,
         # Placement knows some of the named members itself.
         members=page.members | {host: max(count, page.members.get(host, 0)) for host, count in there.items()},
@@ -367,31 +368,31 @@ def _hosts(page: LocatePage, instances: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for one in instances for host in page.hosts.get(one, ())))
 
 
-def search_hosts(book: Book, spec: RequestSpec, *, explain: bool = False) -> Found:
+def search_hosts(replica: Replica, spec: RequestSpec, *, explain: bool = False) -> Found:
     """The roots that can take the request now; where none can, why by its own query. Raises QueryTooWide."""
-    found = search(book, spec.query, explain=explain)
+    found = search(replica, spec.query, explain=explain)
     if spec.otherwise is None:
         return found
-    other = search(book, spec.otherwise, explain=explain)
+    other = search(replica, spec.otherwise, explain=explain)
     most = other if len(other.roots) > len(found.roots) else found
     return replace(most, roots=np.union1d(found.roots, other.roots))
 
 
-def options_on(book: Book, spec: RequestSpec, row: int, *, limit: int) -> list[ClaimOption]:
+def options_on(replica: Replica, spec: RequestSpec, row: int, *, limit: int) -> list[ClaimOption]:
     """The possible allocations on one root, best first. Raises QueryTooWide."""
-    found = options(book, spec.query, row, limit=limit)
-    return found if found or spec.otherwise is None else options(book, spec.otherwise, row, limit=limit)
+    found = options(replica, spec.query, row, limit=limit)
+    return found if found or spec.otherwise is None else options(replica, spec.otherwise, row, limit=limit)
 
 
-def held_option(
-    book: Book, spec: RequestSpec, row: int, held: Mapping[str, Mapping[str, int]], *, key: str
+def find_matching_option(
+    replica: Replica, spec: RequestSpec, row: int, held: Mapping[str, Mapping[str, int]], *, key: str
 ) -> ClaimOption | None:
-    """The way in which what a consumer holds satisfies the request (`option_held`). Raises QueryTooWide."""
-    found = option_held(book, spec.query, row, held, key=key)
-    return found if found or spec.otherwise is None else option_held(book, spec.otherwise, row, held, key=key)
+    """The way in which what a consumer holds satisfies the request (`matching_option`). Raises QueryTooWide."""
+    found = matching_option(replica, spec.query, row, held, key=key)
+    return found if found or spec.otherwise is None else matching_option(replica, spec.otherwise, row, held, key=key)
 
 
-def room_for(members: Sequence[Query], view: HostsView) -> Rows:
+def member_capacity(members: Sequence[Query], view: HostsView) -> Rows:
     """Per host, the most members that its tree has enough of each class for, if the smallest are taken.
 
     A host may take fewer, because a member takes each class from one provider. A class that other trees share with
@@ -399,8 +400,8 @@ def room_for(members: Sequence[Query], view: HostsView) -> Rows:
     """
     room = np.full(len(view), len(members), dtype=np.intp)
     needed = [total_resources(query) for query in members]
-    shared = {name for row in sharing_of(view.book).givers.tolist() for name in view.book.inventory_of(row)}
+    shared = {name for row in sharing_of(view.replica).donors.tolist() for name in view.replica.inventory_of(row)}
     for name in sorted({name for one in needed for name in one} - shared):
         sums = np.cumsum(sorted(one.get(name, 0) for one in needed))
-        room = np.minimum(room, np.searchsorted(sums, view.book.free(name, view.rows), side="right"))
+        room = np.minimum(room, np.searchsorted(sums, view.replica.free(name, view.rows), side="right"))
     return room

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of_members
+from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of_members
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
@@ -31,7 +31,7 @@ class AggregateInstanceExtraSpecsFilter:
     def _required(self, spec: RequestSpec) -> list[tuple[str, str]]:
         return [*unscoped_specs(spec.extra_specs).items(), *scoped_specs(spec.extra_specs, AGGREGATE_SCOPE).items()]
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Each key in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class AggregateInstanceExtraSpecsFilter:
                     mine |= view.member_of(aggregate.uuid)
             rejected[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
-        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
+        return FilterResult(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
 
 
 KEY = "instance_type"
@@ -53,13 +53,13 @@ class AggregateTypeAffinityFilter:
 
     name: ClassVar[str] = "AggregateTypeAffinityFilter"
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """By the flavor's name, in comma lists."""
 
         def lists(aggregate: Aggregate) -> bool:
             return spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}
 
-        return verdict_of_members(view, view.membership.with_key(KEY), lists, "flavor.not_listed")
+        return filter_result_of_members(view, view.membership.with_key(KEY), lists, "flavor.not_listed")
 
 
 CAPABILITIES = "capabilities"
@@ -74,7 +74,7 @@ class ComputeCapabilitiesFilter:
 
     name: ClassVar[str] = "ComputeCapabilitiesFilter"
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Each attribute in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
@@ -87,4 +87,4 @@ class ComputeCapabilitiesFilter:
             mine = np.array([verdicts[word] for word in words], dtype=np.bool_)
             rejected[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
-        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
+        return FilterResult(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

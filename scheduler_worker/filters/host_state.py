@@ -8,7 +8,7 @@ import numpy as np
 
 from bus.contracts.operations import AdminState
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.plugins import Verdict, verdict_of
+from scheduler_worker.domain.plugins import FilterResult, filter_result_of
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
@@ -17,13 +17,13 @@ class ComputeFilter:
 
     name: ClassVar[str] = "ComputeFilter"
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """A host that is disabled and down counts as disabled."""
         del spec
         enabled, up = view.enabled, view.up
         passed = enabled & up
         if passed.all():
-            return Verdict(passed, {})
+            return FilterResult(passed, {})
         maintained, fenced = view.is_in(AdminState.MAINTENANCE), view.is_in(AdminState.FENCED)
         rejected = {
             "host.fenced": int(np.count_nonzero(fenced)),
@@ -31,7 +31,7 @@ class ComputeFilter:
             "host.disabled": int(np.count_nonzero(~enabled & ~maintained & ~fenced)),
             "service.down": int(np.count_nonzero(enabled & ~up)),
         }
-        return Verdict(passed, {reason: count for reason, count in rejected.items() if count})
+        return FilterResult(passed, {reason: count for reason, count in rejected.items() if count})
 
 
 class MetricsFilter:
@@ -47,10 +47,10 @@ class MetricsFilter:
         """The metrics of these settings."""
         return cls(tuple(sorted(config.metrics.weights)))
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """One look at a column for each metric."""
         del spec
         passed = np.ones(len(view), dtype=np.bool_)
         for name in self._names:
             passed &= ~np.isnan(view.metric(name))
-        return verdict_of(passed, "metrics.unavailable")
+        return filter_result_of(passed, "metrics.unavailable")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from scheduler_worker.domain.hosts import Mask
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of
 from scheduler_worker.domain.view import HostsView, Membership, RequestSpec
 
 
@@ -33,7 +33,7 @@ class AggregateImagePropertiesIsolation:
         """Whether some aggregate has it."""
         return membership.has_key(name)
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Each property in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class AggregateImagePropertiesIsolation:
                     met |= members
             rejected[f"image.{key}"] += int(np.count_nonzero(passed & named & ~met))
             passed &= ~named | met
-        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
+        return FilterResult(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
 
 
 # The properties of an image, in the order of a host's triples.
@@ -86,7 +86,7 @@ class ImagePropertiesFilter:
         """Whether hosts announce it."""
         return name in (*PROPERTIES, WANTED_VERSION, WANTED_BITS)
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Hosts announce the same few lists, so each distinct one is compared once."""
         requested = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
@@ -96,7 +96,7 @@ class ImagePropertiesFilter:
             passed &= _each(view.attribute(VERSION), lambda has: is_version(has, wanted))
         if (bits := spec.image_properties.get(WANTED_BITS, "")[:MAX_RANGE]).isdecimal():
             passed &= _each(view.attribute(ADDRESS_BITS), lambda has: not has.isdecimal() or int(has) >= int(bits))
-        return verdict_of(passed, "image.not_supported")
+        return filter_result_of(passed, "image.not_supported")
 
 
 def _each(values: Sequence[str | None], suits: Callable[[str], bool]) -> Mask:

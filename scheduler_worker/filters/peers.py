@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from bus.contracts.placement import GroupPolicy
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
@@ -20,12 +20,12 @@ class ServerGroupAntiAffinityFilter:
         """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.ANTI_AFFINITY)
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """By where the members were when placement was queried; the claim checks again."""
-        assert spec.peers is not None
-        assert spec.peers.server_group is not None
-        most = spec.peers.server_group.max_per_host
-        return verdict_of(view.counted(spec.peers.members) < most, "group.no_room")
+        assert spec.related is not None
+        assert spec.related.server_group is not None
+        most = spec.related.server_group.max_per_host
+        return filter_result_of(view.counted(spec.related.members) < most, "group.no_capacity")
 
 
 class ServerGroupAffinityFilter:
@@ -41,13 +41,13 @@ class ServerGroupAffinityFilter:
         """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.AFFINITY)
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """By where the members were when placement was queried; the claim checks again."""
-        assert spec.peers is not None
-        if not spec.peers.members:
-            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        may_join = spec.peers.is_foreign or len(spec.peers.members) == 1
-        return verdict_of((view.counted(spec.peers.members) > 0) & may_join, "group.elsewhere")
+        assert spec.related is not None
+        if not spec.related.members:
+            return FilterResult(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        may_join = spec.related.is_foreign or len(spec.related.members) == 1
+        return filter_result_of((view.counted(spec.related.members) > 0) & may_join, "group.elsewhere")
 
 
 class DifferentHostFilter:
@@ -57,12 +57,12 @@ class DifferentHostFilter:
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to requests with the hint."""
-        return spec.peers is not None and spec.peers.different_hosts is not None
+        return spec.related is not None and spec.related.different_hosts is not None
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """By where they were when placement was queried."""
-        assert spec.peers is not None
-        return verdict_of(~view.among(spec.peers.different_hosts or ()), "hint.different_host")
+        assert spec.related is not None
+        return filter_result_of(~view.among(spec.related.different_hosts or ()), "hint.different_host")
 
 
 class SameHostFilter:
@@ -72,9 +72,9 @@ class SameHostFilter:
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to requests with the hint."""
-        return spec.peers is not None and spec.peers.same_hosts is not None
+        return spec.related is not None and spec.related.same_hosts is not None
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """By where they were when placement was queried."""
-        assert spec.peers is not None
-        return verdict_of(view.among(spec.peers.same_hosts or ()), "hint.same_host")
+        assert spec.related is not None
+        return filter_result_of(view.among(spec.related.same_hosts or ()), "hint.same_host")

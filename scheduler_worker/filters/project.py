@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of, verdict_of_members
+from scheduler_worker.domain.plugins import NONE_REJECTED, FilterResult, filter_result_of, filter_result_of_members
 from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
@@ -16,11 +16,11 @@ class ProjectHostFilter:
 
     name: ClassVar[str] = "ProjectHostFilter"
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """One comparison of columns; nothing at all while no host belongs to a project."""
         if not view.table.projects:
-            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        return verdict_of(view.open_to(spec.project_id), "host.of_another_project")
+            return FilterResult(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        return filter_result_of(view.open_to(spec.project_id), "host.of_another_project")
 
 
 KEY = "filter_tenant_id"
@@ -34,13 +34,13 @@ class AggregateMultiTenancyIsolation:
 
     name: ClassVar[str] = "AggregateMultiTenancyIsolation"
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
         """Restricted hosts pass when any of their aggregates names the project."""
 
         def names(aggregate: Aggregate) -> bool:
             return spec.project_id in tenants(aggregate.metadata)
 
-        return verdict_of_members(view, view.membership.with_prefix(KEY), names, "tenant.not_allowed")
+        return filter_result_of_members(view, view.membership.with_prefix(KEY), names, "tenant.not_allowed")
 
 
 def tenants(metadata: dict[str, str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Wires the front of a Nova: the API bus to placement, the replica and the placer, Nova's API, and its topic."""
+"""Wires the frontend of a Nova: the API bus to placement, the replica and the placer, Nova's API, and its topic."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import structlog
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.contracts.queues import FRONT
+from bus.contracts.queues import FRONTEND
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.presence import announce_presence
-from bus.service.service import Service
+from bus.service.presence import add_heartbeat
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
 from scheduler_worker import plugins
-from scheduler_worker.claims import BusClaims, ClaimPort, HeldClaims
+from scheduler_worker.claims import BusClaims, ClaimOwnership, ClaimPort
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.nova.cells import cells_of
-from scheduler_worker.nova.config import NOT_OURS, NotificationSettings, NovaConfig, as_amqp
-from scheduler_worker.nova.explained import AnnouncedCalls, CallRecorder
-from scheduler_worker.nova.facts import NovaFacts, host_table
-from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.config import NOT_OWNED, NotificationSettings, NovaConfig, as_amqp
+from scheduler_worker.nova.explained import CallRecorder, PublishedCalls
+from scheduler_worker.nova.facts import NovaState, host_table
+from scheduler_worker.nova.facts_keeper import NovaStatePoller
 from scheduler_worker.nova.notifications import NovaNotifier
 from scheduler_worker.nova.nova_rest import NovaRest
 from scheduler_worker.nova.queues import RabbitOptions
-from scheduler_worker.nova.relay import RelayPort, StockRelay
+from scheduler_worker.nova.relay import Fallback, StockForwarder
 from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
 from scheduler_worker.nova.select import Destinations
-from scheduler_worker.nova.shadow import GrantedClaims, ShadowedRelay, StockDecides
+from scheduler_worker.nova.shadow import GrantedClaims, ShadowingForwarder, UpstreamDecides
 from scheduler_worker.placing import Placer
 
 log = structlog.get_logger("nova")
@@ -45,25 +45,25 @@ log = structlog.get_logger("nova")
 NAME = "nova-scheduler"
 
 
-def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> Service:
+def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> WorkerRuntime:
     """One server of the topic. Any number may run side by side, and beside stock nova-schedulers.
 
     scheduler: how hosts are weighed and claimed. Raises SettingsError.
     """
-    service = Service(NAME, clock=env.clock)
+    service = WorkerRuntime(NAME, clock=env.clock)
     api, table = env.bus(API), host_table()
-    api.publishes_as(FRONT)
-    scheduler, lacking = _of_nova(scheduler, config)
+    api.publishes_as(FRONTEND)
+    scheduler, lacking = _scheduler_settings(scheduler, config)
     selector = _selector(table, scheduler)
-    facts = NovaFacts(table)
-    rest = NovaRest(config.api, clock=env.clock, setting="nova.api")
-    keeper = FactsKeeper(rest, facts, table, cells=cells_of(config.api, env.clock), config=config.api, clock=env.clock)
-    follower = Follower(api, selector.book, process=env.process, clock=env.clock)
+    nova_state = NovaState(table)
+    rest, cells = NovaRest(config.api, clock=env.clock, setting="nova.api"), cells_of(config.api, env.clock)
+    keeper = NovaStatePoller(rest, nova_state, table, cells=cells, config=config.api, clock=env.clock)
+    follower = Follower(api, selector.replica, process=env.process, clock=env.clock)
     claims: ClaimPort = BusClaims(api, timeout_s=scheduler.claim_timeout_s)
     claims = GrantedClaims(claims) if config.shadow else claims
     placer = Placer(
         claims,
-        HeldClaims(claims, table.last_cell_of, _no_records),
+        ClaimOwnership(claims, table.last_cell_of, _no_records),
         selector,
         follower,
         clock=env.clock,
@@ -71,48 +71,48 @@ def build(env: Environment, config: NovaConfig, scheduler: SchedulerConfig) -> S
         config=scheduler,
     )
     transport = _transport(env.process, "transport_url", config.transport_url, config.rabbit)
-    notifier, calls = _notifier(env, config, transport), AnnouncedCalls(api)
+    notifier, calls = _notifier(env, config, transport), PublishedCalls(api)
     destinations = Destinations(
         placer,
         selector,
-        facts,
+        nova_state,
         keeper,
         follower,
-        configure=partial(configure, selector, facts, scheduler),
+        configure=partial(configure, selector, nova_state, scheduler),
         notifier=notifier,
         config=config,
         clock=env.clock,
         lacking=lacking,
         recorder=calls,
     )
-    relay = _relay(env, config)
-    if relay is not None and config.shadow:
-        shadow = ShadowedRelay(destinations, relay, selector.book, env.clock, calls)
+    fallback = _fallback(env, config)
+    if fallback is not None and config.shadow:
+        shadow = ShadowingForwarder(destinations, fallback, selector.replica, env.clock, calls)
         service.add_counts(shadow.counts)
-        server = _server(env, config, transport, StockDecides(destinations), shadow)
+        server = _server(env, config, transport, UpstreamDecides(destinations), shadow)
     else:
-        server = _server(env, config, transport, destinations, relay, recorder=calls)
+        server = _server(env, config, transport, destinations, fallback, recorder=calls)
     service.add_resource(api.open, api.close)
     service.add_resource(follower.start, follower.close)
     service.add_resource(None, rest.close)
     service.add_task("nova notifications", notifier.run)
     service.add_task("nova calls told", calls.run)
-    for name, ready, run in (("replica", follower.ready, follower.run), ("nova facts", keeper.first, keeper.run)):
+    for name, ready, run in (("replica", follower.ready, follower.run), ("nova state", keeper.first, keeper.run)):
         service.add_task(name, run)
         service.add_preparation(ready.wait)
         service.add_check(name, ready.is_set)
     service.add_bus_check("bus api", lambda: api.unavailable_reason)
-    _add_server(service, server, relay)
-    announce_presence(service, env, api, NAME)
+    _add_server(service, server, fallback)
+    add_heartbeat(service, env, api, NAME)
     return service
 
 
 def _selector(table: HostTable, scheduler: SchedulerConfig) -> Selector:
     filters, weighings = plugins.filters(scheduler), plugins.weighings(scheduler)
-    return Selector(Book(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
+    return Selector(Replica(), table, scheduler, flavors={}, filters=filters, weighings=weighings)
 
 
-def _add_server(service: Service, server: RpcServer, relay: StockRelay | None) -> None:
+def _add_server(service: WorkerRuntime, server: RpcServer, fallback: StockForwarder | None) -> None:
     """Calls are taken once all else is prepared."""
     started = asyncio.Event()
     service.add_resource(server.open, server.close)
@@ -120,26 +120,26 @@ def _add_server(service: Service, server: RpcServer, relay: StockRelay | None) -
     service.add_preparation(partial(_start, server, started))
     service.add_drain(server.drain)
     service.add_bus_check("bus nova", lambda: server.unavailable_reason)
-    if relay is not None:
-        service.add_bus_check("bus fallback", lambda: relay.unavailable_reason)
+    if fallback is not None:
+        service.add_bus_check("bus fallback", lambda: fallback.unavailable_reason)
 
 
-def configure(selector: Selector, facts: NovaFacts, config: SchedulerConfig) -> None:
+def configure(selector: Selector, nova_state: NovaState, config: SchedulerConfig) -> None:
     """Decide by Nova's aggregates as they are known now."""
-    if facts.version == selector.revision:
+    if nova_state.version == selector.revision:
         return
-    known = replace(config, aggregates=facts.aggregates())
+    known = replace(config, aggregates=nova_state.aggregates())
     selector.configure(
         known,
         flavors={},
         filters=selector.filters,
         weighings=plugins.weighings(known),
-        revision=facts.version,
-        membership=facts.membership(),
+        revision=nova_state.version,
+        membership=nova_state.membership(),
     )
 
 
-def _of_nova(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
+def _scheduler_settings(scheduler: SchedulerConfig, config: NovaConfig) -> tuple[SchedulerConfig, tuple[str, ...]]:
     """The scheduler's settings with what is Nova's: flavors and aggregates come with its calls and its facts. And the
     filters that berth does not have, if there is a fallback, which decides every call then: they are not run here.
     """
@@ -170,19 +170,19 @@ async def _serve(server: RpcServer, started: asyncio.Event) -> None:
     await server.run()
 
 
-def _relay(env: Environment, config: NovaConfig) -> StockRelay | None:
+def _fallback(env: Environment, config: NovaConfig) -> StockForwarder | None:
     """The fallback, if there is one. Raises SettingsError."""
     if not config.fallback_url:
         if config.shadow:
             reason = "the shadow needs nova.fallback_url: where the stock nova-scheduler decides"
             raise SettingsError("nova.shadow_fallback", reason)
-        if undecided := [one for one in config.enabled_filters if one in NOT_OURS]:
+        if undecided := [one for one in config.enabled_filters if one in NOT_OWNED]:
             log.warning("nova.no_fallback", filters=undecided)
         return None
     if _is_one_place(config.fallback_url, config.transport_url):
         reason = "nova.fallback_url is where nova.transport_url is: calls would come back from there"
         raise SettingsError("nova.fallback_url", reason)
-    return StockRelay(
+    return StockForwarder(
         _transport(env.process, "fallback_url", config.fallback_url, config.rabbit),
         control_exchange=config.control_exchange,
         unique=f"{env.rng.getrandbits(128):032x}",
@@ -208,7 +208,7 @@ def _server(
     config: NovaConfig,
     transport: RabbitTransport,
     dispatcher: CallDispatcher,
-    relay: RelayPort | None,
+    fallback: Fallback | None,
     *,
     recorder: CallRecorder | None = None,
 ) -> RpcServer:
@@ -224,7 +224,7 @@ def _server(
         control_exchange=config.control_exchange,
         clock=env.clock,
         rng=random.Random(env.rng.getrandbits(64)),
-        relay=relay,
+        fallback=fallback,
         recorder=recorder,
     )
 

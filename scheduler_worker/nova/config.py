@@ -1,4 +1,4 @@
-"""Settings of the front of a real Nova, under Nova's names where Nova has them."""
+"""Settings of the frontend of a real Nova, under Nova's names where Nova has them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOVA_FILTERS = (
 )
 NUMA_FILTER, PCI_FILTER = "NUMATopologyFilter", "PciPassthroughFilter"
 # Nova's filters that berth does not have, and the hint that each reads; "": another part of a request (`undecided`).
-NOT_OURS: Mapping[str, str] = {
+NOT_OWNED: Mapping[str, str] = {
     "JsonFilter": "query",
     "SimpleCIDRAffinityFilter": "build_near_host_ip",
     NUMA_FILTER: "",
@@ -126,7 +126,7 @@ class NovaConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def own_filters(self) -> tuple[str, ...]:
         """Those of the enabled filters that berth runs."""
-        return tuple(one for one in self.enabled_filters if one not in NOT_OURS and one != PASSES_ALL)
+        return tuple(one for one in self.enabled_filters if one not in NOT_OWNED and one != PASSES_ALL)
 
 
 def as_amqp(url: str, options: RabbitOptions | None = None) -> str:

@@ -1,9 +1,10 @@
-"""From the topic to the queue of the fronts: the calls that this front takes, one after the other.
+"""From the topic to the queue of the frontends: the calls that this frontend takes, one after the other.
 
 The topic is acknowledged first, and a call is published once the broker has confirmed that. The other way round, a copy
-that the topic delivers again could go to a stock nova-scheduler while a front carries the published one out, and both
-would claim. A front that is killed between the two steps loses the one call that is under way; a stock nova-scheduler
-that is killed loses each call in hand. What has certainly not left when the connection is lost, is carried out here.
+that the topic delivers again could go to a stock nova-scheduler while a frontend carries the published one out, and
+both would claim. A frontend that is killed between the two steps loses the one call that is under way; a stock
+nova-scheduler that is killed loses each call in flight. What has certainly not left when the connection is lost, is
+carried out here.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from scheduler_worker.nova.envelope import CALL_LIMIT_S, Call
 
 log = structlog.get_logger("nova")
 
-LOOK_AGAIN_S = 0.5  # from one look at a broker's alarm to the next
-LIMIT = "berth-limit-s"  # the header of a call in the queue of the fronts: how long (seconds) its client waits
+POLL_S = 0.5  # from one look at a broker's alarm to the next
+LIMIT = "berth-limit-s"  # the header of a call in the queue of the frontends: how long (seconds) its client waits
 
 
 async def unblocked(transport: RabbitTransport, clock: Clock) -> None:
@@ -30,34 +31,34 @@ async def unblocked(transport: RabbitTransport, clock: Clock) -> None:
     up meanwhile, as an acknowledgement is after a while, takes effect when the alarm is over.
     """
     while transport.blocked:
-        await clock.sleep(LOOK_AGAIN_S)
+        await clock.sleep(POLL_S)
 
 
-class Entrance:
-    """Of one front. fronts: the queue. refused: takes a call that the queue does not; nobody else has it. changed:
-    called when a call is over.
+class TopicIntake:
+    """Of one frontend. frontends: the queue. refused: takes a call that the queue does not; nobody else has it.
+    changed: called when a call is over.
     """
 
     def __init__(
         self,
         transport: RabbitTransport,
-        fronts: str,
+        frontends: str,
         *,
         clock: Clock,
         refused: Callable[[Call], None],
         changed: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._fronts = fronts
+        self._frontends = frontends
         self._clock = clock
         self._refused = refused
         self._changed = changed
         self._arrived: asyncio.Queue[tuple[RabbitDelivery, Call]] = asyncio.Queue()  # bounded by the prefetch
-        self._under_way = 0
+        self._in_progress = 0
 
     def __len__(self) -> int:
         """Calls that have arrived and are not over."""
-        return self._arrived.qsize() + self._under_way
+        return self._arrived.qsize() + self._in_progress
 
     def add(self, delivery: RabbitDelivery, call: Call) -> None:
         """A call has come to the topic."""
@@ -67,39 +68,39 @@ class Entrance:
         """Take calls over until cancelled."""
         while True:
             delivery, call = await self._arrived.get()
-            self._under_way = 1
+            self._in_progress = 1
             try:
-                await self._take_over(delivery, call)
+                await self._forward(delivery, call)
             finally:
-                self._under_way = 0
+                self._in_progress = 0
                 self._arrived.task_done()
             self._changed()
 
     async def end(self) -> None:
         """Give back what is not begun, and wait for the call under way, for which `run` goes on."""
-        self.give_back()
+        self.requeue()
         await self._arrived.join()
 
-    def give_back(self) -> None:
+    def requeue(self) -> None:
         """Give back to the topic what is not begun."""
         while not self._arrived.empty():
             delivery, _ = self._arrived.get_nowait()
             delivery.nack(requeue=True)
             self._arrived.task_done()
 
-    async def _take_over(self, delivery: RabbitDelivery, call: Call) -> None:
+    async def _forward(self, delivery: RabbitDelivery, call: Call) -> None:
         compression = delivery.headers.get("compression")
         headers: dict[str, str | int | float] = {LIMIT: call.limit_s or CALL_LIMIT_S}
         if isinstance(compression, str):
             headers["compression"] = compression
         message = Outgoing(
             exchange="",
-            routing_key=self._fronts,
+            routing_key=self._frontends,
             body=delivery.body,
             headers=headers,
             mandatory=True,
             # In a queue its client gets no sign of life. Taken later, it would claim a host for nobody.
-            expiration_s=call.patience_s or CALL_LIMIT_S,
+            expiration_s=call.answer_timeout_s or CALL_LIMIT_S,
         )
         await unblocked(self._transport, self._clock)
         try:
@@ -108,5 +109,5 @@ class Entrance:
         except (PublishRefused, Unroutable, NotSent) as error:  # no queue has it
             log.warning("nova.call_kept", code=error.code, reason=str(error), request_id=call.request_id)
             self._refused(call)
-        except BusError as error:  # of the channel: it comes again, is among the fronts, or is lost
+        except BusError as error:  # of the channel: it comes again, is among the frontends, or is lost
             log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)

@@ -75,7 +75,7 @@ class Call(Struct, frozen=True, kw_only=True):
         return bool(self.reply_queue and self.message_id) and not self.fanout
 
     @property
-    def patience_s(self) -> float | None:
+    def answer_timeout_s(self) -> float | None:
         """Seconds that its client waits for a first sign of life; None: it does not say."""
         return min((limit for limit in (self.limit_s, self.timeout_s) if limit), default=None)
 

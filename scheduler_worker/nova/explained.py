@@ -1,7 +1,7 @@
 """How a call was decided, for operators: a line of the log, which `berth explain` reads, and an event on the API bus,
 which the pages show.
 
-A front keeps nothing, and any of several answers a call: what it has decided is in its log.
+A frontend keeps nothing, and any of several answers a call: what it has decided is in its log.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bus.contracts.nova_calls import (
     MAX_REASONS,
     MAX_STEPS,
     CallCompared,
-    CallExplained,
-    ExplainedStep,
+    CallDecision,
+    DecisionStep,
     NovaCall,
 )
 from bus.port import BusError
-from scheduler_worker.domain.explain import ClaimLoss
+from scheduler_worker.domain.explain import FailedClaim
 from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.nova.envelope import Call
@@ -61,12 +61,12 @@ EVENTS: Final = frozenset({ANSWERED.placed, ANSWERED.no_host, SHADOWED.placed, S
 class CallRecorder:
     """Takes how calls were decided, and logs it."""
 
-    def explain(self, one: CallExplained) -> None:
+    def record_decision(self, one: CallDecision) -> None:
         """Take how a call was decided, or why it is left to the fallback."""
         fields = {name: value for name, value in msgspec.to_builtins(one).items() if value}
         log.info(fields.pop("event"), **fields)
 
-    def compare(self, request_id: str, one: CallCompared) -> None:
+    def record_difference(self, request_id: str, one: CallCompared) -> None:
         """Take how the stock scheduler's answer differs from berth's, in the shadow."""
         log.info(
             "nova.shadow_differs",
@@ -81,32 +81,32 @@ class CallRecorder:
         )
 
 
-class KeptCalls:
+class RecentCalls:
     """The newest of what was noted, within both bounds: count and bytes. A project's calls push out no others: what
     there is too much goes from the oldest on, first of a project that has more than its share.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: deque[tuple[NovaCall, str, int]] = deque()  # with their project and their bytes
+        self._recent: deque[tuple[NovaCall, str, int]] = deque()  # with their project and their bytes
         self._counts, self._bytes = Counter[str](), Counter[str]()  # of each project
 
-    def note(self, call: NovaCall) -> None:
+    def add(self, call: NovaCall) -> None:
         """Keep it, in the place of older ones."""
-        told, size = call.explained or call.compared, len(msgspec.json.encode(call))
+        told, size = call.decision or call.compared, len(msgspec.json.encode(call))
         project = told.project_id if told is not None else ""
-        self._kept.append((call, project, size))
+        self._recent.append((call, project, size))
         self._count(project, 1, size)
-        while len(self._kept) > self._most or self._bytes.total() > self._most_bytes:
-            crowded = (at for at, (_, owner, _) in enumerate(self._kept) if self._has_more_than_its_share(owner))
+        while len(self._recent) > self._most or self._bytes.total() > self._most_bytes:
+            crowded = (at for at, (_, owner, _) in enumerate(self._recent) if self._has_more_than_its_share(owner))
             at = next(crowded, 0)
-            _, owner, size = self._kept[at]
-            del self._kept[at]
+            _, owner, size = self._recent[at]
+            del self._recent[at]
             self._count(owner, -1, -size)
 
     def newest(self) -> tuple[NovaCall, ...]:
         """The newest first."""
-        return tuple(call for call, _, _ in reversed(self._kept))
+        return tuple(call for call, _, _ in reversed(self._recent))
 
     def _count(self, project: str, calls: int, size: int) -> None:
         self._counts[project] += calls
@@ -118,7 +118,7 @@ class KeptCalls:
         return self._counts[project] > SHARE * self._most or self._bytes[project] > SHARE * self._most_bytes
 
 
-class AnnouncedCalls(CallRecorder):
+class PublishedCalls(CallRecorder):
     """Announces it on the API bus as well, for the pages. No call waits for that, and little gathers while the bus is
     away.
     """
@@ -128,14 +128,14 @@ class AnnouncedCalls(CallRecorder):
         self._waiting = self._none()
         self._changed = asyncio.Event()
 
-    def explain(self, one: CallExplained) -> None:
+    def record_decision(self, one: CallDecision) -> None:
         """Log it, and have it announced."""
-        super().explain(one)
-        self._put(self._event(one.request_id, explained=one))
+        super().record_decision(one)
+        self._put(self._event(one.request_id, decision=one))
 
-    def compare(self, request_id: str, one: CallCompared) -> None:
+    def record_difference(self, request_id: str, one: CallCompared) -> None:
         """Log it, and have it announced."""
-        super().compare(request_id, one)
+        super().record_difference(request_id, one)
         self._put(self._event(request_id, compared=one))
 
     async def run(self) -> None:
@@ -148,34 +148,34 @@ class AnnouncedCalls(CallRecorder):
             with suppress(BusError):  # lost without harm: the log has it
                 await self._bus.publish_all(gathered)
 
-    def _none(self) -> KeptCalls:
-        return KeptCalls(MAX_WAITING, MAX_WAITING * MAX_BYTES)
+    def _none(self) -> RecentCalls:
+        return RecentCalls(MAX_WAITING, MAX_WAITING * MAX_BYTES)
 
     def _event(
-        self, request_id: str, *, explained: CallExplained | None = None, compared: CallCompared | None = None
+        self, request_id: str, *, decision: CallDecision | None = None, compared: CallCompared | None = None
     ) -> NovaCall:
         worker = self._bus.process or "nova-scheduler"
         at = self._bus.clock.time()
-        return NovaCall(request_id=request_id, at=at, worker=worker, explained=explained, compared=compared)
+        return NovaCall(request_id=request_id, at=at, worker=worker, decision=decision, compared=compared)
 
     def _put(self, event: NovaCall) -> None:
-        if event.explained is not None and len(msgspec.json.encode(event)) > MAX_BYTES:
-            funnel = tuple(replace(step, hosts={}) for step in event.explained.funnel)
-            event = replace(event, explained=replace(event.explained, funnel=funnel, scores=(), hosts=(), lost=()))
-        self._waiting.note(event)
+        if event.decision is not None and len(msgspec.json.encode(event)) > MAX_BYTES:
+            funnel = tuple(replace(step, hosts={}) for step in event.decision.funnel)
+            event = replace(event, decision=replace(event.decision, funnel=funnel, scores=(), hosts=(), lost=()))
+        self._waiting.add(event)
         self._changed.set()
 
 
-def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[ExplainedStep, ...]:
+def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[DecisionStep, ...]:
     """The funnel with the names of hosts. name_of: of a row of the replica, as it is now.
 
     Steps and reasons are cut: they name all aggregates of a zone, and the groups of all ports.
     """
     named: dict[str, dict[str, tuple[str, ...]]] = {}
-    for one in result.left_out:
+    for one in result.excluded:
         named.setdefault(one.step, {})[one.reason[:MAX_PHRASE]] = tuple(map(name_of, one.rows))
     return tuple(
-        ExplainedStep(
+        DecisionStep(
             step=one.step[:MAX_PHRASE],
             remaining=one.remaining,
             rejected={reason[:MAX_PHRASE]: count for reason, count in islice(one.rejected.items(), MAX_REASONS)},
@@ -185,15 +185,15 @@ def steps_of(result: NoValidHost, name_of: Callable[[int], str]) -> tuple[Explai
     )
 
 
-def lost_of(claims: Iterable[ClaimLoss]) -> tuple[str, ...]:
+def lost_of(claims: Iterable[FailedClaim]) -> tuple[str, ...]:
     """The first of the claims that got nothing, in words."""
     return tuple(one.what[:MAX_REASON] for one in islice(claims, MAX_LOST))
 
 
-def placed(event: str, call: Call, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallExplained:
+def placed(event: str, call: Call, instances: Sequence[str], results: Sequence[HostClaimed]) -> CallDecision:
     """Of instances that have hosts."""
     named = results[:MAX_NAMED]
-    return CallExplained(
+    return CallDecision(
         event=event,
         request_id=call.request_id,
         project_id=call.project_id,

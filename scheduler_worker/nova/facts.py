@@ -1,4 +1,4 @@
-"""What the scheduler knows of a Nova cloud beside the book: hosts, services, aggregates and cells.
+"""What the scheduler knows of a Nova cloud beside placement: hosts, services, aggregates and cells.
 
 Everything here is Nova's state as it was read last; nothing is kept. It is put into the scheduler's own host table in
 the terms of that table, so that filters and weighers run on Nova's hosts unchanged: a nova-compute is a compute
@@ -15,7 +15,7 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.view import Membership
@@ -96,7 +96,7 @@ class NovaAggregate(Struct, frozen=True, kw_only=True):
 
 
 def host_table() -> HostTable:
-    """A table for these facts. Nova lists a nova-compute until it is deleted, and it has its hosts until then."""
+    """A table for this state. Nova lists a nova-compute until it is deleted, and it has its hosts until then."""
     return HostTable(down_hold_s=math.inf)
 
 
@@ -107,8 +107,8 @@ class _Announced(Struct, frozen=True):
     hosts: tuple[HostReport, ...]
 
 
-class NovaFacts:
-    """The facts as they are known now, and their image in a host table."""
+class NovaState:
+    """The state of a Nova cloud as it was last read, and its image in a host table."""
 
     def __init__(self, table: HostTable) -> None:
         self._table = table
@@ -157,7 +157,7 @@ class NovaFacts:
         return self.membership().aggregates
 
     def membership(self) -> Membership:
-        """Which compute nodes are in which aggregate, by Nova's word and not the book's (`Selector.membership`)."""
+        """Which compute nodes are in which aggregate, by Nova's word and not placement's (`Selector.membership`)."""
         if self._membership is None:
             ordered = sorted(self._aggregates.values(), key=lambda one: (one.name, one.uuid))
             self._membership = Membership(
@@ -179,7 +179,7 @@ class NovaFacts:
         """Those of these root providers that Nova has named no compute node for."""
         return tuple(uuid for uuid in roots if uuid not in self._nodes)
 
-    def known_nodes(self) -> frozenset[str]:
+    def recorded_nodes(self) -> frozenset[str]:
         """The uuids of all compute nodes that Nova has named."""
         return frozenset(self._nodes)
 
@@ -258,7 +258,7 @@ class NovaFacts:
             self._changed()
 
     def announce(self, now_s: float) -> None:
-        """Bring the host table up to these facts. now_s: monotonic seconds."""
+        """Bring the host table up to this state. now_s: monotonic seconds."""
         if not self._is_announced:
             self._announce_hosts(now_s)
             self._is_announced = True
@@ -268,19 +268,19 @@ class NovaFacts:
         reports = self._reports()
         for host in [host for host in self._announced if host not in reports]:
             gone = self._announced.pop(host)
-            self._table.forget_service(ServiceGone(service=host, cell=gone.cell), now_s)
+            self._table.delete_service(ServiceRemoved(service=host, cell=gone.cell), now_s)
         changed = [host for host, one in reports.items() if self._announced.get(host) != one]
         # A node may have changed its service. The table lets no service take what another lists, so all let go first.
         for host in changed:
             before = self._announced.get(host)
             if before is not None and before.cell != reports[host].cell:
-                self._table.forget_service(ServiceGone(service=host, cell=before.cell), now_s)
+                self._table.delete_service(ServiceRemoved(service=host, cell=before.cell), now_s)
             elif before is not None:
                 stay = {one.uuid for one in reports[host].hosts}
                 kept = tuple(one for one in before.hosts if one.uuid in stay)
-                self._tell(host, _Announced(before.cell, kept), now_s)
+                self._notify(host, _Announced(before.cell, kept), now_s)
         for host in changed:
-            self._tell(host, reports[host], now_s)
+            self._notify(host, reports[host], now_s)
         self._announced = reports
 
     def _reports(self) -> dict[str, _Announced]:
@@ -319,7 +319,7 @@ class NovaFacts:
             attributes=attributes,
         )
 
-    def _tell(self, host: str, report: _Announced, now_s: float) -> None:
+    def _notify(self, host: str, report: _Announced, now_s: float) -> None:
         self._sequence += 1
         message = ComputeHosts(
             service=host,
@@ -342,7 +342,7 @@ class NovaFacts:
                 for one in mine
                 if not one.is_up
             )
-            digest = ServicesDigest(cell=cell, term=1, number=self._sequence, down=down, up=len(mine) - len(down))
+            digest = ServiceStates(cell=cell, term=1, number=self._sequence, down=down, up=len(mine) - len(down))
             self._table.apply(digest, now_s)
 
     def _shared(self, node: ComputeNode) -> ComputeNode:

@@ -1,4 +1,6 @@
-"""Keeps the facts fresh: polls Nova's REST API, takes the fanout casts of its services, asks for unknown hosts."""
+"""Keeps the state of Nova fresh: polls Nova's REST API, takes the fanout casts of its services, asks for unknown
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from bus.faults import Fault
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import CellMap
-from scheduler_worker.nova.facts import NovaFacts
+from scheduler_worker.nova.facts import NovaState
 from scheduler_worker.nova.nova_rest import AggregateRow, NovaApi, NovaRefused, NovaUnavailable
 
 log = structlog.get_logger(__name__)
@@ -33,8 +35,8 @@ MAX_CAST = 100_000  # aggregates of one cast
 AGGREGATE, AGGREGATES = "Aggregate", "AggregateList"
 
 
-class FactsSource(Protocol):
-    """What the RPC server and the placer need of the keeper (`FactsKeeper`)."""
+class NovaStateUpdates(Protocol):
+    """What the RPC server and the placer need of the keeper (`NovaStatePoller`)."""
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
         """Take one cast of CASTS in. False: it cannot be read; it is logged, and changes nothing."""
@@ -65,13 +67,13 @@ class CastUnreadable(ValueError):
     """A cast that is no cast of Nova's."""
 
 
-class FactsKeeper:
-    """Of one process. `first`: all facts have been read once."""
+class NovaStatePoller:
+    """Of one process. `first`: all of it has been read once."""
 
     def __init__(
         self,
         api: NovaApi,
-        facts: NovaFacts,
+        nova_state: NovaState,
         table: HostTable,
         *,
         cells: CellMap,
@@ -79,7 +81,7 @@ class FactsKeeper:
         clock: Clock,
     ) -> None:
         self._api = api
-        self._facts = facts
+        self._nova_state = nova_state
         self._table = table
         self._cells = cells
         self._without_cell: tuple[str, ...] = ()  # as it was logged
@@ -126,18 +128,18 @@ class FactsKeeper:
     async def _read_states(self) -> None:
         self._read_s = began_s = self._clock.monotonic()  # failed or not, it is not read again at once
         self._cast_aggregates.clear()
-        self._facts.put_services(await self._api.services(), complete=True)
+        self._nova_state.put_services(await self._api.services(), complete=True)
         try:
             aggregates = await self._api.aggregates()
         except NovaRefused:  # the states of services are newer all the same
             await self._announce()
             raise
-        self._facts.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
+        self._nova_state.put_aggregates(aggregates, complete=True, but=self._cast_aggregates)
         await self._announce()
         self._known_s = began_s
 
     def _is_list_due(self) -> bool:
-        return self._clock.monotonic() >= self._nodes_due_s or self._facts.without_nodes() != self._without_nodes
+        return self._clock.monotonic() >= self._nodes_due_s or self._nova_state.without_nodes() != self._without_nodes
 
     def _list_nodes(self) -> asyncio.Task[bool]:
         """The read of all compute nodes, whether it has succeeded: the one under way, or a new one. It goes on when who
@@ -148,13 +150,13 @@ class FactsKeeper:
         return self._listing
 
     async def _read_nodes(self) -> bool:
-        began_s, before = self._clock.monotonic(), self._facts.known_nodes()
+        began_s, before = self._clock.monotonic(), self._nova_state.recorded_nodes()
         try:
             found = await self._api.nodes()
-            self._facts.put_services([service for _, service in found], complete=False)
-            self._facts.put_nodes([node for node, _ in found], complete=True, among=before)
+            self._nova_state.put_services([service for _, service in found], complete=False)
+            self._nova_state.put_nodes([node for node, _ in found], complete=True, among=before)
             self._nodes_due_s = began_s + self._config.hosts_interval_s
-            self._without_nodes = self._facts.without_nodes()
+            self._without_nodes = self._nova_state.without_nodes()
             self._no_nodes.clear()
             await self._announce()
         except Fault as fault:
@@ -164,13 +166,13 @@ class FactsKeeper:
         return True
 
     async def prepare(self, new: Collection[str] = ()) -> None:
-        """As FactsSource has it."""
+        """As NovaStateUpdates has it."""
         oldest_s = self._clock.monotonic() - self._config.states_max_age_s
         if new or self._known_s < oldest_s:
             await self._read_since(oldest_s, new)
 
     async def ask(self, unknown: Collection[str] = ()) -> bool:
-        """As FactsSource has it."""
+        """As NovaStateUpdates has it."""
         before = self._state()
         await self._read_since(self._clock.monotonic() - ASK_AGAIN_S, unknown)
         return self._state() != before
@@ -192,7 +194,7 @@ class FactsKeeper:
             self._log_unread(fault)
 
     async def waits_for_host(self, instances: Sequence[str]) -> bool:
-        """As FactsSource has it. One after the other until one waits: users may have deleted all others."""
+        """As NovaStateUpdates has it. One after the other until one waits: users may have deleted all others."""
         try:
             for one in dict.fromkeys(instances):
                 if await self._api.task_of(one) in WAITING:
@@ -209,38 +211,38 @@ class FactsKeeper:
             unknown = self._to_ask_for(unknown)
         if len(unknown) > MAX_ASKED:
             if await asyncio.shield(self._list_nodes()):
-                self._no_nodes.update(self._facts.unknown(unknown))
+                self._no_nodes.update(self._nova_state.unknown(unknown))
             return
         for uuid in unknown:
             found = await self._api.node(uuid)
             if found is None:
                 self._no_nodes.add(uuid)
             else:
-                self._facts.put_services([found[1]], complete=False)
-                self._facts.put_nodes([found[0]], complete=False)
+                self._nova_state.put_services([found[1]], complete=False)
+                self._nova_state.put_nodes([found[0]], complete=False)
         if unknown:
             await self._announce()
 
     def _to_ask_for(self, roots: Collection[str]) -> list[str]:
-        return [uuid for uuid in self._facts.unknown(roots) if uuid not in self._no_nodes]
+        return [uuid for uuid in self._nova_state.unknown(roots) if uuid not in self._no_nodes]
 
     def _state(self) -> tuple[int, int]:
-        return self._facts.version, self._table.revision
+        return self._nova_state.version, self._table.revision
 
     async def _announce(self) -> None:
         async with self._announcing:
-            self._facts.put_cells(await self._cells.of_hosts(self._facts.hosts()))
+            self._nova_state.put_cells(await self._cells.of_hosts(self._nova_state.hosts()))
             self._table.disabled_cells = self._cells.disabled
-        without = self._facts.without_cell()
+        without = self._nova_state.without_cell()
         if without and without != self._without_cell:
             log.warning("nova.hosts_without_cell", hosts=without[:MAX_LOGGED], count=len(without))
         self._without_cell = without
-        self._facts.announce(self._clock.monotonic())
+        self._nova_state.announce(self._clock.monotonic())
 
     # --- casts
 
     def apply_cast(self, method: str, arguments: Mapping[str, object]) -> bool:
-        """As FactsSource has it."""
+        """As NovaStateUpdates has it."""
         take = CASTS[method]
         if take is None:
             return True
@@ -253,22 +255,22 @@ class FactsKeeper:
 
     def _update_aggregates(self, arguments: Mapping[str, object]) -> None:
         given = _objects(arguments.get("aggregates"), AGGREGATE, AGGREGATES)
-        found = [msgspec.convert(one, AggregateRow).as_fact() for one in given]
+        found = [msgspec.convert(one, AggregateRow).as_state() for one in given]
         self._cast_aggregates.update(one.uuid for one in found)
-        self._facts.put_aggregates(found, complete=False)
+        self._nova_state.put_aggregates(found, complete=False)
 
     def _delete_aggregate(self, arguments: Mapping[str, object]) -> None:
         for one in _objects(arguments.get("aggregate"), AGGREGATE, AGGREGATES):
             uuid = _uuid(one.get("uuid"))
             self._cast_aggregates.add(uuid)
-            self._facts.drop_aggregate(uuid)
+            self._nova_state.drop_aggregate(uuid)
 
 
-# The casts of topic `scheduler`; every scheduler receives them by its fanout queue. None: it is no fact, as the book
+# The casts of topic `scheduler`; every scheduler receives them by its fanout queue. None: it is no fact, as placement
 # tells where instances are.
-CASTS: Mapping[str, Callable[[FactsKeeper, Mapping[str, object]], None] | None] = {
-    "update_aggregates": FactsKeeper._update_aggregates,
-    "delete_aggregate": FactsKeeper._delete_aggregate,
+CASTS: Mapping[str, Callable[[NovaStatePoller, Mapping[str, object]], None] | None] = {
+    "update_aggregates": NovaStatePoller._update_aggregates,
+    "delete_aggregate": NovaStatePoller._delete_aggregate,
     "update_instance_info": None,
     "delete_instance_info": None,
     "sync_instance_info": None,

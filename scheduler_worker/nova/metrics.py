@@ -8,9 +8,9 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60
 
 CALLS = Counter("berth_nova_calls", "Calls and casts of Nova's services, by method and outcome.", ["method", "outcome"])
 CALL_S = Histogram("berth_nova_call_seconds", "Time from the delivery of a call to its reply.", buckets=SECONDS)
-IN_HAND = Gauge("berth_nova_calls_in_hand", "Calls that were delivered and are not answered yet.")
-RELAYED = Counter(
-    "berth_nova_relayed",
+IN_FLIGHT = Gauge("berth_nova_calls_in_flight", "Calls that were delivered and are not answered yet.")
+FORWARDED = Counter(
+    "berth_nova_forwarded",
     "Calls left to the fallback's nova-scheduler, by reason and outcome: answered, failed, cancelled, no_fallback.",
     ["reason", "outcome"],
 )

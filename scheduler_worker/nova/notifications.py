@@ -233,7 +233,7 @@ class NovaNotifier:
             try:
                 if not is_declared:  # as oslo.messaging does: nobody may listen yet
                     for queue in self._queues:
-                        await self._transport.declare_foreign(queue)
+                        await self._transport.declare_external(queue)
                     is_declared = True
                 body = self._body(event)
                 for key in self._keys:

@@ -88,7 +88,7 @@ class _Service(Struct, frozen=True):
     disabled_reason: str | None = None
     forced_down: bool = False
 
-    def as_fact(self) -> NovaService:
+    def as_state(self) -> NovaService:
         return NovaService(
             host=self.host,
             is_up=self.state == "up" and not self.forced_down,
@@ -101,7 +101,7 @@ class _UnreadService(Struct, frozen=True):
     host: Name
     binary: str
 
-    def as_fact(self) -> NovaService:
+    def as_state(self) -> NovaService:
         return NovaService(host=self.host, is_up=False, is_read=False)
 
 
@@ -131,7 +131,7 @@ class _UnreadAggregate(Struct, frozen=True):
     uuid: Uuid
     hosts: tuple[Name, ...] | None
 
-    def as_fact(self) -> NovaAggregate:
+    def as_state(self) -> NovaAggregate:
         return NovaAggregate(uuid=self.uuid, name=self.uuid, hosts=self.hosts or (), is_read=False)
 
 
@@ -143,8 +143,8 @@ class AggregateRow(Struct, frozen=True):
     metadata: dict[Text, Text] | None = None
     hosts: tuple[Name, ...] | None = None
 
-    def as_fact(self) -> NovaAggregate:
-        """The same in the terms of the facts."""
+    def as_state(self) -> NovaAggregate:
+        """The same in the terms of `facts`."""
         return NovaAggregate(uuid=self.uuid, name=self.name, metadata=self.metadata or {}, hosts=self.hosts or ())
 
 
@@ -192,7 +192,9 @@ class NovaRest:
         is the host.
         """
         raw = await self.get("/os-services", {"binary": SERVICE})
-        return [one.as_fact() for one in self._rows(raw, "services", _Service, _UnreadService) if one.binary == SERVICE]
+        return [
+            one.as_state() for one in self._rows(raw, "services", _Service, _UnreadService) if one.binary == SERVICE
+        ]
 
     async def nodes(self) -> list[tuple[ComputeNode, NovaService]]:
         """All compute nodes that have a nova-compute, each with its state."""
@@ -216,7 +218,7 @@ class NovaRest:
         rows = self._rows(raw, "aggregates", AggregateRow, _UnreadAggregate)
         if len(rows) < len(raw["aggregates"]):
             raise NovaRefused("of an aggregate not even the hosts can be read")
-        return [one.as_fact() for one in rows]
+        return [one.as_state() for one in rows]
 
     async def task_of(self, instance: str) -> str | None:
         """The task state of a server, "" for none; None: Nova has no such server. Raises NovaUnavailable, NovaRefused.

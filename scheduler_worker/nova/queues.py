@@ -11,19 +11,20 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, structs
 
-from bus.topology import ForeignQueue
+from bus.topology import ExternalQueue
 
 TOPIC = "scheduler"
-# Of the calls that a front has taken from the topic, and that only fronts take from there on.
-FRONTS = "scheduler_fronts"
-# A front that has ended leaves its queue of casts behind. Newer casts take the place of older ones there: what they
+# Of the calls that a frontend has taken from the topic, and that only frontends take from there on.
+FRONTENDS = "scheduler_frontends"
+# A frontend that has ended leaves its queue of casts behind. Newer casts take the place of older ones there: what they
 # tell is in Nova's API, too.
 UNUSED_TTL_S = 1800
 MAX_UNREAD_CASTS = 1_000
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_TTL_S = (2**32 - 1) // 1000  # RabbitMQ takes 32 bits of milliseconds
 Unused = bool | int | float | str | None
-# Values with which a front would read or check something else than Nova's services do; the others are as berth does it.
+# Values with which a frontend would read or check something else than Nova's services do; the others are as berth does
+# it.
 AS_BERTH: Mapping[str, tuple[Collection[object], str]] = {
     "kombu_compression": (("",), "compressed messages are not read"),
     "rabbit_login_method": (("AMQPLAIN", "PLAIN"), "the login is by user and password"),
@@ -134,17 +135,17 @@ class RabbitOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("rabbit_stream_fanout needs rabbit_transient_quorum_queue")
 
     def refused(self) -> str:
-        """Which option has a value that a front cannot have, and why; "": none."""
+        """Which option has a value that a frontend cannot have, and why; "": none."""
         for name, (values, reason) in AS_BERTH.items():
             if (value := getattr(self, name)) not in values:
                 return f"{name} = {value!r}: {reason}"
         return ""
 
 
-def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> ForeignQueue:
+def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> ExternalQueue:
     """The queue of a topic (`scheduler`), or of one server of it (`scheduler.HOST`)."""
     durable = options.amqp_durable_queues or options.rabbit_quorum_queue
-    return ForeignQueue(
+    return ExternalQueue(
         name=key,
         durable=durable,
         auto_delete=options.amqp_auto_delete,
@@ -157,12 +158,14 @@ def topic_queue(options: RabbitOptions, control_exchange: str, key: str) -> Fore
     )
 
 
-def fronts_queue(options: RabbitOptions, control_exchange: str) -> ForeignQueue:
-    """The queue FRONTS. It stays without a user: what is in it when the last front ends, or is killed, waits there."""
-    return structs.replace(topic_queue(options, control_exchange, FRONTS), auto_delete=False)
+def frontends_queue(options: RabbitOptions, control_exchange: str) -> ExternalQueue:
+    """The queue FRONTENDS. It stays without a user: what is in it when the last frontend ends, or is killed, waits
+    there.
+    """
+    return structs.replace(topic_queue(options, control_exchange, FRONTENDS), auto_delete=False)
 
 
-def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ForeignQueue:
+def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ExternalQueue:
     """The queue of the casts to all servers of a topic. unique: what tells it from those of other processes."""
     exchange = f"{topic}_fanout"
     ttl_s = options.rabbit_transient_queues_ttl
@@ -173,7 +176,7 @@ def fanout_queue(options: RabbitOptions, topic: str, unique: str) -> ForeignQueu
     else:
         arguments = _kind(options, quorum=options.rabbit_transient_quorum_queue)
         arguments |= {"x-expires": (ttl_s or UNUSED_TTL_S) * 1000, "x-max-length": MAX_UNREAD_CASTS}
-    return ForeignQueue(
+    return ExternalQueue(
         name=exchange if options.rabbit_stream_fanout else f"{exchange}_{unique}",
         durable=options.rabbit_transient_quorum_queue,
         auto_delete=False,

@@ -19,9 +19,9 @@ from bus.clock import Clock
 from bus.faults import Fault
 from bus.port import BusError, BusUnavailable, Delivery, NotSent, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
-from scheduler_worker.nova.entrance import LOOK_AGAIN_S
+from scheduler_worker.nova.entrance import POLL_S
 from scheduler_worker.nova.envelope import CALL_LIMIT_S, REPLY_QUEUES, Call, CallUnreadable, parse_reply, readdressed
-from scheduler_worker.nova.metrics import RELAYED
+from scheduler_worker.nova.metrics import FORWARDED
 from scheduler_worker.nova.queues import TOPIC
 
 log = structlog.get_logger("nova")
@@ -29,21 +29,21 @@ log = structlog.get_logger("nova")
 PREFETCH = 64
 # Calls that wait for an answer. A stock nova-scheduler takes one after the other: they wait in its queue.
 IN_FLIGHT = 1024
-STOPS = "this front stops"
+STOPS = "this frontend stops"
 REASON = re.compile(r"[a-z][a-z0-9_.]{0,39}")
 OTHER = "other"
 MAX_REASONS = 64
 _COUNTED: set[str] = set()  # reasons that are labels
 
 
-class RelayFailed(Fault):
-    """A call that was relayed has no answer."""
+class ForwardFailed(Fault):
+    """A call that was forwarded has no answer."""
 
-    code = "nova.relay_failed"
+    code = "nova.forward_failed"
 
 
-class RelayPort(Protocol):
-    """What takes a call to a stock nova-scheduler: `StockRelay`, and the shadow before it."""
+class Fallback(Protocol):
+    """What takes a call to a stock nova-scheduler: `StockForwarder`, and the shadow before it."""
 
     async def open(self) -> None:
         """Connect; waits for the broker. Raises BusForbidden."""
@@ -51,12 +51,12 @@ class RelayPort(Protocol):
     async def close(self) -> None:
         """Close; calls under way get no answer from here."""
 
-    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
-        """The body of the answer to a call. part_with: awaited once, before the call leaves; when it raises
-        BusError, this does, and the call has not left. Raises RelayFailed.
+    async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
+        """The body of the answer to a call. acknowledge_first: awaited once, before the call leaves; when it raises
+        BusError, this does, and the call has not left. Raises ForwardFailed.
         """
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Wait for no answer any more: calls under way fail."""
 
     async def forward(self, call: Call) -> None:
@@ -69,10 +69,10 @@ class _Awaited:
     def __init__(self) -> None:
         self.sign = asyncio.Event()
         self.answer: bytes | None = None
-        self.given_up = False
+        self.abandoned = False
 
 
-class StockRelay:
+class StockForwarder:
     """Calls on their way to a stock nova-scheduler. transport: of its virtual host; it is opened and closed here.
 
     unique: what tells the reply queue from those of other processes. in_flight: calls at a time; a further one fails.
@@ -98,7 +98,7 @@ class StockRelay:
         """Connect; waits for the broker. Raises BusForbidden."""
         await self._transport.open()
         await self._transport.declare_reply_queue(self._reply_queue, bound=False)
-        await self._transport.consume(self._reply_queue, self._take, prefetch=PREFETCH)
+        await self._transport.consume(self._reply_queue, self._on_reply, prefetch=PREFETCH)
 
     async def close(self) -> None:
         """Close; calls under way get no answer from here."""
@@ -106,50 +106,50 @@ class StockRelay:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why nothing can be relayed now; "": it can."""
+        """Why nothing can be forwarded now; "": it can."""
         return self._transport.blocked if self._transport.connected else "not connected"
 
-    def give_up(self) -> None:
-        """As RelayPort has it."""
+    def abandon(self) -> None:
+        """As Fallback has it."""
         for awaited in self._waiting.values():
-            awaited.given_up = True
+            awaited.abandoned = True
             awaited.sign.set()
 
-    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
-        """As RelayPort has it. It may be cancelled.
+    async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
+        """As Fallback has it. It may be cancelled.
 
-        Raises RelayFailed: no broker or scheduler takes it, too many wait already, or none gave a sign of life for as
+        Raises ForwardFailed: no broker or scheduler takes it, too many wait already, or none gave a sign of life for as
         long as the client would wait.
         """
         outcome = "cancelled"
         try:
-            body = await self._relayed(call, part_with)
+            body = await self._forwarded(call, acknowledge_first)
             outcome = "answered"
-        except RelayFailed as error:
+        except ForwardFailed as error:
             outcome = "failed"
-            log.warning("nova.relay_failed", reason=str(error), request_id=call.request_id)
+            log.warning("nova.forward_failed", reason=str(error), request_id=call.request_id)
             raise
         finally:
-            count_relayed(reason, outcome)
+            count_forwarded(reason, outcome)
         return body
 
     async def forward(self, call: Call) -> None:
         """Pass a cast to all servers on, as the stock scheduler's own view of hosts depends on it. Raises BusError.
 
-        Of several fronts each does so: the casts are of a kind that may come twice.
+        Of several frontends each does so: the casts are of a kind that may come twice.
         """
         if self.unavailable_reason:  # casts come one after the other, and would wait for it one after the other
             raise BusUnavailable(self.unavailable_reason)
         await self._transport.publish(Outgoing(exchange=f"{TOPIC}_fanout", routing_key="", body=call.body))
 
-    async def _relayed(self, call: Call, part_with: Callable[[], Awaitable[None]]) -> bytes:
+    async def _forwarded(self, call: Call, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
         if call.message_id in self._waiting:
-            raise RelayFailed("a call of the same id is under way")
+            raise ForwardFailed("a call of the same id is under way")
         if len(self._waiting) >= self._in_flight:
-            raise RelayFailed(f"{self._in_flight} calls wait for it already")
+            raise ForwardFailed(f"{self._in_flight} calls wait for it already")
         awaited = self._waiting[call.message_id] = _Awaited()
         try:
-            await part_with()  # first: what waits here holds no slot of the topic
+            await acknowledge_first()  # first: what waits here holds no slot of the topic
             return await self._answer_to(call, awaited)
         finally:
             del self._waiting[call.message_id]
@@ -161,29 +161,29 @@ class StockRelay:
             body=readdressed(call.body, self._reply_queue),
             mandatory=True,
             # Taken later than it is waited for here, it would claim a host for nobody.
-            expiration_s=call.patience_s,
+            expiration_s=call.answer_timeout_s,
         )
         try:
             await self._publish(message, call, awaited)
             while awaited.answer is None:
-                if awaited.given_up:
-                    raise RelayFailed(STOPS)
+                if awaited.abandoned:
+                    raise ForwardFailed(STOPS)
                 async with asyncio.timeout(call.timeout_s or None):
                     await awaited.sign.wait()
                 awaited.sign.clear()
             return awaited.answer
         except BusError as error:
-            raise RelayFailed(f"{error.code}: {error}") from error
+            raise ForwardFailed(f"{error.code}: {error}") from error
         except TimeoutError as error:
-            raise RelayFailed(f"silent for {call.timeout_s} s") from error
+            raise ForwardFailed(f"silent for {call.timeout_s} s") from error
 
     async def _publish(self, message: Outgoing, call: Call, awaited: _Awaited) -> None:
-        """To the fallback's broker, which is waited for as the front's own is: as long as the client waits for a sign
-        of life. Raises RelayFailed; BusError: the broker refuses it. Without its word a scheduler may have it, and
-        claim.
+        """To the fallback's broker, which is waited for as the frontend's own is: as long as the client waits for a
+        sign of life. Raises ForwardFailed; BusError: the broker refuses it. Without its word a scheduler may have it,
+        and claim.
         """
-        until_s, reason = self._clock.monotonic() + (call.patience_s or CALL_LIMIT_S), STOPS
-        while not awaited.given_up and self._clock.monotonic() < until_s:
+        until_s, reason = self._clock.monotonic() + (call.answer_timeout_s or CALL_LIMIT_S), STOPS
+        while not awaited.abandoned and self._clock.monotonic() < until_s:
             reason = self.unavailable_reason
             try:
                 if not reason:
@@ -193,10 +193,10 @@ class StockRelay:
             except BusUnavailable as error:
                 log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=call.request_id)
                 return None
-            await self._clock.sleep(LOOK_AGAIN_S)
-        raise RelayFailed(reason)
+            await self._clock.sleep(POLL_S)
+        raise ForwardFailed(reason)
 
-    def _take(self, delivery: Delivery) -> None:
+    def _on_reply(self, delivery: Delivery) -> None:
         delivery.ack()
         try:
             reply = parse_reply(delivery.body)
@@ -209,10 +209,10 @@ class StockRelay:
             awaited.sign.set()
 
 
-def count_relayed(reason: str, outcome: str) -> None:
+def count_forwarded(reason: str, outcome: str) -> None:
     """Count a call that berth has not decided. The reason is a label: words of the code, and never so many that a
     registry is filled.
     """
     if len(_COUNTED) < MAX_REASONS and REASON.fullmatch(reason):
         _COUNTED.add(reason)
-    RELAYED.labels(reason if reason in _COUNTED else OTHER, outcome).inc()
+    FORWARDED.labels(reason if reason in _COUNTED else OTHER, outcome).inc()

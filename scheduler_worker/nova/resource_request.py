@@ -23,13 +23,13 @@ from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN, MAX_GROUPS
 from scheduler_worker.domain.view import Unsatisfiable
 from scheduler_worker.nova import constraints
-from scheduler_worker.nova.config import NOT_OURS, NUMA_FILTER, PCI_FILTER, PrefilterSettings
+from scheduler_worker.nova.config import NOT_OWNED, NUMA_FILTER, PCI_FILTER, PrefilterSettings
 from scheduler_worker.nova.prefilters import Additions, device_traits, prefilter, tenant_aggregates
 from scheduler_worker.nova.request_spec import MAX_AMOUNT, NotDecided, NovaDestination, NovaFlavor, NovaRequest
 
 __all__ = [
+    "CloudState",
     "PrefilterSettings",
-    "QueryFacts",
     "ResourceRequest",
     "has_topology",
     "named_nodes",
@@ -62,8 +62,8 @@ _SUFFIX = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _POLICIES: Final[dict[str, Literal["none", "isolate"]]] = {"none": "none", "isolate": "isolate"}
 
 
-class QueryFacts(Protocol):
-    """What Nova reads of its own database to shape a query; `facts.NovaFacts` is one."""
+class CloudState(Protocol):
+    """What Nova reads of its own database to shape a query; `facts.NovaState` is one."""
 
     def aggregates(self) -> Sequence[Aggregate]:
         """All host aggregates with their metadata."""
@@ -101,7 +101,7 @@ def undecided(
         if count > most:
             return NotDecided("size", f"more than {most} {what}")
     for name in enabled:
-        hint = NOT_OURS.get(name)
+        hint = NOT_OWNED.get(name)
         if hint and hint in request.hints:
             return NotDecided("hint", hint)
     if NUMA_FILTER in enabled and request.numa_topology is not None:
@@ -139,7 +139,7 @@ def _sizes(request: NovaRequest) -> Iterator[tuple[str, int, int]]:
 def resource_request(
     request: NovaRequest,
     settings: PrefilterSettings,
-    facts: QueryFacts,
+    nova_state: CloudState,
     *,
     requires_owner: bool,
     pinning: bool = True,
@@ -151,7 +151,7 @@ def resource_request(
     versions of compute services, which its API does not tell). pinning: translate the CPU policy to PCPU (Nova's
     enable_pinning_translate). Raises NotDecided.
     """
-    asked = translated(request, settings, facts, requires_owner=requires_owner, pinning=pinning)
+    asked = translated(request, settings, nova_state, requires_owner=requires_owner, pinning=pinning)
     if isinstance(asked, Unsatisfiable):
         return asked
     why = _refused(asked.query)
@@ -161,13 +161,13 @@ def resource_request(
 def translated(
     request: NovaRequest,
     settings: PrefilterSettings,
-    facts: QueryFacts,
+    nova_state: CloudState,
     *,
     requires_owner: bool,
     pinning: bool = True,
 ) -> ResourceRequest | Unsatisfiable:
     """`resource_request`, which may be one that Placement refuses. Raises NotDecided."""
-    aggregates = facts.aggregates()
+    aggregates = nova_state.aggregates()
     tenant = tenant_aggregates(request, settings, aggregates)
     if isinstance(tenant, Unsatisfiable):
         return tenant
@@ -183,7 +183,7 @@ def translated(
         requires_owner=requires_owner,
     )
     _apply(drafted, added, request)
-    nodes = named_nodes(request, facts)
+    nodes = named_nodes(request, nova_state)
     if isinstance(nodes, Unsatisfiable):
         return nodes
     if len(nodes) == 1:
@@ -443,7 +443,7 @@ def _apply(drafted: _Drafted, added: Additions, request: NovaRequest) -> None:
             drafted.group(one.requester_id).required |= added.of_pci
 
 
-def named_nodes(request: NovaRequest, facts: QueryFacts) -> Sequence[str] | Unsatisfiable:
+def named_nodes(request: NovaRequest, nova_state: CloudState) -> Sequence[str] | Unsatisfiable:
     """The compute nodes of the host or node that the request names; none: it names none."""
     asked = request.requested_destination or NovaDestination()
     host = asked.host or next(iter(request.force_hosts or ()), None)
@@ -451,7 +451,7 @@ def named_nodes(request: NovaRequest, facts: QueryFacts) -> Sequence[str] | Unsa
     if not host and not node:
         return ()
     cell = asked.cell.uuid if asked.cell is not None else None
-    nodes = [one for one in facts.nodes_named(host, node) if cell is None or facts.cell_of(one) == cell]
+    nodes = [one for one in nova_state.nodes_named(host, node) if cell is None or nova_state.cell_of(one) == cell]
     if not nodes:
         return Unsatisfiable(HOST_UNKNOWN, f"No such host - host: {host} node: {node} ", "requested_host")
     return nodes

@@ -4,7 +4,7 @@ Any number of these and of stock nova-schedulers take from the queue of the topi
 puts into a queue of theirs (`entrance`), and carries it out when it comes from there. It is acknowledged once its reply
 is confirmed, so one whose server is killed is delivered again, to any of these, with the same `unique_id`. A stock
 nova-scheduler must not get it again: it takes what the first delivery has claimed for a server that moves, and claims a
-second host. So a call is relayed to one only when the broker has confirmed that it is acknowledged.
+second host. So a call is forwarded to one only when the broker has confirmed that it is acknowledged.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from msgspec import structs
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.nova_calls import CallExplained
+from bus.contracts.nova_calls import CallDecision
 from bus.faults import BrokenInvariant, Fault, Transient
 from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing
 from bus.rabbitmq.channels import RabbitDelivery
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.retrying import NOVA_CALL, NOVA_REPLY, Retrying
-from scheduler_worker.nova.entrance import LIMIT, Entrance, unblocked
+from scheduler_worker.nova.entrance import LIMIT, TopicIntake, unblocked
 from scheduler_worker.nova.envelope import (
     CALL_LIMIT_S,
     Call,
@@ -40,14 +40,14 @@ from scheduler_worker.nova.envelope import (
 )
 from scheduler_worker.nova.explained import NOT_DECIDED, CallRecorder
 from scheduler_worker.nova.methods import check_method, label_of, result_of_base
-from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_HAND
-from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions, fanout_queue, fronts_queue, topic_queue
-from scheduler_worker.nova.relay import RelayFailed, RelayPort, count_relayed
+from scheduler_worker.nova.metrics import CALL_S, CALLS, IN_FLIGHT
+from scheduler_worker.nova.queues import FRONTENDS, TOPIC, RabbitOptions, fanout_queue, frontends_queue, topic_queue
+from scheduler_worker.nova.relay import Fallback, ForwardFailed, count_forwarded
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
 
-PREFETCH = 32  # calls in hand of one queue; others are left for other schedulers
+PREFETCH = 32  # calls in flight of one queue; others are left for other schedulers
 CASTS = 64
 LAST_REPLIES = 0.1  # the part of the time to stop in which the clients of calls at the fallback are told
 SHORTEST_HEARTBEAT_S = 1.0  # as oslo.messaging: a client that wants more has given a wrong timeout
@@ -61,44 +61,44 @@ class CallDispatcher(Protocol):
         """The result of a call as JSON values; of a cast nothing is done with it. Casts come one after the other.
 
         It may be cancelled (the client has given up), and called again with the same `unique_id` after any part of
-        it was done. Raises RemoteFault, which the client raises then; NotDecided: the call is relayed to a stock
+        it was done. Raises RemoteFault, which the client raises then; NotDecided: the call is forwarded to a stock
         nova-scheduler; Transient: it is called again until the client gives up. Any other exception is logged, and
         the client told that the call failed.
         """
 
 
-class _Held:
-    """A call in hand, and its deliveries: more than one after the connection was lost; none: it does not come again, as
-    the queue of the fronts has refused it, or its acknowledgement is on the way.
+class _DeliveredCall:
+    """A call in flight, and its deliveries: more than one after the connection was lost; none: it does not come again,
+    as the queue of the frontends has refused it, or its acknowledgement is on the way.
     """
 
     def __init__(self, call: Call, deliveries: Iterable[RabbitDelivery]) -> None:
         self.call = call
         self.deliveries = list(deliveries)
-        self.settled = False
+        self.acknowledged = False
 
     def join(self, deliveries: Iterable[RabbitDelivery]) -> None:
         """The same call was delivered again."""
         self.deliveries += deliveries
-        if self.settled:
-            self.settle()
+        if self.acknowledged:
+            self.acknowledge()
 
-    async def part_with(self) -> None:
+    async def acknowledge_first(self) -> None:
         """Acknowledge it: it has no slot of the topic any more, and is not delivered again. Raises BusUnavailable: it
         may be.
         """
-        if self.deliveries and not self.settled:
+        if self.deliveries and not self.acknowledged:
             newest, self.deliveries = self.deliveries[-1], []
             await newest.acknowledged()
-        self.settle()
+        self.acknowledge()
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Acknowledge it."""
-        self.settled = True
+        self.acknowledged = True
         for delivery in self.deliveries:
             delivery.ack()
 
-    def give_back(self) -> None:
+    def requeue(self) -> None:
         """Have it delivered again."""
         for delivery in self.deliveries:
             delivery.nack(requeue=True)
@@ -106,8 +106,8 @@ class _Held:
 
 class RpcServer:
     """One server of the topic. transport: of Nova's virtual host; it is opened and closed here. host: this server's
-    name (`scheduler.HOST`). unique: what tells the fanout queue from those of other processes. relay: None: what
-    berth does not decide fails. prefetch: calls in hand of one queue.
+    name (`scheduler.HOST`). unique: what tells the fanout queue from those of other processes. fallback: None: what
+    berth does not decide fails. prefetch: calls in flight of one queue.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RpcServer:
         control_exchange: str,
         clock: Clock,
         rng: random.Random,
-        relay: RelayPort | None = None,
+        fallback: Fallback | None = None,
         recorder: CallRecorder | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
@@ -130,57 +130,57 @@ class RpcServer:
         self._options = options
         self._clock = clock
         self._rng = rng
-        self._relay = relay
+        self._fallback = fallback
         self._recorder = recorder or CallRecorder()
         self._prefetch = prefetch
         self._topics = [topic_queue(options, control_exchange, key) for key in (TOPIC, f"{TOPIC}.{host}")]
-        self._fronts = fronts_queue(options, control_exchange)
+        self._frontends = frontends_queue(options, control_exchange)
         self._fanout = fanout_queue(options, TOPIC, unique)
         self._next_offset: int | None = None  # of the stream
         # A call is handed over once to each connection: tasks beyond the slots are those of lost connections.
         self._slots = asyncio.Semaphore(prefetch)
-        self._held: dict[str, _Held] = {}  # by unique id
-        self._tasks: dict[asyncio.Task[None], _Held] = {}
-        self._entrance = Entrance(
+        self._calls: dict[str, _DeliveredCall] = {}  # by unique id
+        self._tasks: dict[asyncio.Task[None], _DeliveredCall] = {}
+        self._intake = TopicIntake(
             transport,
-            FRONTS,
+            FRONTENDS,
             clock=clock,
             refused=lambda call: self._carry(call, ()),
-            changed=self._open_entrances,
+            changed=self._open_intakes,
         )
         self._casts: asyncio.Queue[tuple[Call, RabbitDelivery]] = asyncio.Queue()
         self._answered: dict[str, None] = {}
         self._gone: dict[str, None] = {}  # reply queues that do not exist any more
-        self._subscriptions: list[RabbitSubscription] = []  # of the casts, and of the fronts
-        self._entrances: list[RabbitSubscription] = []  # of the topic
+        self._subscriptions: list[RabbitSubscription] = []  # of the casts, and of the frontends
+        self._intakes: list[RabbitSubscription] = []  # of the topic
         self._is_full = False
         self._broken: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Connect, and declare exchanges and queues; waits for the broker. Raises BusForbidden."""
         await self._transport.open()
-        for queue in (*self._topics, self._fronts, self._fanout):
-            await self._transport.declare_foreign(queue)
-        if self._relay is not None:
-            await self._relay.open()
+        for queue in (*self._topics, self._frontends, self._fanout):
+            await self._transport.declare_external(queue)
+        if self._fallback is not None:
+            await self._fallback.open()
 
     async def start(self) -> None:
         """Take calls from now on, and casts."""
         self._broken = asyncio.get_running_loop().create_future()
         stream = self._offset if self._options.rabbit_stream_fanout else dict
-        consume = self._transport.consume_foreign
+        consume = self._transport.consume_external
         self._subscriptions = [
-            await consume(self._fanout.name, self._take_cast, prefetch=CASTS, arguments=stream),
-            await consume(FRONTS, self._take, prefetch=self._prefetch),
+            await consume(self._fanout.name, self._on_cast, prefetch=CASTS, arguments=stream),
+            await consume(FRONTENDS, self._on_delivery, prefetch=self._prefetch),
         ]
         for queue in self._topics:
-            self._entrances.append(await consume(queue.name, self._enter, prefetch=self._prefetch))
+            self._intakes.append(await consume(queue.name, self._enter, prefetch=self._prefetch))
 
     async def run(self) -> None:
         """Take calls over, and carry out casts. Raises BrokenInvariant, which the process ends with."""
         assert self._broken is not None, "started"
         loops = [
-            asyncio.create_task(self._entrance.run(), name="nova entrance"),
+            asyncio.create_task(self._intake.run(), name="nova entrance"),
             asyncio.create_task(self._carry_out_casts(), name="nova casts"),
         ]
         try:
@@ -193,36 +193,40 @@ class RpcServer:
 
     async def drain(self, grace_s: float) -> None:
         """Take no more calls, and wait (seconds) until those in hand are answered. What then is not decided goes back
-        to the queue of the fronts; the clients of what is at the fallback are told that it failed.
+        to the queue of the frontends; the clients of what is at the fallback are told that it failed.
         """
         with contextlib.suppress(TimeoutError, BusError):
             async with asyncio.timeout(grace_s * (1 - LAST_REPLIES)):
-                for subscription in self._entrances:
+                for subscription in self._intakes:
                     await subscription.cancel()
-                await self._entrance.end()
+                await self._intake.end()
                 for subscription in self._subscriptions:
                     await subscription.cancel()
                 while await self._has_more():
                     await asyncio.wait(self._tasks)
-        undecided = {task: held for task, held in self._tasks.items() if held.deliveries and not held.settled}
-        await self._cut(undecided)
-        for held in undecided.values():
-            held.give_back()
-        if self._relay is not None:
-            self._relay.give_up()
+        undecided = {
+            task: delivered
+            for task, delivered in self._tasks.items()
+            if delivered.deliveries and not delivered.acknowledged
+        }
+        await self._cancel(undecided)
+        for delivered in undecided.values():
+            delivered.requeue()
+        if self._fallback is not None:
+            self._fallback.abandon()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s * LAST_REPLIES)
 
     async def _has_more(self) -> bool:
-        """Whether calls are in hand. Of the last front nobody else would take what has come over."""
-        while not self._tasks and not await self._transport.consumers(FRONTS):
-            delivery = await self._transport.get(FRONTS)
+        """Whether calls are in flight. Of the last frontend nobody else would take what has come over."""
+        while not self._tasks and not await self._transport.consumers(FRONTENDS):
+            delivery = await self._transport.get(FRONTENDS)
             if delivery is None:
                 break
-            self._take(delivery)
+            self._on_delivery(delivery)
         return bool(self._tasks)
 
-    async def _cut(self, tasks: Collection[asyncio.Task[None]]) -> None:
+    async def _cancel(self, tasks: Collection[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -231,16 +235,16 @@ class RpcServer:
         """Close. Calls in hand go back to the queue. The queue of the casts stays until it expires: with the last one
         RabbitMQ deletes the exchange, and the next cast of each nova-compute, within a build for one, fails by a 404.
         """
-        for subscription in (*self._entrances, *self._subscriptions):
+        for subscription in (*self._intakes, *self._subscriptions):
             await subscription.cancel()
-        self._entrance.give_back()
-        await self._cut(self._tasks.keys())
-        if self._relay is not None:
-            await self._relay.close()
+        self._intake.requeue()
+        await self._cancel(self._tasks.keys())
+        if self._fallback is not None:
+            await self._fallback.close()
         await self._transport.close()
 
     @property
-    def in_hand(self) -> int:
+    def in_flight(self) -> int:
         """Calls that are not answered yet."""
         return len(self._tasks)
 
@@ -254,36 +258,36 @@ class RpcServer:
     def _enter(self, delivery: RabbitDelivery) -> None:
         call = self._call_of(delivery)
         if call is not None:
-            self._entrance.add(delivery, call)
-            self._open_entrances()
+            self._intake.add(delivery, call)
+            self._open_intakes()
 
-    def _open_entrances(self) -> None:
+    def _open_intakes(self) -> None:
         """Calls beyond the slots are left in the topic, for other schedulers. Those that wait for the fallback have
-        none: they are acknowledged, and the relay bounds them.
+        none: they are acknowledged, and the fallback bounds them.
         """
         if self._options.amqp_auto_delete:  # without a consumer the queue would be deleted, with the calls in it
             return
-        in_slots = sum(not held.settled for held in self._tasks.values())
-        is_full = in_slots + len(self._entrance) >= self._prefetch
+        in_slots = sum(not delivered.acknowledged for delivered in self._tasks.values())
+        is_full = in_slots + len(self._intake) >= self._prefetch
         if is_full is not self._is_full:
             self._is_full = is_full
-            for subscription in self._entrances:
+            for subscription in self._intakes:
                 (subscription.pause if is_full else subscription.resume)()
 
-    def _take(self, delivery: RabbitDelivery) -> None:
+    def _on_delivery(self, delivery: RabbitDelivery) -> None:
         call = self._call_of(delivery)
         if call is not None:
             self._carry(call, (delivery,))
 
     def _carry(self, call: Call, deliveries: Sequence[RabbitDelivery]) -> None:
-        held = self._held.get(call.unique_id)
-        if held is not None:
-            held.join(deliveries)
+        delivered = self._calls.get(call.unique_id)
+        if delivered is not None:
+            delivered.join(deliveries)
         elif call.unique_id in self._answered:
             CALLS.labels(label_of(call), "repeated").inc()
-            _Held(call, deliveries).settle()
+            _DeliveredCall(call, deliveries).acknowledge()
         else:
-            self._begin(_Held(call, deliveries))
+            self._start(_DeliveredCall(call, deliveries))
 
     def _call_of(self, delivery: RabbitDelivery) -> Call | None:
         """The call that is to be answered. A cast is put to the others."""
@@ -297,7 +301,7 @@ class RpcServer:
         self._casts.put_nowait((call, delivery))
         return None
 
-    def _take_cast(self, delivery: RabbitDelivery) -> None:
+    def _on_cast(self, delivery: RabbitDelivery) -> None:
         offset = delivery.headers.get("x-stream-offset")
         if isinstance(offset, int):
             self._next_offset = offset + 1
@@ -328,34 +332,34 @@ class RpcServer:
 
     # --- calls
 
-    def _begin(self, held: _Held) -> None:
-        if held.call.unique_id:
-            self._held[held.call.unique_id] = held
-        task = asyncio.create_task(self._carry_out(held), name=f"nova {held.call.method}")
-        self._tasks[task] = held
-        IN_HAND.inc()
+    def _start(self, delivered: _DeliveredCall) -> None:
+        if delivered.call.unique_id:
+            self._calls[delivered.call.unique_id] = delivered
+        task = asyncio.create_task(self._carry_out(delivered), name=f"nova {delivered.call.method}")
+        self._tasks[task] = delivered
+        IN_FLIGHT.inc()
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        held = self._tasks.pop(task)
-        self._open_entrances()
-        self._forget(held)
-        IN_HAND.dec()
+        delivered = self._tasks.pop(task)
+        self._open_intakes()
+        self._forget(delivered)
+        IN_FLIGHT.dec()
         error = None if task.cancelled() else task.exception()
         if error is not None and self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _forget(self, held: _Held) -> None:
+    def _forget(self, delivered: _DeliveredCall) -> None:
         """It has ended here: delivered again, it begins anew."""
-        if self._held.get(held.call.unique_id) is held:
-            del self._held[held.call.unique_id]
+        if self._calls.get(delivered.call.unique_id) is delivered:
+            del self._calls[delivered.call.unique_id]
 
-    async def _carry_out(self, held: _Held) -> None:
-        call, begun_s = held.call, self._clock.monotonic()
+    async def _carry_out(self, delivered: _DeliveredCall) -> None:
+        call, begun_s = delivered.call, self._clock.monotonic()
         heartbeats = asyncio.create_task(self._send_heartbeats(call), name="nova heartbeats")
         try:
             async with asyncio.timeout(min(call.limit_s or CALL_LIMIT_S, CALL_LIMIT_S)):
-                outcome, body = await self._answer(held)
+                outcome, body = await self._answer(delivered)
         except TimeoutError:
             outcome, body = "timeout", b""
             log.warning("nova.call_timeout", method=call.method, request_id=call.request_id)
@@ -363,21 +367,21 @@ class RpcServer:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
         if body is None:
-            self._forget(held)  # before it comes again
-            held.give_back()
+            self._forget(delivered)  # before it comes again
+            delivered.requeue()
         else:
             if body and not await self._reply(call, body):
                 outcome = "undeliverable"
             _remember(self._answered, call.unique_id)
-            held.settle()
+            delivered.acknowledge()
         CALLS.labels(label_of(call), outcome).inc()
         CALL_S.observe(self._clock.monotonic() - begun_s)
 
-    async def _answer(self, held: _Held) -> tuple[str, bytes | None]:
+    async def _answer(self, delivered: _DeliveredCall) -> tuple[str, bytes | None]:
         """The outcome of a call, and the body of its reply; None: it has none here, and is delivered again. Raises
         BrokenInvariant.
         """
-        call = held.call
+        call = delivered.call
         ids = (call.message_id, self._new_id())
         try:
             if (basic := result_of_base(call)) is not None:
@@ -389,8 +393,8 @@ class RpcServer:
         except RemoteFault as fault:
             return f"raised {fault.class_name}", encode_failure(*ids, fault)
         except NotDecided as undecided:
-            self._recorder.explain(
-                CallExplained(
+            self._recorder.record_decision(
+                CallDecision(
                     event=NOT_DECIDED,
                     request_id=call.request_id,
                     project_id=call.project_id,
@@ -398,7 +402,7 @@ class RpcServer:
                     detail=undecided.detail[:MAX_REASON],
                 )
             )
-            return await self._relayed(held, undecided.reason, ids)
+            return await self._forwarded(delivered, undecided.reason, ids)
         except BrokenInvariant:
             raise
         except Fault as error:
@@ -410,29 +414,31 @@ class RpcServer:
         # Another exception than NoValidHost has Nova set a running server that was to be moved to ERROR.
         return "failed", encode_failure(*ids, no_valid_host(f"The scheduler could not decide: {code}."))
 
-    async def _relayed(self, held: _Held, reason: str, ids: tuple[str, str]) -> tuple[str, bytes | None]:
-        if self._relay is None:
-            count_relayed(reason, "no_fallback")
+    async def _forwarded(
+        self, delivered: _DeliveredCall, reason: str, ids: tuple[str, str]
+    ) -> tuple[str, bytes | None]:
+        if self._fallback is None:
+            count_forwarded(reason, "no_fallback")
             return "undecided", encode_failure(
                 *ids, no_valid_host(f"The scheduler does not decide this request ({reason}), and has no fallback.")
             )
 
-        async def part_with() -> None:
+        async def acknowledge_first() -> None:
             try:
-                async with asyncio.timeout(held.call.patience_s):
+                async with asyncio.timeout(delivered.call.answer_timeout_s):
                     await unblocked(self._transport, self._clock)
             except TimeoutError as error:  # its client has given up, perhaps: delivered again, Nova is asked
                 raise BusUnavailable(self._transport.blocked) from error
-            await held.part_with()
-            self._open_entrances()
+            await delivered.acknowledge_first()
+            self._open_intakes()
 
         try:
-            return "relayed", await self._relay.call(held.call, reason, part_with)
-        except RelayFailed as error:
+            return "forwarded", await self._fallback.call(delivered.call, reason, acknowledge_first)
+        except ForwardFailed as error:
             text = f"The request was left to the fallback's nova-scheduler, which did not answer: {error}."
-            return "relay failed", encode_failure(*ids, no_valid_host(text))
-        except BusError as error:  # it has not left: another front may get it, and relays it then
-            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=held.call.request_id)
+            return "forward failed", encode_failure(*ids, no_valid_host(text))
+        except BusError as error:  # it has not left: another frontend may get it, and forwards it then
+            log.warning("nova.call_uncertain", code=error.code, reason=str(error), request_id=delivered.call.request_id)
             return "given back", None
 
     async def _retried(self, call: Call) -> object:
@@ -492,15 +498,17 @@ class RpcServer:
             except Exception as error:  # of one cast, whose client does not wait for anything
                 outcome = "failed"
                 log.exception("nova.call_failed", method=call.method, code=getattr(error, "code", ""))
-            if call.fanout and self._relay is not None:
+            if call.fanout and self._fallback is not None:
                 with contextlib.suppress(BusError):  # the stock scheduler reads what it has missed by itself
-                    await self._relay.forward(call)
+                    await self._fallback.forward(call)
             CALLS.labels(label_of(call), outcome).inc()
             delivery.ack()
 
 
 def _limit_s(delivery: RabbitDelivery) -> float | None:
-    """How long (seconds) the client of a call waits: by the header, which it has in the queue of the fronts alone."""
+    """How long (seconds) the client of a call waits: by the header, which it has in the queue of the frontends
+    alone.
+    """
     told = delivery.headers.get(LIMIT)
     return told if isinstance(told, int | float) and 0 < told <= CALL_LIMIT_S else delivery.expiration_s
 

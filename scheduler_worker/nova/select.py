@@ -1,8 +1,8 @@
 """`select_destinations` of topic `scheduler`: a RequestSpec of Nova, placed by berth's own placer.
 
 The instances of a call are requests of one placing: on the replica, through filters and weighers, claimed as a gang
-where they are several. Their claims are foreign ones, named by the id of the call's message: a call that is delivered
-again adopts what it had claimed. Nothing is kept: the state is Nova's and the book's.
+where they are several. Their claims are external ones, named by the id of the call's message: a call that is delivered
+again adopts what it had claimed. Nothing is kept: the state is Nova's and placement's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bus.clock import Clock
 from bus.contracts.base import MAX_REASON, Uuid, reason_of
 from bus.contracts.cell import Selection
 from bus.contracts.nova_calls import MAX_NAMED as MAX_EXPLAINED
-from bus.contracts.nova_calls import CallExplained, ExplainedStep
+from bus.contracts.nova_calls import CallDecision, DecisionStep
 from bus.contracts.placement import MAX_CLAIMS_TOGETHER, MAX_NAMED, ServerGroup
 from bus.faults import Transient
 from placement_worker.replica.request import Query
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decisions import CONTENDED
-from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.explain import message_of
 from scheduler_worker.domain.flavors import TRAIT_KEY
 from scheduler_worker.domain.placement import (
     ClaimsContended,
-    ForeignClaim,
+    ExternalClaim,
     HostClaimed,
     PlacementRequest,
     PlacementResult,
@@ -45,8 +45,8 @@ from scheduler_worker.filters.image import ImagePropertiesFilter, supports
 from scheduler_worker.nova.config import NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault, no_such_method, no_valid_host
 from scheduler_worker.nova.explained import ANSWERED, SHADOWED, CallRecorder, lost_of, placed, steps_of
-from scheduler_worker.nova.facts import NovaFacts
-from scheduler_worker.nova.facts_keeper import CASTS, FactsSource
+from scheduler_worker.nova.facts import NovaState
+from scheduler_worker.nova.facts_keeper import CASTS, NovaStateUpdates
 from scheduler_worker.nova.request_spec import NotDecided, NovaGroup, NovaRequest, SpecRefused, parse_request_spec
 from scheduler_worker.nova.resource_request import ResourceRequest, named_nodes, resource_request, undecided
 from scheduler_worker.nova.selection import Primitive, legacy, primitive
@@ -78,8 +78,10 @@ class PlacerPort(Protocol):
     async def located(self, requests: Sequence[PlacementRequest]) -> list[RequestSpec]:
         """The spec of each request, with where the instances are that it depends on. Raises PlacementUnavailable."""
 
-    async def has_claimed(self, run: str, instances: Sequence[str]) -> bool:
-        """Whether an instance of these holds what this run has claimed. Raises PlacementUnavailable, RequestRefused."""
+    async def has_claimed(self, claim_owner: str, instances: Sequence[str]) -> bool:
+        """Whether an instance of these holds what this claim owner has claimed. Raises PlacementUnavailable,
+        RequestRefused.
+        """
 
 
 class Notifier(Protocol):
@@ -112,11 +114,11 @@ class Ended(Struct, frozen=True, kw_only=True):
     reason: str
     step: str = ""
     lost: tuple[str, ...] = ()
-    funnel: tuple[ExplainedStep, ...] = ()
+    funnel: tuple[DecisionStep, ...] = ()
 
 
 class NovaInstance(Struct, frozen=True, kw_only=True):
-    """One instance of a call, as the placer takes it (`Placeable`)."""
+    """One instance of a call, as the placer takes it (`SchedulableRequest`)."""
 
     instance_uuid: str
     project_id: str
@@ -131,16 +133,16 @@ class NovaInstance(Struct, frozen=True, kw_only=True):
 class Destinations:
     """Answers the calls and takes the casts of topic `scheduler`. One per process.
 
-    configure: puts newer facts into the selector. lacking: enabled filters that berth does not have: every call is
-    left to the fallback then. recorder: takes how each call was decided. The rest is the scheduler's own.
+    configure: puts newer state of Nova into the selector. lacking: enabled filters that berth does not have: every call
+    is left to the fallback then. recorder: takes how each call was decided. The rest is the scheduler's own.
     """
 
     def __init__(
         self,
         placer: PlacerPort,
         selector: Selector,
-        facts: NovaFacts,
-        source: FactsSource,
+        nova_state: NovaState,
+        source: NovaStateUpdates,
         follower: ReplicaFollower,
         *,
         configure: Callable[[], None],
@@ -152,7 +154,7 @@ class Destinations:
     ) -> None:
         self._placer = placer
         self._selector = selector
-        self._facts = facts
+        self._nova_state = nova_state
         self._source = source
         self._follower = follower
         self._configure = configure
@@ -165,14 +167,14 @@ class Destinations:
         self._lacking = lacking
         self._default_architecture = config.image_properties_default_architecture
         self._has_fallback = bool(config.fallback_url)
-        self._roots: object = None  # of the book, as they were looked at last
+        self._roots: object = None  # of placement, as they were looked at last
         self._unnamed: frozenset[str] = frozenset()  # those of them that Nova has named no compute node for
 
     async def call(self, call: Call) -> object:
         """The result of a call (`CallDispatcher`). Raises NotDecided, RemoteFault, SpecRefused, Transient.
 
-        What is not decided here may have been before: by a front that was killed, or while placement's answer was lost.
-        A stock nova-scheduler would claim a second host beside that claim.
+        What is not decided here may have been before: by a frontend that was killed, or while placement's answer was
+        lost. A stock nova-scheduler would claim a second host beside that claim.
         """
         if call.method in CASTS:
             return self._source.apply_cast(call.method, call.arguments)
@@ -182,7 +184,7 @@ class Destinations:
         try:
             return await self._decided(call, asked)
         except NotDecided:
-            if await self._placer.has_claimed(run_of(call), asked.instance_uuids or ()):
+            if await self._placer.has_claimed(claim_owner_of(call), asked.instance_uuids or ()):
                 raise self._refused(call, asked, Ended(reason=CLAIMED)) from None
             raise
 
@@ -200,7 +202,7 @@ class Destinations:
         await self._source.prepare(self._to_meet(request))
         self._configure()
         asked_for = request.requested_destination
-        if asked_for is not None and asked_for.cell is not None and not self._facts.has_cell(asked_for.cell.uuid):
+        if asked_for is not None and asked_for.cell is not None and not self._nova_state.has_cell(asked_for.cell.uuid):
             log.warning("nova.cell_unknown", cell=asked_for.cell.uuid[:MAX_UUID], request_id=call.request_id)
         self._check_architecture(request)
         begun_at = self._clock.time()
@@ -214,8 +216,8 @@ class Destinations:
 
     def _may_be_outlived(self, call: Call) -> bool:
         """Whether its client may have got an answer, or given up while the call waited in the topic."""
-        asked_at, patience_s = call.requested_at, call.patience_s
-        is_late = asked_at is not None and patience_s is not None and self._clock.time() - asked_at > patience_s
+        asked_at, limit_s = call.requested_at, call.answer_timeout_s
+        is_late = asked_at is not None and limit_s is not None and self._clock.time() - asked_at > limit_s
         return call.redelivered or is_late
 
     async def _hosts(self, call: Call, asked: SelectArguments, request: NovaRequest) -> list[CellHosts]:
@@ -237,7 +239,7 @@ class Destinations:
                 claimed = [one for one in results if isinstance(one, HostClaimed)]
                 if len(claimed) == len(results):
                     claimed = without_siblings(claimed, self._selector.config.max_attempts)
-                    self._recorder.explain(placed(self._events.placed, call, instances, claimed))
+                    self._recorder.record_decision(placed(self._events.placed, call, instances, claimed))
                     return claimed
                 ended = self._ended(spec, results)
             if is_last or not await self._is_news():
@@ -249,8 +251,8 @@ class Destinations:
     def _refused(self, call: Call, asked: SelectArguments, ended: Ended) -> RemoteFault:
         """NoValidHost of Nova's, explained to operators."""
         instances = asked.instance_uuids or ()
-        self._recorder.explain(
-            CallExplained(
+        self._recorder.record_decision(
+            CallDecision(
                 event=self._events.no_host,
                 request_id=call.request_id,
                 project_id=call.project_id,
@@ -265,12 +267,12 @@ class Destinations:
         return no_valid_host(ended.reason)
 
     async def _is_news(self) -> bool:
-        """Whether the book or Nova has changed since what a call was decided by: a host that is new, or has room."""
-        book = self._selector.book
-        before = book.sequence
+        """Whether placement or Nova has changed since what a call was decided by: a host that is new, or has room."""
+        replica = self._selector.replica
+        before = replica.sequence
         await self._follower.refresh(timeout_s=NEWEST_WAIT_S)
         is_changed = await self._source.ask(self._unknown())
-        return is_changed or book.sequence != before
+        return is_changed or replica.sequence != before
 
     async def broken_rule(self, call: Call, hosts: Sequence[tuple[str, str]]) -> str:
         """What rejects one of these hosts (host, node) of a call's instances, in their order; "": nothing does.
@@ -284,31 +286,33 @@ class Destinations:
             return ""
         requests = self._requests(call, asked, request, spec)
         for (host, node), located in zip(hosts, await self._placer.located(requests), strict=False):
-            for uuid in self._facts.nodes_named(host, node):
+            for uuid in self._nova_state.nodes_named(host, node):
                 if (rejected := self._selector.rejects(uuid, located)) is not None:
-                    return f"{host}: {sentence(located, rejected.funnel)}"
+                    return f"{host}: {message_of(located, rejected.funnel)}"
         return ""
 
     def _to_meet(self, request: NovaRequest) -> Sequence[str]:
-        """The hosts that have come to the book since the last call: Nova has made their compute nodes first. Until the
+        """The hosts that have come to placement since the last call: Nova has made their compute nodes first. Until the
         next poll they would be nobody's choice, and nobody's alternate. Where the request names a host that is not
         known, all such hosts: as soon as it is, it must not be the choice of a request that is to ignore it.
         """
-        roots, before = self._selector.book.rows_of_roots(), self._unnamed
+        roots, before = self._selector.replica.rows_of_roots(), self._unnamed
         if roots is not self._roots:
             self._roots, self._unnamed = roots, frozenset(self._unknown())
-        is_named = all(map(self._facts.nodes_named, request.named_hosts))
+        is_named = all(map(self._nova_state.nodes_named, request.named_hosts))
         return sorted(self._unnamed - before) if is_named else self._unknown()
 
     def _unknown(self) -> tuple[str, ...]:
-        book = self._selector.book
-        return self._facts.unknown(book.uuids_of(book.rows_of_roots()))
+        replica = self._selector.replica
+        return self._nova_state.unknown(replica.uuids_of(replica.rows_of_roots()))
 
     def _spec(self, request: NovaRequest) -> RequestSpec | Unsatisfiable:
         """The spec of a request. One for pinned CPUs takes others where a host does not offer these apart, as in Nova,
         which asks twice: with NUMATopologyFilter such requests are not decided here.
         """
-        translate = partial(resource_request, request, self._settings, self._facts, requires_owner=self._owns_all())
+        translate = partial(
+            resource_request, request, self._settings, self._nova_state, requires_owner=self._owns_all()
+        )
         asked = translate(pinning=True)
         if isinstance(asked, Unsatisfiable):
             return asked
@@ -353,7 +357,7 @@ class Destinations:
         wanted = self._image_properties(request).get(ARCHITECTURE)
         if not self._has_fallback or not wanted or ImagePropertiesFilter.name not in self._enabled:
             return
-        if not any(supports(one, [wanted.lower(), "", ""]) for one in self._facts.supported()):
+        if not any(supports(one, [wanted.lower(), "", ""]) for one in self._nova_state.supported()):
             raise NotDecided("architecture", wanted)
 
     def _owns_all(self) -> bool:
@@ -378,15 +382,19 @@ class Destinations:
             server_group=_server_group(group),
             different_host=_hinted(request, "different_host") if "DifferentHostFilter" in self._enabled else (),
             same_host=_hinted(request, "same_host") if "SameHostFilter" in self._enabled else (),
-            ignore_hosts=tuple(uuid for host in request.ignore_hosts or () for uuid in self._facts.nodes_named(host)),
+            ignore_hosts=tuple(
+                uuid for host in request.ignore_hosts or () for uuid in self._nova_state.nodes_named(host)
+            ),
             # Some of them will be hosts of the call's other instances.
             max_attempts=min(self._selector.config.max_attempts + len(uuids) - 1, MAX_ASKED_FOR)
             if asked.return_alternates and asked.return_objects
             else 1,
         )
-        foreign, run = ForeignClaim(group_members=members), run_of(call)
+        external, run = ExternalClaim(group_members=members), claim_owner_of(call)
         return [
-            PlacementRequest(request=replace(one, instance_uuid=uuid), spec=spec, run=run, gang=gang, foreign=foreign)
+            PlacementRequest(
+                request=replace(one, instance_uuid=uuid), spec=spec, claim_owner=run, gang=gang, external=external
+            )
             for uuid in uuids
         ]
 
@@ -406,22 +414,22 @@ class Destinations:
 
     def _name_of(self, row: int) -> str:
         """The name of a host of the replica, for operators."""
-        book = self._selector.book
-        return self._named(book.uuid_of(row)) or book.name_of(row)
+        replica = self._selector.replica
+        return self._named(replica.uuid_of(row)) or replica.name_of(row)
 
     def _named(self, uuid: str) -> str:
         """The same of a compute node; "": Nova has named none."""
-        node = self._facts.node(uuid)
+        node = self._nova_state.node(uuid)
         if node is None:
             return ""
         return node.host if node.host == node.nodename else f"{node.host} ({node.nodename})"
 
     def _rebuilt(self, call: Call, asked: SelectArguments, request: NovaRequest) -> CellHosts:
         """The host of a rebuild from another image, if it may stay there: nothing is claimed. Raises NoValidHost."""
-        named = named_nodes(request, self._facts)
+        named = named_nodes(request, self._nova_state)
         ended = Ended(reason="No host has the requested name.", step="requested_host")
         for host in () if isinstance(named, Unsatisfiable) else named:
-            node, cell = self._facts.node(host), self._facts.cell_of(host)
+            node, cell = self._nova_state.node(host), self._nova_state.cell_of(host)
             if node is None or cell is None:
                 continue
             spec = RequestSpec(
@@ -465,7 +473,7 @@ def without_siblings(claimed: Sequence[HostClaimed], most: int) -> list[HostClai
     ]
 
 
-def run_of(call: Call) -> str:
+def claim_owner_of(call: Call) -> str:
     """The name of a call's claims: the same when its message is delivered again."""
     if _WORD.fullmatch(call.unique_id):
         return call.unique_id
@@ -480,7 +488,7 @@ def ended_by(spec: RequestSpec, results: Sequence[PlacementResult], name_of: Cal
     first = min(unplaced, key=lambda one: 0 if isinstance(one, NoValidHost) else 1)
     lost = lost_of(loss for one in unplaced for loss in one.lost)
     if isinstance(first, NoValidHost):
-        reason, funnel = sentence(spec, first.funnel), steps_of(first, name_of)
+        reason, funnel = message_of(spec, first.funnel), steps_of(first, name_of)
         return Ended(reason=reason, step=funnel[-1].step if funnel else "", lost=lost, funnel=funnel)
     return Ended(reason=getattr(first, "reason", "") or ENOUGH, step=getattr(first, "code", ""), lost=lost)
 
@@ -493,7 +501,7 @@ def _arguments(arguments: Mapping[str, object]) -> SelectArguments:
 
 
 def _word(value: object, name: str) -> str:
-    """An id as the book takes one. Raises NotDecided: one of another form, as a directory may give users."""
+    """An id as placement takes one. Raises NotDecided: one of another form, as a directory may give users."""
     if not isinstance(value, str) or not value:
         raise SpecRefused(f"{name}: a text")
     if not _WORD.fullmatch(value):

@@ -1,9 +1,9 @@
 """The shadow: a stock nova-scheduler decides, berth decides beside it without a claim, and the difference is reported.
 
 A call goes to the stock scheduler as those of the fallback do, and its answer goes to the client as it came. berth's
-decision begins when the call has left, so that it sees the book as it is before the stock scheduler claims; its choices
-count as taken until the stock scheduler has answered. It is made by the one placer, whose claims are granted here and
-sent to nobody. Nothing waits for it, and what fails in it is counted and logged.
+decision begins when the call has left, so that it sees placement as it is before the stock scheduler claims; its
+choices count as taken until the stock scheduler has answered. It is made by the one placer, whose claims are granted
+here and sent to nobody. Nothing waits for it, and what fails in it is counted and logged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.book import HeldAllocation, ProjectUsagePage
+from bus.contracts.book import ConsumerRecord, ProjectUsagePage
 from bus.contracts.nova_calls import MAX_NAMED, CallCompared, ComparedAnswer
 from bus.contracts.placement import (
     Claim,
@@ -33,17 +33,17 @@ from bus.contracts.placement import (
     LocateRequest,
 )
 from bus.faults import Fault
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.nova.envelope import Call, CallOutcome, RemoteFault, parse_outcome
 from scheduler_worker.nova.explained import CallRecorder
 from scheduler_worker.nova.metrics import SHADOW, SHADOW_S
-from scheduler_worker.nova.relay import RelayPort
+from scheduler_worker.nova.relay import Fallback
 from scheduler_worker.nova.request_spec import NotDecided
 
 log = structlog.get_logger("nova")
 
-SHADOWED: Final = "shadow"  # the reason for which each call is relayed
+SHADOWED: Final = "shadow"  # the reason for which each call is forwarded
 DECIDE_S = 10.0  # that a decision may take
 MAX_IN_FLIGHT = 64  # decisions whose call has no answer yet; the calls beyond are answered all the same
 MAX_UUID, MAX_HOST = 255, 600  # letters that are told of what another scheduler or a client names
@@ -70,7 +70,7 @@ class Difference(StrEnum):
 class SchedulerAnswer(Struct, frozen=True, kw_only=True):
     """One scheduler's answer to a call: the host of each instance, or why there are none.
 
-    took_s: seconds. is_decided: False: it is no answer: berth would relay the call, or the stock scheduler failed.
+    took_s: seconds. is_decided: False: it is no answer: berth would forward the call, or the stock scheduler failed.
     """
 
     took_s: float = 0.0
@@ -91,7 +91,7 @@ class ShadowedDestinations(Protocol):
 
 class GrantedClaims:
     """A ClaimPort that grants each claim and sends none; what instances hold is of the stock scheduler's claims, and
-    tells nothing of what berth would have done. Where other instances are is read from the book.
+    tells nothing of what berth would have done. Where other instances are is read from placement.
     """
 
     def __init__(self, claims: ClaimPort) -> None:
@@ -109,7 +109,7 @@ class GrantedClaims:
         """As ClaimPort has it."""
         return await self._claims.locate(requests)
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+    async def allocations(self, consumers: Sequence[str]) -> list[ConsumerRecord | Fault | None]:
         """Nothing."""
         return [None] * len(consumers)
 
@@ -123,7 +123,7 @@ def _granted(claim: Claim) -> ClaimResult:
     return ClaimResult(outcome=ClaimOutcome.CLAIMED, option=0, generations=generations, sequence=NEVER)
 
 
-class StockDecides:
+class UpstreamDecides:
     """The dispatcher of a server that is a shadow: casts are berth's too, each call is the stock scheduler's."""
 
     def __init__(self, destinations: ShadowedDestinations) -> None:
@@ -136,55 +136,55 @@ class StockDecides:
         return await self._destinations.call(call)
 
 
-class ShadowedRelay:
-    """The relay of such a server: berth decides beside each call. book: the replica. recorder: takes differences."""
+class ShadowingForwarder:
+    """The fallback of such a server: berth decides beside each call. recorder: takes differences."""
 
     def __init__(
         self,
         destinations: ShadowedDestinations,
-        relay: RelayPort,
-        book: Book,
+        fallback: Fallback,
+        replica: Replica,
         clock: Clock,
         recorder: CallRecorder | None = None,
     ) -> None:
         self._destinations = destinations
         self._recorder = recorder or CallRecorder()
-        self._relay = relay
-        self._book = book
+        self._fallback = fallback
+        self._replica = replica
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
 
     async def open(self) -> None:
         """Connect."""
-        await self._relay.open()
+        await self._fallback.open()
 
     async def close(self) -> None:
         """Close; decisions under way are dropped."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._relay.close()
+        await self._fallback.close()
 
     async def forward(self, call: Call) -> None:
-        """As the relay has it."""
-        await self._relay.forward(call)
+        """As the fallback has it."""
+        await self._fallback.forward(call)
 
-    def give_up(self) -> None:
-        """As the relay has it."""
-        self._relay.give_up()
+    def abandon(self) -> None:
+        """As the fallback has it."""
+        self._fallback.abandon()
 
-    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
-        """The stock scheduler's answer; berth's decision is made beside it. Raises RelayFailed."""
+    async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
+        """The stock scheduler's answer; berth's decision is made beside it. Raises ForwardFailed."""
         answer: asyncio.Future[tuple[bytes, float]] = asyncio.get_running_loop().create_future()
         begun_s = self._clock.monotonic()
 
         async def left() -> None:
-            await part_with()
-            self._begin(call, answer)
+            await acknowledge_first()
+            self._start(call, answer)
 
         try:
-            body = await self._relay.call(call, reason, left)
+            body = await self._fallback.call(call, reason, left)
         except BaseException:
             answer.cancel()
             raise
@@ -202,20 +202,20 @@ class ShadowedRelay:
 
     # --- beside it
 
-    def _begin(self, call: Call, answer: asyncio.Future[tuple[bytes, float]]) -> None:
+    def _start(self, call: Call, answer: asyncio.Future[tuple[bytes, float]]) -> None:
         if len(self._tasks) >= MAX_IN_FLIGHT:
             self._count(Difference.SKIPPED)
             return
-        task = asyncio.create_task(self._beside(call, answer), name="nova shadow")
+        task = asyncio.create_task(self._decide_alongside(call, answer), name="nova shadow")
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, call))
 
     def _ended(self, call: Call, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         for uuid in _instances(call):
-            self._book.forget(uuid)
+            self._replica.drop_assumed(uuid)
 
-    async def _beside(self, call: Call, answer: asyncio.Future[tuple[bytes, float]]) -> None:
+    async def _decide_alongside(self, call: Call, answer: asyncio.Future[tuple[bytes, float]]) -> None:
         begun_s = self._clock.monotonic()
         try:
             async with asyncio.timeout(DECIDE_S):
@@ -237,7 +237,7 @@ class ShadowedRelay:
         SHADOW_S.labels("berth").observe(ours.took_s)
         SHADOW_S.labels("stock").observe(stock.took_s)
         if difference is not Difference.SAME:
-            self._recorder.compare(
+            self._recorder.record_difference(
                 call.request_id,
                 CallCompared(
                     difference=difference.value,

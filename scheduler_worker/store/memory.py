@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
+from bus.contracts.moves import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from scheduler_worker.domain.builds import (
@@ -26,15 +26,9 @@ from scheduler_worker.domain.builds import (
     present_flavor,
 )
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedAction
 from scheduler_worker.store import tables
-from scheduler_worker.store.memory_units import (
-    MemoryBuildRows,
-    MemoryBuildTable,
-    MemoryUnit,
-    delete,
-    key_of,
-)
+from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildTable, MemoryUnit, delete, key_of
 from scheduler_worker.store.port import (
     FIRST_UUID,
     MAX_EXAMINED,
@@ -56,7 +50,7 @@ class MemoryBuilds(UnitStore):
         super().__init__(session, MemoryBuildRows(self._table, session))
         self._session = session
         self.outbox = MemoryRows(session)
-        self.deployment = session.database.deployment
+        self.database_id = session.database.database_id
         self.ready = False
 
     async def open(self) -> None:
@@ -66,7 +60,7 @@ class MemoryBuilds(UnitStore):
     async def close(self) -> None:
         """The connections are cut; the rows stay."""
         self.ready = False
-        self._session.cut()
+        self._session.disconnect()
 
     @asynccontextmanager
     async def locking(self, durable: bool) -> AsyncIterator[MemoryUnit]:
@@ -94,9 +88,9 @@ class MemoryBuilds(UnitStore):
         """A scan."""
         async with self._session.transaction():
             coming = {
-                move.instance_uuid: (move.transfer.home, move.transfer.away)
-                for move, _ in self._table.moves.values()
-                if not move.terminal and move.transfer is not None
+                action.instance_uuid: (action.transfer.home, action.transfer.away)
+                for action, _ in self._table.actions.values()
+                if not action.terminal and action.transfer is not None
             }
             found = [
                 uuid
@@ -140,31 +134,33 @@ class MemoryBuilds(UnitStore):
             gone = [one for one in over if transaction.is_free(key_of(one.instance_uuid))][:limit]
             await transaction.lock([key_of(uuid) for uuid in sorted(one.instance_uuid for one in gone)])
             resized = {uuid for uuid, build in table.recorded.items() if build.now.condition is Condition.RESIZED}
-            moves = [
+            actions = [
                 one.request_id
-                for one, at in sorted(table.moves.values(), key=lambda kept: kept[0].created_at)
+                for one, at in sorted(table.actions.values(), key=lambda kept: kept[0].created_at)
                 if one.terminal and one.created_at < before and at < before and one.instance_uuid not in resized
             ][:limit]
-            transaction.will(partial(delete, table, [one.instance_uuid for one in gone], moves))
-            return Purged(len(gone), len(moves), gone[-1].created_at if gone else start_at)
+            transaction.will(partial(delete, table, [one.instance_uuid for one in gone], actions))
+            return Purged(len(gone), len(actions), gone[-1].created_at if gone else start_at)
 
-    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+    async def actions(self, query: ActionQuery) -> list[ActionRecord]:
         """One request, or a page of them, newest first."""
         async with self._session.transaction():
             found = [
-                replace(convert(move, MoveRecord, from_attributes=True), updated_at=at)
-                for move, at in self._table.moves.values()
-                if query.request_id in (None, move.request_id)
-                and query.instance_uuid in (None, move.instance_uuid)
-                and query.project_id in (None, move.project_id)
-                and query.under_way in (None, not move.terminal)
+                replace(convert(action, ActionRecord, from_attributes=True), updated_at=at)
+                for action, at in self._table.actions.values()
+                if query.request_id in (None, action.request_id)
+                and query.instance_uuid in (None, action.instance_uuid)
+                and query.project_id in (None, action.project_id)
+                and query.under_way in (None, not action.terminal)
             ]
         return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
 
-    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+    async def open_actions(self, after: str, limit: int) -> list[RecordedAction]:
         """A scan."""
         async with self._session.transaction():
-            found = [move for move, _ in self._table.moves.values() if not move.terminal and move.cell is not None]
+            found = [
+                action for action, _ in self._table.actions.values() if not action.terminal and action.cell is not None
+            ]
         return sorted((one for one in found if one.request_id > after), key=lambda one: one.request_id)[:limit]
 
     async def open_builds(
@@ -206,16 +202,16 @@ class MemoryBuilds(UnitStore):
         async with self._session.transaction():
             return self._table.marks.get(cell, DatabaseMark())
 
-    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+    async def actions_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedAction]]:
         """A scan."""
         async with self._session.transaction():
-            moves = sorted((one for one, _ in self._table.moves.values()), key=lambda one: -one.created_at)
-        found: dict[str, list[RecordedMove]] = {}
-        for one in moves:
+            actions = sorted((one for one, _ in self._table.actions.values()), key=lambda one: -one.created_at)
+        found: dict[str, list[RecordedAction]] = {}
+        for one in actions:
             if one.instance_uuid in instances:
                 found.setdefault(one.instance_uuid, []).append(one)
         newest = {uuid: theirs[:MAX_EXAMINED] for uuid, theirs in found.items()}
-        taken = {uuid: [one for one in them if one.state is not MoveState.REFUSED] for uuid, them in newest.items()}
+        taken = {uuid: [one for one in them if one.state is not ActionState.REFUSED] for uuid, them in newest.items()}
         return {uuid: theirs[:limit] for uuid, theirs in taken.items() if theirs}
 
     async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:

@@ -13,20 +13,16 @@ from msgspec.structs import replace
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRecord, TimelineEntry
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState
 from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
-from scheduler_worker.domain.builds import (
-    BuildUpdate,
-    NewBuild,
-    RecordedBuild,
-)
+from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
+from scheduler_worker.domain.objects import ChangeActor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
 from scheduler_worker.store.objects import MemoryObjects
 from scheduler_worker.store.port import BuildWrites
 from scheduler_worker.store.tables import appended
@@ -44,7 +40,7 @@ class MemoryBuildTable(MemoryDatabase):
         "records",
         "recorded",
         "requested",
-        "moves",
+        "actions",
         "objects",
         "marks",
     )
@@ -54,7 +50,7 @@ class MemoryBuildTable(MemoryDatabase):
         self.records: dict[str, BuildRecord] = {}
         self.recorded: dict[str, RecordedBuild] = {}
         self.requested: dict[str, NewBuild] = {}
-        self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
+        self.actions: dict[str, tuple[RecordedAction, float]] = {}  # and when it was last written
         self.objects = MemoryObjects()
         self.marks: dict[str, DatabaseMark] = {}  # of each cell's database, the highest
 
@@ -78,7 +74,7 @@ def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
         created_at=now,
         updated_at=now,
         gang=new.gang.uuid if new.gang else None,
-        gang_min=new.gang.min_count if new.gang else 0,
+        gang_min_count=new.gang.min_count if new.gang else 0,
     )
     update_build(table, new.build, new.timeline, now)
 
@@ -110,13 +106,13 @@ def update_build(
     )
 
 
-def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
+def delete(table: MemoryBuildTable, builds: Sequence[str], actions: Sequence[str]) -> None:
     """Delete builds with all that belongs to them, and moves."""
     for uuid in builds:
         for column in (table.records, table.recorded, table.requested):
             column.pop(uuid, None)
-    for one in moves:
-        table.moves.pop(one, None)
+    for one in actions:
+        table.actions.pop(one, None)
 
 
 class MemoryUnit:
@@ -160,7 +156,9 @@ class MemoryUnit:
         written = {
             uuid: one
             for uuid, one in sorted(by_uuid.items())
-            if uuid in recorded and recorded[uuid].awaits_decision and recorded[uuid].run == one.build.run
+            if uuid in recorded
+            and recorded[uuid].awaits_decision
+            and recorded[uuid].claim_owner == one.build.claim_owner
         }
         for uuid, one in written.items():
             self._transaction.will(partial(decide_build, self._table, one, now), key_of(uuid))
@@ -193,15 +191,15 @@ class MemoryUnit:
         """Among the handled messages."""
         return await self._transaction.is_handled(handler, message_id)
 
-    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, ActionContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
         await self._transaction.statement()
         table = self._table
         if lock:
             await self._lock([uuid for uuid in set(chain(*requests)) if uuid in table.recorded])
         return {
-            (one, uuid): MoveContext(
-                move=table.moves[one][0] if one in table.moves else None,
+            (one, uuid): ActionContext(
+                action=table.actions[one][0] if one in table.actions else None,
                 build=table.recorded.get(uuid),
                 build_request=table.requested[uuid].request if uuid in table.requested else None,
                 names_instance=one in table.recorded,
@@ -209,19 +207,19 @@ class MemoryUnit:
             for one, uuid in requests
         }
 
-    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+    async def insert_actions(self, actions: Sequence[RecordedAction], now: float) -> set[str]:
         """In order of the ids; an insert of a row that another transaction is inserting waits for its end."""
         await self._transaction.statement()
-        await self._transaction.lock([("move", one) for one in sorted(move.request_id for move in moves)])
-        new = {one.request_id: (one, now) for one in moves if one.request_id not in self._table.moves}
-        self._transaction.will(lambda: self._table.moves.update(new))
+        await self._transaction.lock([("action", one) for one in sorted(action.request_id for action in actions)])
+        new = {one.request_id: (one, now) for one in actions if one.request_id not in self._table.actions}
+        self._transaction.will(lambda: self._table.actions.update(new))
         return set(new)
 
-    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+    async def update_actions(self, actions: Sequence[RecordedAction], now: float) -> None:
         """The instances must be locked by this unit."""
         await self._transaction.statement()
-        after = {one.request_id: (one, now) for one in moves}
-        self._transaction.will(lambda: self._table.moves.update(after))
+        after = {one.request_id: (one, now) for one in actions}
+        self._transaction.will(lambda: self._table.actions.update(after))
 
     async def lock_objects(self) -> RecordedObjects:
         """All of them have one lock."""
@@ -229,10 +227,10 @@ class MemoryUnit:
         await self._transaction.lock([OBJECTS])
         return self._table.objects.present
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
+    async def write_objects(self, changed: Sequence[ChangedObject], actor: ChangeActor) -> str:
         """Their one lock is held by this unit."""
         await self._transaction.statement()
-        after = self._table.objects.changed(changed, author)
+        after = self._table.objects.changed(changed, actor)
         self._transaction.will(partial(setattr, self._table, "objects", after), OBJECTS)
         return after.present.token
 
@@ -246,9 +244,9 @@ class MemoryUnit:
     async def begun(self, drain: str | None) -> BegunMoves:
         """A scan."""
         await self._transaction.statement()
-        made = [one for one, _ in self._table.moves.values() if one.drain is not None]
+        made = [one for one, _ in self._table.actions.values() if one.drain is not None]
         if drain is None:
-            return BegunMoves(sum(one.kind is MoveKind.EVACUATE and not one.terminal for one in made))
+            return BegunMoves(sum(one.kind is ActionKind.EVACUATE and not one.terminal for one in made))
         found = [one for one in made if one.drain == drain]
         return BegunMoves(sum(not one.terminal for one in found), max((one.created_at for one in found), default=0.0))
 
@@ -256,17 +254,17 @@ class MemoryUnit:
         """A scan."""
         await self._transaction.statement()
         found: dict[str, list[EndedRequest]] = {}
-        rows = self._table.moves.values()
+        rows = self._table.actions.values()
         for one, at in sorted(rows, key=lambda row: (row[0].created_at, row[0].request_id), reverse=True):
             if one.terminal and one.instance_uuid in instances:
                 fields = {name: getattr(one, name) for name in EndedRequest.__struct_fields__ if hasattr(one, name)}
                 found.setdefault(one.instance_uuid, []).append(EndedRequest(**fields, updated_at=at))
         return {uuid: of[:limit] for uuid, of in found.items()}
 
-    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+    async def newest(self, drain: str, limit: int) -> list[RecordedAction]:
         """A scan."""
         await self._transaction.statement()
-        made = [one for one, _ in self._table.moves.values() if one.drain == drain]
+        made = [one for one, _ in self._table.actions.values() if one.drain == drain]
         found = {one.instance_uuid: one for one in sorted(made, key=lambda one: (one.created_at, one.request_id))}
         return [found[uuid] for uuid in sorted(found)[:limit]]
 
@@ -275,8 +273,8 @@ class MemoryUnit:
         await self._transaction.statement()
         found = {
             (one.drain, one.terminal, one.instance_uuid)
-            for one, _ in self._table.moves.values()
-            if one.drain is not None and one.drain in drains and (one.state is MoveState.DONE or not one.terminal)
+            for one, _ in self._table.actions.values()
+            if one.drain is not None and one.drain in drains and (one.state is ActionState.DONE or not one.terminal)
         }
         return Counter((drain, ended) for drain, ended, _ in found)
 

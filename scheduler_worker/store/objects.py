@@ -33,15 +33,15 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSON
 
-from bus.contracts.moves import MoveQuery
+from bus.contracts.moves import ActionQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.objects import ChangeActor, Key, RecordedObjects, applied
+from scheduler_worker.domain.recorded_moves import RecordedAction
 from scheduler_worker.store import tables
 from scheduler_worker.store.port import ProjectsGroup
-from scheduler_worker.store.tables import build_requests, clean, moves, object_log
+from scheduler_worker.store.tables import build_requests, clean, instance_actions, object_log
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
@@ -65,7 +65,7 @@ SET body = excluded.body, version = excluded.version, changed_at = excluded.chan
 """
 DELETE = "DELETE FROM objects USING unnest($1::text[], $2::text[]) n(k, v) WHERE kind = n.k AND name = n.v"
 LOG = """
-INSERT INTO object_log (revision, kind, name, before, after, at, who, why, forced)
+INSERT INTO object_log (revision, kind, name, before, after, at, actor, reason, forced)
 SELECT $5, n.kind, n.name, n.before, n.after, $6, $7, $8, $9
 FROM unnest($1::text[], $2::text[], $3::text[], $4::text[]) n(kind, name, before, after)
 """
@@ -125,16 +125,16 @@ class MemoryObjects(Struct, frozen=True):
     present: RecordedObjects = RecordedObjects(0, {})
     entries: tuple[ObjectLogEntry, ...] = ()
 
-    def changed(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> MemoryObjects:
+    def changed(self, changed: Sequence[ChangedObject], actor: ChangeActor) -> MemoryObjects:
         """These objects after a change."""
-        kept = replace(author, who=clean(author.who), why=clean(author.why))
+        kept = replace(actor, name=clean(actor.name), reason=clean(actor.reason))
         after = replace(applied(self.present, changed, kept), token=str(next(_tokens)))
         entries = [
             ObjectLogEntry(
                 revision=after.revision,
                 at=kept.at,
-                who=kept.who,
-                why=kept.why,
+                actor=kept.name,
+                reason=kept.reason,
                 kind=one.kind,
                 name=one.name,
                 before=one.before,
@@ -165,22 +165,22 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
 
 LOCK = "SELECT body FROM objects WHERE kind = $1 AND name = $2 FOR UPDATE"
 BEGUN = """
-SELECT (SELECT count(*) FROM moves WHERE drain = $1 AND NOT terminal), coalesce(max(m.created_at), 0)
+SELECT (SELECT count(*) FROM instance_actions WHERE drain = $1 AND NOT terminal), coalesce(max(m.created_at), 0)
 FROM (VALUES (true), (false)) t(ended) CROSS JOIN LATERAL (
-    SELECT created_at FROM moves WHERE drain = $1 AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
+    SELECT created_at FROM instance_actions WHERE drain = $1 AND terminal = t.ended ORDER BY created_at DESC LIMIT 1) m
 """
-EVACUATING = "SELECT count(*) FROM moves WHERE NOT terminal AND kind = 'evacuate' AND drain IS NOT NULL"
+EVACUATING = "SELECT count(*) FROM instance_actions WHERE NOT terminal AND kind = 'evacuate' AND drain IS NOT NULL"
 ENDED = f"""
 SELECT m.* FROM unnest($1::uuid[]) u(uuid) CROSS JOIN LATERAL (
-    SELECT {", ".join(EndedRequest.__struct_fields__)} FROM moves
+    SELECT {", ".join(EndedRequest.__struct_fields__)} FROM instance_actions
     WHERE instance_uuid = u.uuid AND terminal ORDER BY created_at DESC, request_id DESC LIMIT $2) m
 """
 NEWEST = f"""
-SELECT DISTINCT ON (instance_uuid) {tables.MOVE} FROM moves WHERE drain = $1
+SELECT DISTINCT ON (instance_uuid) {tables.ACTION} FROM instance_actions WHERE drain = $1
 ORDER BY instance_uuid, created_at DESC, request_id DESC LIMIT $2
 """
 MOVED_COUNTS = """
-SELECT drain, terminal, count(DISTINCT instance_uuid) FROM moves
+SELECT drain, terminal, count(DISTINCT instance_uuid) FROM instance_actions
 WHERE drain = ANY($1::uuid[]) AND (state = 'done' OR NOT terminal) GROUP BY drain, terminal
 """
 
@@ -196,17 +196,17 @@ class ObjectRows:
         revision, token = await self._connection.fetchrow(f"{REVISION} FOR UPDATE")
         return RecordedObjects(revision, await _objects(self._connection), token)
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
+    async def write_objects(self, changed: Sequence[ChangedObject], actor: ChangeActor) -> str:
         """Five statements, whatever their number."""
         kept = [one for one in changed if one.after is not None]
         gone = [one for one in changed if one.after is None]
         run = self._connection.execute
         revision, token = await self._connection.fetchrow(NEXT_REVISION)
-        who, why = clean(author.who), clean(author.why)
-        await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, author.at, who)
+        name, reason = clean(actor.name), clean(actor.reason)
+        await run(UPSERT, *_keys(kept), [_text(one.after) for one in kept], revision, actor.at, name)
         await run(DELETE, *_keys(gone))
         before, after = [_text(one.before) for one in changed], [_text(one.after) for one in changed]
-        await run(LOG, *_keys(changed), before, after, revision, author.at, who, why, author.forced)
+        await run(LOG, *_keys(changed), before, after, revision, actor.at, name, reason, actor.forced)
         await run(TRIM, MAX_LOG_ENTRIES)
         return str(token)
 
@@ -227,9 +227,9 @@ class ObjectRows:
             found.setdefault(row["instance_uuid"], []).append(msgspec.convert(dict(row), EndedRequest))
         return found
 
-    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+    async def newest(self, drain: str, limit: int) -> list[RecordedAction]:
         """Along the index of drains."""
-        return [tables.read(row, RecordedMove) for row in await self._connection.fetch(NEWEST, drain, limit)]
+        return [tables.read(row, RecordedAction) for row in await self._connection.fetch(NEWEST, drain, limit)]
 
     async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
         """Along the index of drains."""
@@ -247,22 +247,22 @@ def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: 
         named = cast(columns.request, JSON)[("server_group", "uuid")].astext
         found = found.where(columns.project_id == group[0], named == group[1])
     if cell is not None:
-        transfer = cast(moves.c.transfer, JSON)
+        transfer = cast(instance_actions.c.transfer, JSON)
         leads_there = or_(transfer["home"].astext == cell, transfer["away"].astext == cell)
-        coming = select(moves.c.instance_uuid).where(~moves.c.terminal, leads_there)
+        coming = select(instance_actions.c.instance_uuid).where(~instance_actions.c.terminal, leads_there)
         found = found.where(or_(columns.cell == cell, columns.instance_uuid.in_(coming)))
     return select(func.count()).select_from(found.limit(limit).subquery())
 
 
-def moves_of(query: MoveQuery) -> Select[Any]:
+def actions_of(query: ActionQuery) -> Select[Any]:
     """The requests that a query names, newest first: along the index that suits it."""
-    found = select(moves)
-    for column in (moves.c.request_id, moves.c.instance_uuid, moves.c.project_id):
+    found = select(instance_actions)
+    for column in (instance_actions.c.request_id, instance_actions.c.instance_uuid, instance_actions.c.project_id):
         if (wanted := getattr(query, column.name)) is not None:
             found = found.where(column == wanted)
     if query.under_way is not None:
-        found = found.where(moves.c.terminal != query.under_way)
-    return found.order_by(moves.c.created_at.desc()).limit(query.limit)
+        found = found.where(instance_actions.c.terminal != query.under_way)
+    return found.order_by(instance_actions.c.created_at.desc()).limit(query.limit)
 
 
 def log_of(query: ObjectLogQuery) -> Select[Any]:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.contracts.moves import Condition, MoveQuery, MoveRecord
+from bus.contracts.moves import ActionQuery, ActionRecord, Condition
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.group_flush import Flushed, FlushedStore
 from bus.persistence.guarded_statement import Conflict
@@ -27,8 +27,8 @@ from bus.persistence.unit_of_work import (
 )
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
+from scheduler_worker.domain.objects import ChangeActor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
 
 ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 MAX_EXAMINED = 5_000  # rows that one page of a cell's instances, or the moves of one instance, are looked for in
@@ -39,7 +39,7 @@ class Purged(Struct, frozen=True):
     """How many builds and moves one statement has deleted, and when the youngest of these builds was created."""
 
     builds: int
-    moves: int
+    actions: int
     until: float
 
 
@@ -99,22 +99,22 @@ class OperationUnit(BuildUnit, Protocol):
     async def is_handled(self, handler: str, message_id: str) -> bool:
         """Whether `first_time` has recorded this, in a unit that has committed."""
 
-    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, ActionContext]:
         """The records that these requests concern.
 
         lock: hold the instances' builds until the end of the unit, which holds the rows that belong to them as well.
         """
 
-    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+    async def insert_actions(self, actions: Sequence[RecordedAction], now: float) -> set[str]:
         """Put requests on record; returns those that were new."""
 
-    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+    async def update_actions(self, actions: Sequence[RecordedAction], now: float) -> None:
         """Write records whose instances were locked."""
 
     async def lock_objects(self) -> RecordedObjects:
         """Hold all objects until the end of the unit, and read them."""
 
-    async def write_objects(self, changed: Sequence[ChangedObject], author: ChangeAuthor) -> str:
+    async def write_objects(self, changed: Sequence[ChangedObject], actor: ChangeActor) -> str:
         """Write objects that were locked, and their log, under the next revision; returns its token. Once a unit."""
 
     async def lock_object(self, kind: ObjectKind, name: str) -> dict[str, Any] | None:
@@ -129,7 +129,7 @@ class OperationUnit(BuildUnit, Protocol):
     async def ended(self, instances: Collection[str], limit: int) -> dict[str, list[EndedRequest]]:
         """The requests about these instances that have ended, the newest first; so many of each."""
 
-    async def newest(self, drain: str, limit: int) -> list[RecordedMove]:
+    async def newest(self, drain: str, limit: int) -> list[RecordedAction]:
         """The newest request of a drain about each instance; so many, by the instances' uuids."""
 
     async def moved_counts(self, drains: Collection[str]) -> dict[tuple[str, bool], int]:
@@ -152,7 +152,7 @@ class SchedulerStore(Flushed, Protocol):
         """Whether it is open (for /readyz)."""
 
     @property
-    def deployment(self) -> str:
+    def database_id(self) -> str:
         """The identity of this database: a uuid made once with its schema. Known once it has been open."""
 
     async def open(self) -> None:
@@ -201,10 +201,10 @@ class SchedulerStore(Flushed, Protocol):
         A build's cell mapping goes with it. A build that has a machine, or may get one, is kept whatever its age.
         """
 
-    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+    async def actions(self, query: ActionQuery) -> list[ActionRecord]:
         """One request, or a page of them, newest first."""
 
-    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+    async def open_actions(self, after: str, limit: int) -> list[RecordedAction]:
         """Requests without a terminal event that were dispatched to a cell, in order of their ids after this one."""
 
     async def open_builds(
@@ -234,7 +234,7 @@ class SchedulerStore(Flushed, Protocol):
     async def mark_of(self, cell: str) -> DatabaseMark:
         """The mark of a cell's database on record."""
 
-    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+    async def actions_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedAction]]:
         """The newest moves of each of these that were not refused, up to a bound; of the newest MAX_EXAMINED."""
 
     async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
@@ -351,7 +351,7 @@ async def write_decided(
     instances of those written.
     """
     units = OptimisticFirst(lambda optimistic: store.unit(optimistic=optimistic))
-    while units.go_on():
+    while units.has_next_try():
         async with units as unit:
             written = await unit.write_decisions([decision for decision, _ in decided], now)
             for decision, messages in decided:

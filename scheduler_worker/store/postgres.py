@@ -11,7 +11,7 @@ import structlog
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.contracts.moves import Condition, MoveQuery, MoveRecord, MoveState
+from bus.contracts.moves import ActionQuery, ActionRecord, ActionState, Condition
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence import outbox
 from bus.persistence.database import Database, read_identity
@@ -20,16 +20,9 @@ from bus.persistence.marks import raise_mark, read_mark
 from bus.persistence.outbox import OutboxMessage, PostgresRows
 from bus.persistence.tables import fetch
 from bus.persistence.unit_of_work import Committed, VersionCache
-from scheduler_worker.domain.builds import (
-    ENDED_WITHOUT_MACHINE,
-    OPEN,
-    BuildUpdate,
-    NewBuild,
-    RecordedBuild,
-    is_search,
-)
+from scheduler_worker.domain.builds import ENDED_WITHOUT_MACHINE, OPEN, BuildUpdate, NewBuild, RecordedBuild, is_search
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, RequestKey
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, RequestKey
 from scheduler_worker.store import objects, tables
 from scheduler_worker.store.port import (
     FIRST_UUID,
@@ -50,8 +43,8 @@ MIGRATIONS = "scheduler_worker.store.migrations"
 INSERT = tables.numbered(tables.INSERT)
 DECIDE = tables.numbered(tables.DECIDE)
 UPDATE = tables.numbered(tables.UPDATE)
-INSERT_MOVES = tables.numbered(tables.INSERT_MOVES)
-UPDATE_MOVES = tables.numbered(tables.UPDATE_MOVES)
+INSERT_ACTIONS = tables.numbered(tables.INSERT_ACTIONS)
+UPDATE_ACTIONS = tables.numbered(tables.UPDATE_ACTIONS)
 
 READ_VERSIONS = f"SELECT xmin, {tables.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
@@ -92,10 +85,11 @@ WITH gone AS (
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING instance_uuid, created_at
 ), moved AS (
-    DELETE FROM moves WHERE request_id IN (
-        SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal AND NOT EXISTS (
+    DELETE FROM instance_actions WHERE request_id IN (
+        SELECT request_id FROM instance_actions WHERE created_at < $1 AND updated_at < $1 AND terminal AND NOT EXISTS (
             SELECT FROM build_requests b
-            WHERE b.instance_uuid = moves.instance_uuid AND b.instance::json ->> 'condition' = '{Condition.RESIZED}')
+            WHERE b.instance_uuid = instance_actions.instance_uuid
+                AND b.instance::json ->> 'condition' = '{Condition.RESIZED}')
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING request_id
 )
@@ -124,14 +118,15 @@ SELECT found, CASE WHEN cardinality(found) < $5 THEN (
     SELECT instance_uuid::text FROM build_requests WHERE instance_uuid > $1 ORDER BY instance_uuid OFFSET $2 - 1 LIMIT 1
 ) ELSE found[$5] END FROM page
 """
-NEWEST_MOVES = f"""
-SELECT {tables.MOVE} FROM unnest($1::uuid[]) named(uuid) CROSS JOIN LATERAL (
-    SELECT * FROM (SELECT * FROM moves WHERE instance_uuid = named.uuid ORDER BY created_at DESC LIMIT $2) newest
+NEWEST_ACTIONS = f"""
+SELECT {tables.ACTION} FROM unnest($1::uuid[]) named(uuid) CROSS JOIN LATERAL (
+    SELECT * FROM (SELECT * FROM instance_actions WHERE instance_uuid = named.uuid
+        ORDER BY created_at DESC LIMIT $2) newest
     WHERE state <> $3 ORDER BY created_at DESC LIMIT $4) m
 """
-MOVES_OF = f"SELECT {tables.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
-OPEN_MOVES = f"""
-SELECT {tables.MOVE} FROM moves WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
+ACTIONS_OF = f"SELECT {tables.ACTION} FROM instance_actions WHERE request_id = ANY($1::uuid[])"
+OPEN_ACTIONS = f"""
+SELECT {tables.ACTION} FROM instance_actions WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
 ORDER BY request_id LIMIT $2
 """
 # Along the index on created_at, as PURGE: an index on the state would make every write of a build dearer.
@@ -148,7 +143,7 @@ SELECT {tables.BUILD} FROM build_requests
 WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) ORDER BY instance_uuid
 """
 REQUESTS_OF = f"""
-SELECT {tables.BUILD}, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
+SELECT {tables.BUILD}, request, gang, gang_min_count, created_at, count(*) OVER (PARTITION BY gang) AS size
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
    OR gang IN (SELECT gang FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND gang IS NOT NULL)
 ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
@@ -186,7 +181,7 @@ class PostgresBuildRows:
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
         async with self._database.single() as connection:
-            if writes.versions and self._database.losses != writes.losses:
+            if writes.versions and self._database.connection_losses != writes.connection_losses:
                 raise Conflict
             with self._database.flush_by_commit(connection) as commit:
                 written = await statement.execute(connection, durable=writes.durable)
@@ -255,7 +250,7 @@ class PostgresUnit(objects.ObjectRows):
         """In the table of handled messages."""
         return bool(await self._connection.fetchval(IS_HANDLED, handler, message_id))
 
-    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, MoveContext]:
+    async def known(self, requests: Collection[RequestKey], *, lock: bool = False) -> dict[RequestKey, ActionContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
         uuids = sorted(set(chain(*requests)))
         # A request_id that is the uuid of an instance is found with it.
@@ -264,12 +259,12 @@ class PostgresUnit(objects.ObjectRows):
             f"ORDER BY instance_uuid{' FOR UPDATE' if lock else ''}",
             uuids,
         )
-        moves = await self._connection.fetch(MOVES_OF, [one for one, _ in requests])
+        actions = await self._connection.fetch(ACTIONS_OF, [one for one, _ in requests])
         build_of = {row["instance_uuid"]: row for row in builds}
-        move_of = {row["request_id"]: tables.read(row, RecordedMove) for row in moves}
+        action_of = {row["request_id"]: tables.read(row, RecordedAction) for row in actions}
         return {
-            (one, uuid): MoveContext(
-                move=move_of.get(one),
+            (one, uuid): ActionContext(
+                action=action_of.get(one),
                 build=tables.read(build_of[uuid], RecordedBuild) if uuid in build_of else None,
                 build_request=tables.build_request(build_of[uuid]["request"]) if uuid in build_of else None,
                 names_instance=one in build_of,
@@ -277,16 +272,16 @@ class PostgresUnit(objects.ObjectRows):
             for one, uuid in requests
         }
 
-    async def insert_moves(self, moves: Sequence[RecordedMove], now: float) -> set[str]:
+    async def insert_actions(self, actions: Sequence[RecordedAction], now: float) -> set[str]:
         """In order of the ids, so that two schedulers with the same requests never deadlock."""
-        ordered = sorted(moves, key=lambda move: move.request_id)
-        found = await self._connection.fetch(INSERT_MOVES, *tables.columns(ordered, tables.MOVES, now))
+        ordered = sorted(actions, key=lambda action: action.request_id)
+        found = await self._connection.fetch(INSERT_ACTIONS, *tables.columns(ordered, tables.ACTIONS, now))
         return {row[0] for row in found}
 
-    async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
+    async def update_actions(self, actions: Sequence[RecordedAction], now: float) -> None:
         """The columns that a cell can change."""
-        if moves:
-            await self._connection.execute(UPDATE_MOVES, *tables.columns(moves, tables.ANNOUNCED, now))
+        if actions:
+            await self._connection.execute(UPDATE_ACTIONS, *tables.columns(actions, tables.EVENT_COLUMNS, now))
 
 
 class PostgresBuilds(UnitStore):
@@ -296,7 +291,7 @@ class PostgresBuilds(UnitStore):
         super().__init__(database, PostgresBuildRows(database))
         self._database = database
         self.outbox = PostgresRows(database)
-        self.deployment = ""
+        self.database_id = ""
 
     @property
     def ready(self) -> bool:
@@ -306,7 +301,7 @@ class PostgresBuilds(UnitStore):
     async def open(self) -> None:
         """Migrate, and read the identity of the database. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
-        self.deployment = await read_identity(self._database)
+        self.database_id = await read_identity(self._database)
 
     async def close(self) -> None:
         """Close the pool."""
@@ -353,15 +348,15 @@ class PostgresBuilds(UnitStore):
             row = await connection.fetchrow(PURGE, before, limit, start_at, states)
         return Purged(*row)
 
-    async def moves(self, query: MoveQuery) -> list[MoveRecord]:
+    async def actions(self, query: ActionQuery) -> list[ActionRecord]:
         """Along the index that suits the query."""
         async with self._database.raw() as connection:
-            return [tables.read(row, MoveRecord) for row in await fetch(connection, objects.moves_of(query))]
+            return [tables.read(row, ActionRecord) for row in await fetch(connection, objects.actions_of(query))]
 
-    async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
+    async def open_actions(self, after: str, limit: int) -> list[RecordedAction]:
         """Along the index of those under way."""
         async with self._database.raw() as connection:
-            return [tables.read(row, RecordedMove) for row in await connection.fetch(OPEN_MOVES, after, limit)]
+            return [tables.read(row, RecordedAction) for row in await connection.fetch(OPEN_ACTIONS, after, limit)]
 
     async def open_builds(
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
@@ -402,14 +397,14 @@ class PostgresBuilds(UnitStore):
         async with self._database.single() as connection:
             return await read_mark(connection, cell)
 
-    async def moves_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedMove]]:
+    async def actions_of(self, instances: Sequence[str], limit: int) -> dict[str, list[RecordedAction]]:
         """Along the index of each instance's."""
-        refused = MoveState.REFUSED.value
+        refused = ActionState.REFUSED.value
         async with self._database.single() as connection:
-            rows = await connection.fetch(NEWEST_MOVES, instances, MAX_EXAMINED, refused, limit)
-        found: dict[str, list[RecordedMove]] = {}
-        for move in (tables.read(row, RecordedMove) for row in rows):
-            found.setdefault(move.instance_uuid, []).append(move)
+            rows = await connection.fetch(NEWEST_ACTIONS, instances, MAX_EXAMINED, refused, limit)
+        found: dict[str, list[RecordedAction]] = {}
+        for action in (tables.read(row, RecordedAction) for row in rows):
+            found.setdefault(action.instance_uuid, []).append(action)
         return found
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:

@@ -28,10 +28,10 @@ from sqlalchemy import (
 )
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import MoveRecord
+from bus.contracts.moves import ActionRecord
 from bus.persistence.marks import cells_table
 from bus.persistence.tables import DIALECT, FIRST_ROW, UUID, ZERO, identity_table, in_list, needed, outbox_tables
-from bus.turns import InParts
+from bus.turns import YieldingParts
 from scheduler_worker.domain.builds import (
     MAY_HAVE_NO_HOST,
     BuildUpdate,
@@ -41,7 +41,7 @@ from scheduler_worker.domain.builds import (
     SinceBuild,
     as_it_is,
 )
-from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
+from scheduler_worker.domain.recorded_moves import RecordedAction, Transfer
 
 METADATA = MetaData()
 
@@ -71,9 +71,9 @@ IS_MAYBE_HOSTLESS = f"instance::json ->> 'condition' IN ({in_list(MAY_HAVE_NO_HO
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, which one statement appends to without reading; the oldest go (`APPENDED`).
-# run: names this row to placement; a scheduler claims and releases by it.
+# claim_owner: names this row to placement; a scheduler claims and releases by it.
 # attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
-# gang: the request that several were made by, gang_min: how many of them start together at least.
+# gang: the request that several were made by, gang_min_count: how many of them start together at least.
 # instance: JSON, what the instance has become since its build (NULL: it is as it was built). sequence: of its newest
 # event, of the build or of a later request.
 # fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
@@ -87,10 +87,10 @@ build_requests = Table(
     needed("name", Text),
     needed("request", Text),
     needed("attempt", Integer, default=ZERO),
-    needed("run", Text),
+    needed("claim_owner", Text),
     needed("timeline", Text, default=""),
     Column("gang", UUID),
-    Column("gang_min", Integer),
+    Column("gang_min_count", Integer),
     Column("instance", Text),
     Index("build_requests_newest", text("created_at DESC")),
     Index("build_requests_of_project", "project_id", text("created_at DESC")),
@@ -103,8 +103,8 @@ build_requests = Table(
 # of the request. cell: where it was dispatched to. transfer: JSON, of a request that leads
 # into another cell (NULL: of every other one). drain: that has made it, or the fence of a dead host, by an id that is
 # made from it (NULL: a client has). A row is written under the lock of its instance's row above.
-moves = Table(
-    "moves",
+instance_actions = Table(
+    "instance_actions",
     METADATA,
     Column("request_id", UUID, primary_key=True),
     needed("instance_uuid", UUID),
@@ -112,10 +112,16 @@ moves = Table(
     *_request_columns(),
     Column("transfer", Text),
     Column("drain", UUID),
-    Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
-    Index("moves_newest", text("created_at DESC")),
-    Index("moves_under_way", "request_id", postgresql_where=text("NOT terminal")),
-    Index("moves_of_drain", "drain", "terminal", text("created_at DESC"), postgresql_where=text("drain IS NOT NULL")),
+    Index("instance_actions_of_instance", "instance_uuid", text("created_at DESC")),
+    Index("instance_actions_newest", text("created_at DESC")),
+    Index("instance_actions_under_way", "request_id", postgresql_where=text("NOT terminal")),
+    Index(
+        "instance_actions_of_drain",
+        "drain",
+        "terminal",
+        text("created_at DESC"),
+        postgresql_where=text("drain IS NOT NULL"),
+    ),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the
@@ -148,8 +154,8 @@ object_log = Table(
     Column("before", Text),
     Column("after", Text),
     needed("at", Double),
-    needed("who", Text),
-    needed("why", Text, default=""),
+    needed("actor", Text),
+    needed("reason", Text, default=""),
     needed("forced", Boolean, default=false()),
 )
 
@@ -165,7 +171,7 @@ T = TypeVar("T")
 NUL = "\x00"
 Columns = tuple[Sequence[Any], ...]
 
-MOVES = RecordedMove.__struct_fields__
+ACTIONS = RecordedAction.__struct_fields__
 
 # The columns of each record, and of each statement that writes a part of one.
 BUILD = ", ".join(RecordedBuild.__struct_fields__)
@@ -173,9 +179,9 @@ _REACHED = ("state", "sequence", "terminal", "cell", "host", "host_uuid", "code"
 DECIDED = ("instance_uuid", *_REACHED, "attempt")
 # project_id: of a tombstone that becomes the record of another project's delete.
 CHANGED = ("history", "project_id", "instance")
-ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "run", "digest")
-MOVE = ", ".join(MOVES)
-ANNOUNCED = ("request_id", *_REACHED, "history", "transfer")
+ACCEPTED = ("instance_uuid", "project_id", "state", "sequence", "terminal", "code", "reason", "claim_owner", "digest")
+ACTION = ", ".join(ACTIONS)
+EVENT_COLUMNS = ("request_id", *_REACHED, "history", "transfer")
 
 _encoder = msgspec.json.Encoder()
 _encode = _encoder.encode
@@ -195,7 +201,7 @@ _JSON: Mapping[str, Callable[[str], Any]] = {
     "timeline": _timeline,
     "transfer": msgspec.json.Decoder(Transfer).decode,
 }
-_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord)
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedAction, ActionRecord)
 _JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
 
 ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
@@ -207,7 +213,7 @@ MAX_SEARCHED = 100_000
 FLAVOR = "coalesce(nullif(instance::json ->> 'flavor', ''), flavor)"
 FLAVORS = f"ARRAY[{FLAVOR}, instance::json ->> 'new_flavor', instance::json ->> 'old_flavor']"
 RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, timeline,
-       created_at, updated_at, gang, coalesce(gang_min, 0) AS gang_min, instance"""
+       created_at, updated_at, gang, coalesce(gang_min_count, 0) AS gang_min_count, instance"""
 
 MAX_VALUES = 20
 ROWS_AT_ONCE = 64  # made in one turn of the event loop
@@ -266,7 +272,7 @@ WHERE {" AND ".join(f"build_requests.{name} = n.{name}" for name in ("instance_u
 """
 
 
-_INSERTED = (*ACCEPTED, "flavor", "name", "request", "timeline", "gang", "gang_min")
+_INSERTED = (*ACCEPTED, "flavor", "name", "request", "timeline", "gang", "gang_min_count")
 INSERT = f"""
 INSERT INTO build_requests ({_named(_INSERTED)}, created_at, updated_at)
 SELECT n.*, t.now, t.now FROM unnest({_arrays(_INSERTED)}) n, (SELECT {{}}::float8 AS now) t
@@ -276,15 +282,16 @@ RETURNING instance_uuid
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
 # the order of the values (tests/integration/scheduler/test_app.py). A locking unit locks them before.
 DECIDE = (
-    _update((*DECIDED, "funnel"), "run")
+    _update((*DECIDED, "funnel"), "claim_owner")
     + "  AND build_requests.state = 'accepted' RETURNING build_requests.instance_uuid"
 )
 UPDATE = _update((*DECIDED, *CHANGED))
-INSERT_MOVES = _insert(moves, (*MOVES, "updated_at")) + "(request_id) DO NOTHING RETURNING request_id"
-_ANNOUNCED = (*ANNOUNCED, "updated_at")
-UPDATE_MOVES = f"""
-UPDATE moves SET {_assigned(_ANNOUNCED[1:], "n")} FROM unnest({_arrays(_ANNOUNCED, moves)}) n({_named(_ANNOUNCED)})
-WHERE moves.request_id = n.request_id
+INSERT_ACTIONS = _insert(instance_actions, (*ACTIONS, "updated_at")) + "(request_id) DO NOTHING RETURNING request_id"
+_EVENT_COLUMNS = (*EVENT_COLUMNS, "updated_at")
+UPDATE_ACTIONS = f"""
+UPDATE instance_actions SET {_assigned(_EVENT_COLUMNS[1:], "n")}
+FROM unnest({_arrays(_EVENT_COLUMNS, instance_actions)}) n({_named(_EVENT_COLUMNS)})
+WHERE instance_actions.request_id = n.request_id
 """
 
 
@@ -310,7 +317,7 @@ async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
 
 
 async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
-    found = [row_of(one) async for part in InParts(items, ROWS_AT_ONCE) for one in part]
+    found = [row_of(one) async for part in YieldingParts(items, ROWS_AT_ONCE) for one in part]
     return tuple(zip(*found, strict=True))
 
 
@@ -320,7 +327,7 @@ def _of(record: str, *names: str) -> list[str]:
 
 
 _inserted = attrgetter(*_of("build", *ACCEPTED), *_of("request", "flavor", "name"), "request")
-_decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "run"))
+_decided = attrgetter(*_of("build", *DECIDED), "funnel", *_of("build", "claim_owner"))
 _updated = attrgetter(*DECIDED, *CHANGED)
 
 
@@ -374,6 +381,6 @@ def new_build(row: Mapping[str, Any]) -> NewBuild:
     return NewBuild(
         request=build_request(row["request"]),
         build=read(row, RecordedBuild),
-        gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
+        gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min_count"]),
         created_at=row["created_at"],
     )

@@ -21,8 +21,8 @@ class ServerGroupSoftAffinityWeigher(Weigher):
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of other members on each host."""
-        assert spec.peers is not None
-        return view.counted(spec.peers.members)
+        assert spec.related is not None
+        return view.counted(spec.related.members)
 
 
 class ServerGroupSoftAntiAffinityWeigher(Weigher):
@@ -37,5 +37,5 @@ class ServerGroupSoftAntiAffinityWeigher(Weigher):
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of other members on each host."""
-        assert spec.peers is not None
-        return view.counted(spec.peers.members)
+        assert spec.related is not None
+        return view.counted(spec.related.members)

@@ -161,7 +161,7 @@ class Person:
         build = self.api("/api/v1/builds?state=active&limit=1")["builds"][0]["instance_uuid"]
         drain = self.api("/api/v1/drains")[0]["id"]
         return (
-            "/", "/fleet", f"/fleet/{host}", f"/fleet/{host}/drain", "/builds", f"/builds/{build}", "/moves",
+            "/", "/fleet", f"/fleet/{host}", f"/fleet/{host}/drain", "/builds", f"/builds/{build}", "/actions",
             f"/drains/{drain}", "/metal", "/objects", "/objects/flavors?name=m1.tiny",
             "/objects/groups?name=people/apart", "/quarantine", "/system",
         )  # fmt: skip
@@ -176,7 +176,7 @@ def now_shows_what_happens(person: Person) -> None:
     """The first page counts a build that is asked for while it is open."""
     person.open("/")
     person.until("the hosts are counted", lambda: f"{person.hosts} of {person.hosts}" in person.text(".tiles"))
-    person.until("nothing is wrong once every worker has reported", lambda: not person.text("#troubles"))
+    person.until("nothing is wrong once every worker has reported", lambda: not person.text("#problems"))
     for _ in range(3):
         person.boot()
     person.until("a latency is shown", lambda: "none yet" not in person.text(".tiles"))
@@ -237,7 +237,7 @@ def fleet_is_seen_by_zone_and_coloured(person: Person) -> None:
         person.until(f"the scale is that of {text}", lambda scale=scale: scale in person.text(".scale"))
     person.open(f"/fleet/{person.api(f'/api/v1/hosts/{names[0]}')['host']['uuid']}")
     expect("its page has zone and number", "east; rack-1" in person.text() and "301.5" in person.text())
-    expect("and the book's changes of it", "its inventory, traits, aggregates" in person.text("#changes"))
+    expect("and placement's changes of it", "its inventory, traits, aggregates" in person.text("#changes"))
 
 
 def group_is_made_and_has_its_members(person: Person) -> None:
@@ -407,7 +407,7 @@ def host_is_drained_by_its_plan(person: Person) -> None:
     person.until("its page shows it", lambda: person.text("#drain-state") == "ended")
     expect("nothing failed", person.text("#drain-failed") == "0")
     expect("it is elsewhere", person.api(f"/api/v1/builds/{instance}")["host"] != name)
-    person.open("/moves")
+    person.open("/actions")
     expect("the move is listed", instance in person.text() and "live-migrate" in person.text())
 
 
@@ -539,7 +539,7 @@ def take_pictures(person: Person, directory: Path, looks: tuple[str, ...]) -> No
         "drain": f"/drains/{person.api('/api/v1/drains')[0]['id']}",
         "builds": "/builds",
         "build": f"/builds/{instance}",
-        "moves": "/moves",
+        "moves": "/actions",
         "metal": "/metal",
         "objects": "/objects",
         "object": "/objects/flavors?name=m1.tiny",

@@ -1,4 +1,4 @@
-"""The book in memory and in PostgreSQL, for the suites that both pass."""
+"""Placement in memory and in PostgreSQL, for the suites that both pass."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from bus.contracts.placement import (
     ServerGroup,
 )
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.book import PlacementService
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 KINDS = ["memory", pytest.param("postgres", marks=pytest.mark.postgres)]
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
@@ -41,29 +41,29 @@ TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
 Amounts = dict[str, dict[str, int]]
 
 
-class Books:
+class Placements:
     """Called, it makes another store on the same book, as another process has it."""
 
     def __init__(self, url: str, clock: Clock) -> None:
-        self.made: list[ResourceBook] = []
+        self.made: list[PlacementService] = []
         self._url = url
-        self._table = MemoryBookTable(clock)
+        self._table = MemoryPlacementTable(clock)
 
-    def __call__(self) -> ResourceBook:
+    def __call__(self) -> PlacementService:
         url, table = self._url, self._table
         self.made.append(
-            ResourceBook(PostgresBookRows(Database(url, "placement")), table.clock)
+            PlacementService(PostgresPlacementRows(Database(url, "placement")), table.clock)
             if url
-            else ResourceBook(MemoryBookRows(table.session()), table.clock)
+            else PlacementService(MemoryPlacementRows(table.session()), table.clock)
         )
         return self.made[-1]
 
 
 @asynccontextmanager
-async def books(request: pytest.FixtureRequest, clock: Clock | None = None) -> AsyncIterator[Books]:
+async def books(request: pytest.FixtureRequest, clock: Clock | None = None) -> AsyncIterator[Placements]:
     """A book of the kind that the fixture's parameter names; what is made on it is closed at the end."""
     url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-    found = Books(url, clock or SystemClock())
+    found = Placements(url, clock or SystemClock())
     yield found
     for store in found.made:
         await store.close()
@@ -73,7 +73,7 @@ def roomy_host(uuid: str) -> InventoryUpdate:
     """A host with plenty of room."""
     inventory = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
     root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
-    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))
+    return InventoryUpdate(reporter="s", version=1, root_uuid=uuid, providers=(root,))
 
 
 # --- claims, moves and reverts of one project
@@ -120,18 +120,18 @@ def revert(source: ClaimOption, attempt: int) -> Revert:
     )
 
 
-async def claimed(store: ResourceBook, *claims: Claim) -> list[ClaimResult]:
+async def claimed(store: PlacementService, *claims: Claim) -> list[ClaimResult]:
     replies = await store.apply(claims)
     return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
 
-async def reverted(store: ResourceBook, requested: Revert) -> RevertResult:
+async def reverted(store: PlacementService, requested: Revert) -> RevertResult:
     (reply,) = await store.apply([requested])
     assert isinstance(reply, RevertResult)
     return reply
 
 
-async def used(store: ResourceBook) -> Amounts:
+async def used(store: PlacementService) -> Amounts:
     page = await store.snapshot(None, 100)
     return {state.uuid: dict(state.used) for state in page.providers if state.used}
 

@@ -12,10 +12,10 @@ from bus.persistence.database import Database
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.operations import audit
-from placement_worker.store.postgres_rows import PostgresBookRows
-from tests.contract.books import HOSTS, KINDS, POOL, Books, books, roomy_host
+from placement_worker.store.postgres_rows import PostgresPlacementRows
+from tests.contract.books import HOSTS, KINDS, POOL, Placements, books, roomy_host
 from tests.contract.rig import House, Rig, rig_for
 
 
@@ -35,34 +35,34 @@ async def house(rig: Rig) -> AsyncIterator[House]:
 
 
 @pytest.fixture(params=KINDS)
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Placements]:
     """Another store on the same book, as another process has it; the audit finds nothing, whatever was done to it."""
     async with books(request) as made:
         yield made
         for store in made.made:
-            if isinstance(store.rows, PostgresBookRows):
+            if isinstance(store.rows, PostgresPlacementRows):
                 async with store.rows.database.raw() as connection:
                     assert await audit.findings(connection) == []
 
 
 @pytest.fixture
-async def store(make: Books) -> ResourceBook:
+async def store(make: Placements) -> PlacementService:
     """A book of HOSTS with plenty of room; a suite that needs another has its own."""
     made = make()
     await made.open()
-    await made.report([roomy_host(uuid) for uuid in HOSTS])
+    await made.apply_reports([roomy_host(uuid) for uuid in HOSTS])
     return made
 
 
 @pytest.fixture
-async def pooled(make: Books) -> ResourceBook:
+async def pooled(make: Placements) -> PlacementService:
     """A book of four hosts with eight VCPUs each, and a pool of disks."""
     made = make()
     await made.open()
     for uuid in (*HOSTS[:4], POOL):
         inventory = {"DISK_GB": Inventory(total=20)} if uuid == POOL else {"VCPU": Inventory(total=8)}
         root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
-        await made.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))])
+        await made.apply_reports([InventoryUpdate(reporter="s", version=1, root_uuid=uuid, providers=(root,))])
     return made
 
 

@@ -23,7 +23,7 @@ from bus.contracts.cell import InstanceSpec, Selection, Spawn
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.store.tables import INSERT, columns, numbered
+from cell_conductor.store.tables import INSERT, columns, with_parameters
 from compute_sim.config import ComputeConfig
 from tests.system.worker_processes import Rig, rig
 
@@ -108,7 +108,7 @@ async def planted(it: Rig, host: str, service: str, on_record: str, on_host: str
     )
     connection = await asyncpg.connect(it.servers.database_url)
     await connection.execute(f"SET search_path TO cell_{CELL}")
-    await connection.execute(numbered(INSERT), *columns([record]))
+    await connection.execute(with_parameters(INSERT), *columns([record]))
     incarnation = await connection.fetchval("SELECT database_incarnation FROM identity")
     await connection.close()
     bus = it.site.bus("planter", CELL)
@@ -143,4 +143,4 @@ async def test_what_is_planted_is_found_and_what_the_policy_names_is_repaired() 
             assert ("gone", "orphaned", unknown) not in repairing.lines, "no record knows it: it has no proof"
         query = ObjectLogQuery(kind=ObjectKind.REPAIR)
         log = await it.client.bus.request(query, ObjectLogPage, timeout_s=PATIENCE_S)
-        assert [(one.name, one.why) for one in log.entries] == [(ended, "audit.orphaned = repair")]
+        assert [(one.name, one.reason) for one in log.entries] == [(ended, "audit.orphaned = repair")]

@@ -56,7 +56,7 @@ async def active(client: BuildClient, uuids: list[str], count: int) -> None:
     """Wait until so many of these are active."""
 
     def reached() -> bool:
-        return sum(client.tracks[uuid].state == "active" for uuid in uuids) >= count
+        return sum(client.watches[uuid].state == "active" for uuid in uuids) >= count
 
     assert await client.until(reached, PATIENCE_S)
 
@@ -66,7 +66,7 @@ async def request_again(client: BuildClient, uuids: list[str]) -> None:
     for uuid in uuids:
         client.unfollow(uuid)
     await client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="demo") for uuid in uuids])
-    assert await client.wait(PATIENCE_S), [uuid for uuid in uuids if not client.tracks[uuid].state]
+    assert await client.wait(PATIENCE_S), [uuid for uuid in uuids if not client.watches[uuid].state]
 
 
 async def delete(client: BuildClient, uuids: list[str]) -> None:
@@ -142,7 +142,7 @@ def running_twice(facts: Facts) -> dict[str, int]:
 
 
 def moved_since(facts: Facts) -> set[str]:
-    """Active instances that were moved after the backup: the book has them where their machines are, in quarantine.
+    """Active instances that were moved after the backup: placement has them where their machines are, in quarantine.
 
     The restored book has carried out a claim of the forgotten history. Their records are behind: an operator decides.
     """
@@ -249,7 +249,7 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         await active(client, after, rng.randrange(30))
         for name in rng.sample(WITH_DATABASE, len(WITH_DATABASE)):
             it.processes.kill(name)
-        promised = {uuid for uuid in (*old, *before, *after) if client.tracks[uuid].state == "active"}
+        promised = {uuid for uuid in (*old, *before, *after) if client.watches[uuid].state == "active"}
 
         await lose(url)
         await restore(url, tmp_path / "backup")
@@ -268,7 +268,7 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         assert running_twice(facts) == {}
         assert not running(facts).keys() & set(gone)
 
-        # The book is made to equal the cells: nothing runs unclaimed, and nothing is held for what is not there.
+        # Placement is made to equal the cells: nothing runs unclaimed, and nothing is held for what is not there.
         await age(url)
         done = await repaired(it.site)
         assert not (done["orphaned"] or done["doubled"] or done["unsound"] or done["over_capacity"]), done

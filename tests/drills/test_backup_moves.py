@@ -21,23 +21,16 @@ from berth.audit.invariants import Facts
 from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.client import drains
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.trial.servers import variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest, member_uuids
 from bus.contracts.drains import DrainAction, DrainCommand, DrainStart, DrainState
-from bus.contracts.moves import MoveKind, MoveRequest, MoveState
-from bus.contracts.objects import (
-    ObjectChange,
-    ObjectKind,
-    ObjectsChange,
-    ObjectsChanged,
-    ObjectsPage,
-    ObjectsQuery,
-)
+from bus.contracts.moves import ActionKind, ActionRequest, ActionState
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
 from bus.contracts.placement import Release
-from placement_worker.book import ResourceBook
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.book import PlacementService
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.drills.test_backup_drill import (
     PATIENCE_S,
     PLAN,
@@ -63,19 +56,19 @@ from tests.system.worker_processes import Rig, rig
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
 
 
-OPEN_MOVES = "SELECT count(*) FROM scheduler.moves WHERE NOT terminal"
+OPEN_MOVES = "SELECT count(*) FROM scheduler.instance_actions WHERE NOT terminal"
 GROUP = ObjectChange(kind=ObjectKind.GROUP, name="demo/web", body={"policy": "soft-affinity"})
 
 
 async def define(it: Rig, change: ObjectChange) -> None:
-    requested = ObjectsChange(changes=(change,), who="drill")
+    requested = ObjectsChange(changes=(change,), actor="drill")
     await it.client.bus.request(requested, ObjectsChanged, timeout_s=PATIENCE_S)
 
 
-def moves_of(uuids: list[str], kind: MoveKind = MoveKind.LIVE_MIGRATE, **more: object) -> list[MoveRequest]:
+def moves_of(uuids: list[str], kind: ActionKind = ActionKind.LIVE_MIGRATE, **more: object) -> list[ActionRequest]:
     rng = random.Random()
     return [
-        MoveRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="demo", kind=kind, **more)  # type: ignore[arg-type]
+        ActionRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="demo", kind=kind, **more)  # type: ignore[arg-type]
         for uuid in uuids
     ]
 
@@ -89,11 +82,11 @@ def running_twice(facts: Facts) -> dict[str, int]:
     return {uuid: count for uuid, count in machines.items() if count > 1}
 
 
-async def until_ended(moves: MoveClient, count: int) -> None:
+async def until_ended(actions: ActionClient, count: int) -> None:
     """Wait until so many more moves have ended."""
-    least = len(moves.ended) + count
+    least = len(actions.ended) + count
     async with asyncio.timeout(PATIENCE_S):
-        while len(moves.ended) < least and moves.unfinished:  # noqa: ASYNC110  (its event is for all of them)
+        while len(actions.ended) < least and actions.unfinished:  # noqa: ASYNC110  (its event is for all of them)
             await asyncio.sleep(0.01)
 
 
@@ -114,10 +107,10 @@ async def open_moves(url: str) -> int:
     return int(count)
 
 
-async def begin(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> tuple[BuildRequest, str]:
+async def begin(it: Rig, actions: ActionClient, rng: random.Random, old: list[str]) -> tuple[BuildRequest, str]:
     """Moves, a drain and a gang, all under way; the gang's request, and the drain."""
     await define(it, GROUP)
-    emptied = it.client.tracks[old[20]].last
+    emptied = it.client.watches[old[20]].last
     assert emptied is not None and emptied.host is not None
     drain = DrainStart(drain=new_uuid(rng), name=emptied.host, by="drill", force=True)
     await drains.start(it.client.bus, drain)
@@ -125,8 +118,8 @@ async def begin(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) 
         instance_uuid=new_uuid(rng), flavor="m1.tiny", project_id="demo", count=4, min_count=4, group="web"
     )
     await it.client.boot([gang])
-    resizes = moves_of(old[8:12], MoveKind.RESIZE, flavor="m1.small", auto_confirm_s=0)
-    await moves.offer([*moves_of(old[:8]), *resizes])
+    resizes = moves_of(old[8:12], ActionKind.RESIZE, flavor="m1.small", auto_confirm_s=0)
+    await actions.submit([*moves_of(old[:8]), *resizes])
     await until_under_way(it.servers.database_url, 1 + rng.randrange(8))
     return gang, drain.drain
 
@@ -138,16 +131,16 @@ async def stop(it: Rig, drain: str) -> None:
     assert ended.state is DrainState.ENDED, ended
 
 
-async def go_on(it: Rig, moves: MoveClient, rng: random.Random, old: list[str]) -> tuple[list[str], list[str]]:
+async def go_on(it: Rig, actions: ActionClient, rng: random.Random, old: list[str]) -> tuple[list[str], list[str]]:
     """The machines that the restored databases do not know: (deleted, booted) since the backup; then the workers are
     killed.
     """
     await define(it, ObjectChange(kind=ObjectKind.QUOTA, name="late", body={"limits": {"VCPU": 1}}))
     gone = rng.sample(old[12:20], 2)
     await delete(it.client, gone)
-    await moves.offer(moves_of([uuid for uuid in (*old[4:10], *old[14:16]) if uuid not in gone]))
+    await actions.submit(moves_of([uuid for uuid in (*old[4:10], *old[14:16]) if uuid not in gone]))
     after = await boot(it.client, 10)
-    await until_ended(moves, rng.randrange(6))
+    await until_ended(actions, rng.randrange(6))
     await active(it.client, after, rng.randrange(10))
     for name in rng.sample(WITH_DATABASE, len(WITH_DATABASE)):
         it.processes.kill(name)
@@ -159,15 +152,15 @@ async def test_after_a_restore_in_the_middle_of_moves_each_machine_runs_once(tmp
     rng = random.Random(seed)
     async with rig(PLAN, seed=seed) as it:
         url, client = it.servers.database_url, it.client
-        moves = MoveClient(client.bus, clock=it.site.clock, process="drill")
-        await moves.open()
+        actions = ActionClient(client.bus, clock=it.site.clock, process="drill")
+        await actions.open()
         old = await boot(client, 24)
         assert await client.wait(PATIENCE_S)
-        gang, drain = await begin(it, moves, rng, old)
+        gang, drain = await begin(it, actions, rng, old)
         await save(url, tmp_path / "backup")
-        assert await moves.wait(PATIENCE_S) and await client.wait(PATIENCE_S)
-        gone, after = await go_on(it, moves, rng, old)
-        promised = {uuid for uuid in (*old, *after) if client.tracks[uuid].state == "active"} - set(gone)
+        assert await actions.wait(PATIENCE_S) and await client.wait(PATIENCE_S)
+        gone, after = await go_on(it, actions, rng, old)
+        promised = {uuid for uuid in (*old, *after) if client.watches[uuid].state == "active"} - set(gone)
 
         await lose(url)
         await restore(url, tmp_path / "backup")
@@ -207,7 +200,7 @@ async def test_after_a_restore_in_the_middle_of_moves_each_machine_runs_once(tmp
         await request_again(client, sorted(known - set(facts.requests) - members))
         await delete(client, sorted(known | members))
         await at_rest(it, url)
-        await moves.close()
+        await actions.close()
 
 
 async def at_rest(it: Rig, url: str) -> None:
@@ -232,7 +225,7 @@ async def test_a_book_that_is_ahead_of_records_is_put_right_where_the_machines_a
         await connection.execute("UPDATE placement.consumers SET attempt = 7 WHERE uuid = ANY($1::uuid[])", uuids)
         await connection.close()
         book = it.site.environment("drill").database("placement", pool_size=1)
-        store = ResourceBook(PostgresBookRows(book))
+        store = PlacementService(PostgresPlacementRows(book))
         await store.open()
         await store.apply([Release(consumer=uuid, attempt=7) for uuid in uuids])
         await store.close()
@@ -240,12 +233,12 @@ async def test_a_book_that_is_ahead_of_records_is_put_right_where_the_machines_a
         assert set(unclaimed(await gather(it.site))) == set(uuids)
         done = await repaired(it.site)
         assert sorted(done["repaired"]) == [f"{uuid}: claimed again" for uuid in sorted(uuids)], done
-        moves = MoveClient(it.client.bus, clock=it.site.clock, process="drill")
-        await moves.open()
-        await moves.offer(moves_of(uuids))
-        assert await moves.wait(PATIENCE_S)
-        assert {one.state for one in moves.ended.values()} == {MoveState.DONE}
-        await moves.close()
+        actions = ActionClient(it.client.bus, clock=it.site.clock, process="drill")
+        await actions.open()
+        await actions.submit(moves_of(uuids))
+        assert await actions.wait(PATIENCE_S)
+        assert {one.state for one in actions.ended.values()} == {ActionState.DONE}
+        await actions.close()
         await delete(it.client, uuids)
         await at_rest(it, it.servers.database_url)
 
@@ -272,17 +265,17 @@ async def reached(it: Rig, condition: Callable[[Facts], bool]) -> Facts:
 
 
 async def moved_and_forgotten(it: Rig) -> list[str]:
-    """Instances whose cell has lost their moves, while the book and the schedulers have them."""
+    """Instances whose cell has lost their moves, while placement and the schedulers have them."""
     uuids = await boot(it.client, MOVED)
     assert await it.client.wait(PATIENCE_S)
     connection = await asyncpg.connect(it.servers.database_url)
     await connection.execute("CREATE TABLE saved AS SELECT * FROM cell_cell1.instances")
-    moves = MoveClient(it.client.bus, clock=it.site.clock, process="drill")
-    await moves.open()
-    await moves.offer(moves_of(uuids))
-    assert await moves.wait(PATIENCE_S)
-    assert {one.state for one in moves.ended.values()} == {MoveState.DONE}
-    await moves.close()
+    actions = ActionClient(it.client.bus, clock=it.site.clock, process="drill")
+    await actions.open()
+    await actions.submit(moves_of(uuids))
+    assert await actions.wait(PATIENCE_S)
+    assert {one.state for one in actions.ended.values()} == {ActionState.DONE}
+    await actions.close()
     # A conductor that is killed is handed in again what it has carried out and not acknowledged.
     await asyncio.to_thread(it.processes.workers[CONDUCTOR].process.stop)
     await connection.execute("DELETE FROM cell_cell1.instances")
@@ -318,11 +311,11 @@ async def test_machines_of_forgotten_moves_are_on_record_again_where_they_run() 
         assert await breaches(it.site) == []
         page = await it.client.query(BuildQuery(instance_uuid=uuids[0]), timeout_s=PATIENCE_S)
         assert [one.state for one in page.builds] == ["active"]
-        moves = MoveClient(it.client.bus, clock=it.site.clock, process="drill")
-        await moves.open()
-        await moves.offer(moves_of(uuids))
-        assert await moves.wait(PATIENCE_S)
-        assert {one.state for one in moves.ended.values()} == {MoveState.DONE}
-        await moves.close()
+        actions = ActionClient(it.client.bus, clock=it.site.clock, process="drill")
+        await actions.open()
+        await actions.submit(moves_of(uuids))
+        assert await actions.wait(PATIENCE_S)
+        assert {one.state for one in actions.ended.values()} == {ActionState.DONE}
+        await actions.close()
         await delete(it.client, uuids)
         await at_rest(it, it.servers.database_url)

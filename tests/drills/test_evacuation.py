@@ -20,7 +20,7 @@ from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildRequest, HostRecord
-from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionState
 from bus.contracts.operations import AdminState, EvacuationPolicy, SetAdminState
 from compute_sim.config import ComputeConfig, HostSize, IronicConfig
 from compute_sim.domain.faults import Faults
@@ -93,17 +93,17 @@ async def drill(whole: Rig, fence: Callable[[HostRecord], Awaitable[None]]) -> N
     await processes.ready([WORKER])
     (host,) = await until(lambda: hosts_of_the_service(client), PATIENCE_S)
     await boot(whole)
-    mine = {one.instance_uuid for one in client.tracks.values() if one.last is not None and one.last.host == host.name}
+    mine = {one.instance_uuid for one in client.watches.values() if one.last is not None and one.last.host == host.name}
     assert mine
 
     await asyncio.to_thread(processes.kill, WORKER)
     await fence(host)
 
     async def evacuated() -> bool:
-        page = await client.bus.request(MoveQuery(limit=1000), MovePage, timeout_s=PATIENCE_S)
-        moves = [move for move in page.moves if move.kind is MoveKind.EVACUATE]
-        assert not [move for move in moves if move.terminal and move.state is not MoveState.DONE]
-        return mine <= {move.instance_uuid for move in moves if move.terminal}
+        page = await client.bus.request(ActionQuery(limit=1000), ActionPage, timeout_s=PATIENCE_S)
+        actions = [action for action in page.actions if action.kind is ActionKind.EVACUATE]
+        assert not [action for action in actions if action.terminal and action.state is not ActionState.DONE]
+        return mine <= {action.instance_uuid for action in actions if action.terminal}
 
     await until(evacuated, PATIENCE_S)
     assert [one for one in await whole.verdicts() if not one.holds and one.name != OF_THE_DEAD] == []
@@ -125,8 +125,8 @@ async def boot(whole: Rig) -> None:
         )
         for _ in range(INSTANCES)
     ]
-    tracks = await whole.client.boot(requests, retry_for_s=PATIENCE_S)
-    assert await whole.client.wait(PATIENCE_S) and {track.state for track in tracks} == {"active"}
+    watches = await whole.client.boot(requests, retry_for_s=PATIENCE_S)
+    assert await whole.client.wait(PATIENCE_S) and {watch.state for watch in watches} == {"active"}
 
 
 async def decide(client: BuildClient, host: HostRecord, state: AdminState) -> None:

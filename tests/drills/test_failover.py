@@ -149,7 +149,7 @@ def workers(directory: Path, buses: dict[str, str], database: str) -> Iterator[t
 
 
 async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, set_back: bool = False) -> None:
-    """Disturb a load in its middle: each build ends once, active, and all that was confirmed is in the book.
+    """Disturb a load in its middle: each build ends once, active, and all that was confirmed is in placement.
 
     set_back: the database may lose announcements of the last 0.2 s, and state them again (`stated_once`).
     """
@@ -164,14 +164,14 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, se
             boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=50.0, timeout_s=PATIENCE_S, retry_for_s=PATIENCE_S
         )
         loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
-        assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
+        assert await client.until(lambda: 0 < client.unfinished < len(client.watches), PATIENCE_S)
         await disturb()
         report: LoadReport = await loading
         events = stated_once(client.events) if set_back else client.events
         assert (report.active, report.unfinished) == (BOOTS, 0), report
         assert set_back or not report.more_than_one_terminal, report
         assert await rest(site, timeout_s=PATIENCE_S)
-        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=events))
+        verdicts = check_invariants(await gather(site, accepted=list(client.watches), events=events))
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()
@@ -265,13 +265,13 @@ async def load_while_the_database_restarts(small: Small) -> None:
         await hosts_known(client, PLAN)
         plan = LoadPlan(boots=FEW_BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=100.0, timeout_s=PATIENCE_S)
         loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
-        assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
+        assert await client.until(lambda: 0 < client.unfinished < len(client.watches), PATIENCE_S)
         await asyncio.to_thread(small.servers.postgres.kill)
         await asyncio.to_thread(small.servers.postgres.start)
         report: LoadReport = await loading
         assert (report.active, report.unfinished, report.more_than_one_terminal) == (FEW_BOOTS, 0, 0), report
         assert await rest(site, timeout_s=PATIENCE_S)
-        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=client.events))
+        verdicts = check_invariants(await gather(site, accepted=list(client.watches), events=client.events))
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()

@@ -41,11 +41,11 @@ async def test_a_thousand_boots_then_each_role_killed_then_the_broker() -> None:
 
 async def load_while(whole: Rig, boots: int, disturb):  # type: ignore[no-untyped-def]
     """Fire builds; once some have ended, disturb."""
-    before = len(whole.client.tracks)
+    before = len(whole.client.watches)
 
     async def accident() -> None:
         await whole.client.until(
-            lambda: len(whole.client.tracks) > before and whole.client.unfinished <= 0.9 * boots, PATIENCE_S
+            lambda: len(whole.client.watches) > before and whole.client.unfinished <= 0.9 * boots, PATIENCE_S
         )
         await disturb(whole)
 
@@ -84,7 +84,7 @@ async def test_two_schedulers_race_for_few_hosts() -> None:
             await whole.assert_invariants()
             outcomes = await claim_outcomes(whole.processes)
             assert outcomes["claimed"] == 40 * races
-            if outcomes.get("full", 0.0) > 0:
+            if outcomes.get("no_capacity", 0.0) > 0:
                 return
             await delete_all(whole)  # one was done before the other began, as may be on a busy machine: again
         raise AssertionError(f"two schedulers chose from the same forty places without conflict: {outcomes}")
@@ -92,7 +92,7 @@ async def test_two_schedulers_race_for_few_hosts() -> None:
 
 async def delete_all(whole: Rig) -> None:
     """Delete all that runs."""
-    running = [track.instance_uuid for track in whole.client.tracks.values() if track.state == "active"]
+    running = [watch.instance_uuid for watch in whole.client.watches.values() if watch.state == "active"]
     queries = [BuildQuery(instance_uuid=uuid) for uuid in running]
     pages = await whole.client.bus.request_all(queries, BuildPage, timeout_s=PATIENCE_S, causes=running)
     await whole.client.delete([page.builds[0] for page in pages if isinstance(page, BuildPage)])

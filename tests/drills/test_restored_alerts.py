@@ -13,8 +13,8 @@ from berth.audit import quarantine
 from berth.audit.gather import rest
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import KEEP, DecidedMachine
+from cell_conductor.domain.report import UnknownMachineKind
+from cell_conductor.store.safety import PROTECT, DecidedMachine
 from tests.drills.test_backup_drill import PATIENCE_S, PLAN, REST_S, WITH_DATABASE, boot, lose
 from tests.kit.waiting import until
 from tests.system.test_traces import ask, prometheus
@@ -50,7 +50,7 @@ async def test_an_old_backup_raises_the_alarms_until_an_operator_has_decided(tmp
         await save(url, tmp_path / "backup")
         after = await boot(it.client, MACHINES)
         assert await it.client.wait(PATIENCE_S)
-        assert {it.client.tracks[uuid].state for uuid in after} == {"active"}
+        assert {it.client.watches[uuid].state for uuid in after} == {"active"}
 
         # A request that the broker hands in again takes its machine over: workers that are stopped, not killed, have
         # acknowledged what they carried out.
@@ -67,10 +67,10 @@ async def test_an_old_backup_raises_the_alarms_until_an_operator_has_decided(tmp
 
             env = it.site.environment("operator")
             read = await quarantine.read(env)
-            found = [one.machine for _, one in read.machines(UnexplainedKind.QUARANTINED)]
+            found = [one.machine for _, one in read.machines(UnknownMachineKind.QUARANTINED)]
             assert {one.uuid for one in found} == set(after)
             chosen = [DecidedMachine(one.uuid, one.host_uuid, one.attempt) for one in found]
-            decided, _ = await quarantine.decide(env, {"cell1": chosen}, KEEP, "drill")
+            decided, _ = await quarantine.decide(env, {"cell1": chosen}, PROTECT, "drill")
             assert len(decided["cell1"]) == MACHINES
             await until_firing(client, {"BerthBreakerTripped"})
             tripped = [("cell1", one.service, one.tripped_at) for one in read.breakers["cell1"]]

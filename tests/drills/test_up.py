@@ -26,7 +26,7 @@ from berth.trial import keeper as module
 from berth.trial.broker_probe import probe
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from berth.trial.keeper import kept_alive
+from berth.trial.keeper import kept_running
 from bus.rabbitmq import channels
 from tests.kit.waiting import until
 
@@ -253,7 +253,7 @@ async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pyt
     monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=0.1))
     logged: list[str] = []
     server = Postgres()
-    async with kept_alive("PostgreSQL", server, notify=logged.append):
+    async with kept_running("PostgreSQL", server, notify=logged.append):
         broken = _hba(server)
         kept = broken.read_text()
         broken.write_text("nonsense\n")
@@ -269,7 +269,7 @@ async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=3_600.0, longest_s=3_600.0))
     logged: list[str] = []
     server = Postgres()
-    async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, notify=logged.append):
+    async with asyncio.timeout(PATIENCE_S), kept_running("PostgreSQL", server, notify=logged.append):
         _hba(server).write_text("nonsense\n")
         server.kill()
         await until(lambda: any("does not start" in one for one in logged), PATIENCE_S)
@@ -283,7 +283,7 @@ async def test_a_broker_that_confirms_nothing_is_started_again(monkeypatch: pyte
     monkeypatch.setattr(channels, "CONFIRM_TIMEOUT_S", 5.0)
     logged: list[str] = []
     broker = RabbitMQ()
-    async with kept_alive("RabbitMQ", broker, notify=logged.append, probe=lambda: probe(broker.url())):
+    async with kept_running("RabbitMQ", broker, notify=logged.append, probe=lambda: probe(broker.url())):
         await probe(broker.url())
         assert logged == []
         await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0.0000001")

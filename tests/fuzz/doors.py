@@ -22,9 +22,9 @@ from pamqp import commands, header
 
 import berth.settings
 import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
-from bus.consuming.dead_letters import read_letter
+from bus.consuming.dead_letters import read_dead_letter
 from bus.contracts.base import MAX_REASON, Meta
-from bus.contracts.catalogue import FORBIDDEN, routing_key, taken_by
+from bus.contracts.catalogue import FORBIDDEN, queues_taking, routing_key
 from bus.contracts.queues import COMMANDS, DEAD, EVENTS, QUEUES, REPLAY
 from bus.port import Outgoing
 from bus.rabbitmq import channels
@@ -43,7 +43,7 @@ from bus.wire import (
     batch,
     headers_of,
     is_text,
-    may_gather,
+    may_batch,
     pack,
     published_key,
     shown,
@@ -93,9 +93,9 @@ class Amqp:
     def __init__(self) -> None:
         install()
         self._names = QueueNames("")
-        self._queues = [row.name for row in QUEUES if taken_by(row.name)]
-        self._codecs = {name: Codec([row.message for row in taken_by(name)], queue=name) for name in self._queues}
-        self._kinds = {name: hostile.kinds([row.message for row in taken_by(name)]) for name in self._queues}
+        self._queues = [row.name for row in QUEUES if queues_taking(row.name)]
+        self._codecs = {name: Codec([row.message for row in queues_taking(name)], queue=name) for name in self._queues}
+        self._kinds = {name: hostile.kinds([row.message for row in queues_taking(name)]) for name in self._queues}
         self._meta = hostile.kinds([Meta])[0]
 
     def make(self, rng: random.Random) -> tuple[str, str, str, int, bytes, bytes]:
@@ -115,7 +115,7 @@ class Amqp:
         if rng.random() < 0.3:
             raw = rng.choice((hostile.text(rng).encode("utf-8", "surrogatepass"), rng.randbytes(9)))
             return raw[:255].decode("utf-8", "surrogateescape")
-        row = rng.choice(list(taken_by(queue)))
+        row = rng.choice(list(queues_taking(queue)))
         try:
             return routing_key(msgspec.json.decode(body, type=row.message))
         except (ValueError, RecursionError):
@@ -139,7 +139,7 @@ class Amqp:
             if isinstance(read, Read):
                 again = msgspec.json.decode(pack(read.message, read.meta).body, type=type(read.message))
                 must(hostile.same(again, read.message), "a message is not what was read of it")
-                meta = structs.replace(read.meta, attempt=read.meta.attempt + 1)
+                meta = structs.replace(read.meta, delivery_attempt=read.meta.delivery_attempt + 1)
                 outgoing = single(pack(read.message, meta), "", f"{queue}.retry.0")
                 self._check_gathers(queue, pack(read.message, meta))
             else:
@@ -151,7 +151,7 @@ class Amqp:
 
     def _check_gathers(self, queue: str, packed: Packed) -> None:
         """A retry that may travel with others is read among them."""
-        if packed.meta.attempt <= MAX_ATTEMPT and may_gather(packed.meta):
+        if packed.meta.delivery_attempt <= MAX_ATTEMPT and may_batch(packed.meta):
             together = batch([packed, packed], REPLAY, queue)
             properties = commands.Basic.Properties(content_type=together.content_type)
             arrived = RabbitDelivery(_delivered(REPLAY, queue, properties, together.body), None, self._names)  # type: ignore[arg-type]
@@ -179,11 +179,11 @@ class Amqp:
         properties = commands.Basic.Properties()
         properties.unmarshal(struct.unpack_from(">H", raw)[0], raw[2:])
         must(
-            (properties.message_id or "") == channels.cut_short(sent.message_id),
+            (properties.message_id or "") == channels.truncate_text(sent.message_id),
             "another id than the one that was sent",
         )
-        must((properties.headers or {}).keys() == {*map(channels.cut_short, sent.headers)}, "headers were lost")
-        read_letter(
+        must((properties.headers or {}).keys() == {*map(channels.truncate_text, sent.headers)}, "headers were lost")
+        read_dead_letter(
             0, RabbitDelivery(_delivered(sent.exchange, sent.routing_key, properties, sent.body), None, self._names)
         )  # type: ignore[arg-type]
 
@@ -215,7 +215,14 @@ def property_of(name: str, rng: random.Random, *, bare: bool = False) -> bytes:
 
 
 def _header_name(rng: random.Random) -> bytes:
-    known = (b"berth-cause", b"berth-sent-at-ms", b"berth-attempt", b"berth-patience-ms", b"berth-key", b"traceparent")
+    known = (
+        b"berth-cause",
+        b"berth-sent-at-ms",
+        b"berth-delivery-attempt",
+        b"berth-timeout-ms",
+        b"berth-key",
+        b"traceparent",
+    )
     more = (b"x-death", b"x-delivery-count", b"CC", b"BCC", b"berth-reason", b"berth-code", b"")
     return rng.choice((*known, *more, rng.randbytes(rng.choice((1, 30, 255)))))
 
@@ -361,7 +368,7 @@ class Journals:
     """A compute service's files with damage in them: it starts, or ends with a reason, and logs what it loses."""
 
     def __init__(self) -> None:
-        self._kinds = hostile.kinds([fleet.GuestRow, fleet.GoneRow, records.EntryRow, records.PurgeRow])
+        self._kinds = hostile.kinds([fleet.MachineRow, fleet.DestroyedRow, records.HostAttemptRow, records.PurgeRow])
         self._folder = _folder()
         self._config = ComputeConfig(hosts=2, state_dir=str(self._folder))
         self._hosts = [plan.uuid for plan in plan_hosts(self._config, "c1", "s")]
@@ -382,11 +389,14 @@ class Journals:
         before.open()
         for host, instance, attempt, stays in steps:
             key = (host, instance)
-            before.put(host, fleet.Guest(instance, attempt, {}, deployment="d"))
-            before.records.put(key, records.Entry(attempt, records.Phase.RUNNING, deployment="d"))
+            before.put(host, fleet.SimulatedMachine(instance, attempt, {}, database_id="d"))
+            before.records.put(key, records.HostAttempt(attempt, records.AttemptPhase.RUNNING, database_id="d"))
             if not stays:
                 before.remove(host, instance)
-                before.records.put(key, records.Entry(attempt, records.Phase.GONE, fence=attempt, deployment="d"))
+                before.records.put(
+                    key,
+                    records.HostAttempt(attempt, records.AttemptPhase.GONE, max_ended_attempt=attempt, database_id="d"),
+                )
         before.close()
         path = self._base / f"c1.s.{which}"
         raw = bytearray(path.read_bytes())
@@ -396,11 +406,11 @@ class Journals:
         after.open()
         kept = self._base / f"c1.s.{which}.damaged-1"
         must(kept.exists() and kept.read_bytes() == raw, "a damaged byte, and no file was kept aside")
-        there = {(host, guest.instance_uuid): guest.attempt for host, guest in after.guests()}
-        for host, guest in before.guests():
-            running = after.records.running().get((host, guest.instance_uuid))
+        there = {(host, machine.instance_uuid): machine.attempt for host, machine in after.machines()}
+        for host, machine in before.machines():
+            running = after.records.running().get((host, machine.instance_uuid))
             if which == "machines" or running is not None:
-                must(there.get((host, guest.instance_uuid), 0) >= guest.attempt, "a machine was forgotten")
+                must(there.get((host, machine.instance_uuid), 0) >= machine.attempt, "a machine was forgotten")
         for key, entry in before.records.running().items():
             must(which == "records" or after.records.running().get(key) == entry, "a record was changed")
         after.close()

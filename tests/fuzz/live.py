@@ -244,7 +244,7 @@ def _accepted(
     for read in reads:
         if isinstance(read, Read) and isinstance(read.message, kind) and len(reads) == 1:
             meta = read.meta
-            return read.message.instance_uuid if meta.reply_to is None and meta.patience_s is None else ""
+            return read.message.instance_uuid if meta.reply_to is None and meta.timeout_s is None else ""
     return ""
 
 

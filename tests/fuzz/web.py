@@ -36,7 +36,7 @@ PATHS = (
     "/api/v1/builds/{uuid}/events",
     "/api/v1/hosts",
     "/api/v1/hosts/{uuid}/admin-state",
-    "/api/v1/hosts/{uuid}/forget",
+    "/api/v1/hosts/{uuid}/delete",
     "/api/v1/services",
     "/api/v1/hosts/{uuid}",
     "/api/v1/hosts/{uuid}/drain-plan",

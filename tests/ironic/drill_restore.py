@@ -85,9 +85,9 @@ class Metal:
         requests = [BuildRequest(instance_uuid=uuid, flavor=FLAVOR, project_id=PROJECT) for uuid in uuids]
         for uuid in uuids:
             self.it.client.unfollow(uuid)
-        tracks = await self.it.client.boot(requests)
+        watches = await self.it.client.boot(requests)
         assert await self.it.client.wait(WAIT_S)
-        assert [track.state for track in tracks] == ["active"] * len(uuids), [track.last for track in tracks]
+        assert [watch.state for watch in watches] == ["active"] * len(uuids), [watch.last for watch in watches]
         return list(uuids)
 
     async def carried(self) -> dict[str, dict[str, Any]]:

@@ -19,9 +19,9 @@ from bus.contracts.cell import BreakerTripped
 from bus.openstack.rest import IRONIC_VERSION
 from bus.owner import BusOwnedByAnother
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
 from compute_sim.config import IronicConfig
 from lab.ironic.laboratory import Nodes, lab
 from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
@@ -171,15 +171,15 @@ async def test_a_restored_database_destroys_nothing_newer(nodes: Nodes, cells: l
     await cell.look()
     assert await carried(nodes) == before
     assert (cell.state(kept), cell.state(deleted)) == (State.ACTIVE, State.FAILED)
-    quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unexplained.values()}
-    assert quarantined == {newer: UnexplainedKind.QUARANTINED, also_newer: UnexplainedKind.QUARANTINED}
+    quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unknown_machines.values()}
+    assert quarantined == {newer: UnknownMachineKind.QUARANTINED, also_newer: UnknownMachineKind.QUARANTINED}
     safety = MemoryInstances(cell.table.session()).safety
     assert len(await safety.decide([DecidedMachine(newer)], DESTROY, "an operator", cell.clock.time())) == 1
-    assert len(await safety.decide([DecidedMachine(also_newer)], KEEP, "an operator", cell.clock.time())) == 1
+    assert len(await safety.decide([DecidedMachine(also_newer)], PROTECT, "an operator", cell.clock.time())) == 1
     await nodes.until(second, "available")
     await cell.look()
     assert await carried(nodes) == {node: what for node, what in before.items() if what[0] != newer}
-    assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still reported"
+    assert [one.machine.uuid for one in cell.table.unknown_machines.values()] == [also_newer], "and is still reported"
 
 
 async def test_many_losses_at_once_wait_for_an_operator(nodes: Nodes, cells: list[LoneCell]) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.site import process_name
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
 from bus.contracts.deploy import VolumeRequest
-from bus.contracts.moves import MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import ActionKind, ActionRequest, ActionState
 from compute_sim.config import IronicConfig
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from tests.kit.real_metal import RNG, WAIT_S, RealMetal, another_berth, drive, real_metal, until
 
 
@@ -34,12 +34,12 @@ async def test_a_direct_deployment_waits_for_the_agent_and_ends_active(metal: Re
     await metal.offered(node)
     metal.lab.agents.silent.add(node)
     request = metal.request(name="web 1", image_source=metal.image, config_drive=drive(), host=node)
-    (track,) = await metal.client.boot([request])
+    (watch,) = await metal.client.boot([request])
     waiting = await metal.nodes.until(node, "wait call-back", timeout_s=WAIT_S)
     assert (waiting["instance_uuid"], waiting["lessee"]) == (request.instance_uuid, "acme")
     assert waiting["instance_info"]["berth"]["instance"] == request.instance_uuid
     metal.lab.agents.silent.discard(node)
-    assert await metal.client.wait(WAIT_S) and track.state == "active"
+    assert await metal.client.wait(WAIT_S) and watch.state == "active"
     active = await metal.nodes.get(node)
     assert active["provision_state"] == "active"
     written = next(one.params["step"] for one in metal.lab.agents.orders if one.name == "deploy.execute_deploy_step")
@@ -61,8 +61,8 @@ async def test_a_node_boots_from_a_volume_without_an_agent_and_lets_go_of_it(met
     reached = {"target_portal": "127.0.0.1:3260", "target_iqn": "iqn.2026-11.test:v", "target_lun": 1}
     volume = VolumeRequest(volume_id="7b0c4b1e-root", properties=reached)
     request = metal.request(name="db", volumes=(volume,), host=node)
-    (track,) = await metal.boot(request)
-    assert track.state == "active", (await metal.record(request.instance_uuid)).history
+    (watch,) = await metal.boot(request)
+    assert watch.state == "active", (await metal.record(request.instance_uuid)).history
     (target,) = await metal.nodes.volume_targets(node)
     assert (target["volume_id"], target["boot_index"], target["volume_type"]) == ("7b0c4b1e-root", 0, "iscsi")
     assert target["properties"] == reached and target["extra"]["berth"]["instance"] == request.instance_uuid
@@ -80,12 +80,12 @@ async def test_a_node_whose_deployment_fails_lets_go_before_the_alternate_is_dep
     await metal.offered(*nodes)
     metal.lab.agents.first_fails = dict.fromkeys(nodes, "the disk is broken")
     request = metal.request(flavor="bm.silver", image_source=metal.image, config_drive=drive())
-    (track,) = await metal.client.boot([request])
+    (watch,) = await metal.client.boot([request])
     assert await metal.client.wait(WAIT_S)
     record = await metal.record(request.instance_uuid)
     (broken,) = set(nodes) & set(metal.lab.agents.failing)
     (good,) = set(nodes) - {broken}
-    assert (track.state, record.host) == ("active", good), record.history
+    assert (watch.state, record.host) == ("active", good), record.history
     assert [attempt.code for attempt in record.history] == ["node.deploy_failed", ""]
     assert "the disk is broken" in record.history[0].reason, "Ironic's own words"
     assert "; its history: " in record.history[0].reason
@@ -99,9 +99,9 @@ async def test_an_image_that_ironic_does_not_accept_is_reported_in_its_words(met
     (node,) = await metal.nodes.enroll(1, direct=True)
     await metal.offered(node)
     request = metal.request(host=node)
-    (track,) = await metal.boot(request)
+    (watch,) = await metal.boot(request)
     record = await metal.record(request.instance_uuid)
-    assert track.state == "failed" and record.state is BuildState.FAILED
+    assert watch.state == "failed" and record.state is BuildState.FAILED
     assert "node.invalid" in record.history[0].code and "instance_info.image_source" in record.history[0].reason
 
     async def is_free() -> bool:
@@ -199,7 +199,7 @@ async def test_a_node_of_a_project_serves_no_other_and_shards_select(metal: Real
     request = metal.request(host=owned, project_id="hotel")
     assert (await metal.boot(request))[0].state == "active"
     await metal.delete(request.instance_uuid)
-    driver = BareMetal(
+    driver = IronicDriver(
         IronicConfig(url=metal.lab.ironic.url, shards=("s1",), microversion="1.82"),
         cell="cell1",
         service="sharded",
@@ -215,30 +215,30 @@ async def test_a_machine_is_stopped_started_rescued_and_rebuilt_by_its_client(me
     await metal.offered(node)
     request = metal.request(image_source=metal.image, config_drive=drive(), host=node)
     assert (await metal.boot(request))[0].state == "active"
-    moves = MoveClient(metal.client.bus, clock=metal.site.clock, process=process_name("moves"))
+    moves = ActionClient(metal.client.bus, clock=metal.site.clock, process=process_name("moves"))
     await moves.open()
 
-    async def ask(kind: MoveKind, **fields: Any) -> None:
-        requested = MoveRequest(
+    async def ask(kind: ActionKind, **fields: Any) -> None:
+        requested = ActionRequest(
             request_id=new_uuid(RNG), instance_uuid=request.instance_uuid, project_id="acme", kind=kind, **fields
         )
         await moves.ask(requested, timeout_s=WAIT_S)
         assert await moves.wait(WAIT_S)
         ended = moves.ended[requested.request_id]
-        assert ended.state is MoveState.DONE, ended
+        assert ended.state is ActionState.DONE, ended
 
     try:
-        await ask(MoveKind.STOP)
+        await ask(ActionKind.STOP)
         assert (await metal.nodes.get(node))["power_state"] == "power off"
         await metal.all_agree()
-        await ask(MoveKind.START)
+        await ask(ActionKind.START)
         assert (await metal.nodes.get(node))["power_state"] == "power on"
-        for kind, state in ((MoveKind.RESCUE, "rescue"), (MoveKind.UNRESCUE, "active")):
-            await ask(kind, **({"rescue_password": "sesame"} if kind is MoveKind.RESCUE else {}))
+        for kind, state in ((ActionKind.RESCUE, "rescue"), (ActionKind.UNRESCUE, "active")):
+            await ask(kind, **({"rescue_password": "sesame"} if kind is ActionKind.RESCUE else {}))
             assert (await metal.nodes.get(node))["provision_state"] == state
             await metal.all_agree()
         metal.lab.agents.orders.clear()
-        await ask(MoveKind.REBUILD, image="again")
+        await ask(ActionKind.REBUILD, image="again")
     finally:
         await moves.close()
     rebuilt = await metal.nodes.get(node)

@@ -48,9 +48,9 @@ async def known(metal: RealMetal, node: str) -> dict[str, float]:
 async def chosen(metal: RealMetal, *nodes: str) -> str:
     """Where a build goes while all these nodes are offered."""
     await metal.offered(*nodes)
-    (track,) = await metal.boot(metal.request())
-    record = await metal.record(track.instance_uuid)
-    await metal.delete(track.instance_uuid)
+    (watch,) = await metal.boot(metal.request())
+    record = await metal.record(watch.instance_uuid)
+    await metal.delete(watch.instance_uuid)
     assert record.state == BuildState.ACTIVE, record
     return str(record.host)
 
@@ -103,10 +103,10 @@ async def test_a_critical_node_is_disabled_and_proves_itself(metal: RealMetal, b
     await metal.delete(canary.instance_uuid)
 
     async def serves() -> bool:  # with the next look of the service, watch_interval_s later at most
-        (track,) = await metal.boot(metal.request())
-        if track.state != BuildState.ACTIVE:
+        (watch,) = await metal.boot(metal.request())
+        if watch.state != BuildState.ACTIVE:
             return False
-        await metal.delete(track.instance_uuid)
+        await metal.delete(watch.instance_uuid)
         return True
 
     await until(serves)
@@ -139,10 +139,10 @@ async def test_a_machine_whose_power_fails_while_it_is_deleted_is_deleted_later(
     """Ironic drops its instance, and the delete had ended while the machine ran on."""
     (node,) = await metal.nodes.enroll(1, direct=True, driver=DRIVER)
     await metal.offered(node)
-    (track,) = await metal.boot(metal.request(image_source=metal.image, host=node))
-    assert track.state == BuildState.ACTIVE
+    (watch,) = await metal.boot(metal.request(image_source=metal.image, host=node))
+    assert watch.state == BuildState.ACTIVE
     bmc.set_readings(node, broken=True)
-    deleting = asyncio.create_task(metal.delete(track.instance_uuid))
+    deleting = asyncio.create_task(metal.delete(watch.instance_uuid))
 
     async def is_tried_again() -> bool:
         answer = await metal.nodes.client.get(f"/v1/nodes/{node}/history", params={"detail": "True"})

@@ -36,10 +36,10 @@ async def test_a_build_that_is_requested_while_ironic_restarts_ends_on_its_first
     await metal.offered(*nodes)
     await asyncio.to_thread(metal.lab.ironic.kill)
     request = metal.request()
-    (track,) = await metal.client.boot([request])
+    (watch,) = await metal.client.boot([request])
 
     async def is_building() -> bool:
-        return track.state == BuildState.BUILDING
+        return watch.state == BuildState.BUILDING
 
     async def is_shown_waiting() -> bool:
         last = (await metal.record(request.instance_uuid)).timeline[-1]
@@ -51,7 +51,7 @@ async def test_a_build_that_is_requested_while_ironic_restarts_ends_on_its_first
     assert await metal.client.wait(WAIT_S)
     record = await metal.record(request.instance_uuid)
     assert not [line for line in record.timeline if line.what == "waiting"]
-    assert (track.state, [attempt.outcome for attempt in record.history]) == ("active", ["active"]), record.history
+    assert (watch.state, [attempt.outcome for attempt in record.history]) == ("active", ["active"]), record.history
     (active,) = [line for line in record.timeline if line.what == "active"]
     assert "; waited " in active.detail and " s for Ironic (" in active.detail, active
     await metal.delete(request.instance_uuid)
@@ -64,7 +64,7 @@ async def test_a_node_that_is_free_again_after_an_outage_is_offered_with_the_fir
     await metal.nodes.maintenance(node, on=True)
 
     async def is_withdrawn() -> bool:
-        """By the book and by the compute service."""
+        """By placement and by the compute service."""
         return await metal.takes_builds(node, False) and not await metal.is_free(node)
 
     await until(is_withdrawn)

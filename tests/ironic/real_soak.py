@@ -91,18 +91,18 @@ class Soak:
             broken = self.metal.lab.agents.failing if kind == "failed deploy" else self.metal.lab.agents.unclean
             broken.update(dict.fromkeys(self.direct, f"soak: {kind}"))
         requests = [self.request() for _ in range(count)]
-        tracks = await self.metal.client.boot(requests, retry_for_s=WAIT_S)
+        watches = await self.metal.client.boot(requests, retry_for_s=WAIT_S)
         await self.fault(kind)
-        assert await self.metal.client.wait(3 * WAIT_S), [track.state for track in tracks]
-        for track in tracks:
-            assert track.terminals == 1 and track.state in ENDS, track
-            self.ends[track.state] += 1
-            record = await self.metal.record(track.instance_uuid)
+        assert await self.metal.client.wait(3 * WAIT_S), [watch.state for watch in watches]
+        for watch in watches:
+            assert watch.terminals == 1 and watch.state in ENDS, watch
+            self.ends[watch.state] += 1
+            record = await self.metal.record(watch.instance_uuid)
             self.codes.update(attempt.code for attempt in record.history if attempt.code)
         if kind == "undeployed by its operator":
-            await self.undeploy([track.instance_uuid for track in tracks if track.state == "active"])
+            await self.undeploy([watch.instance_uuid for watch in watches if watch.state == "active"])
         self.restore_power()
-        await self.metal.delete(*(track.instance_uuid for track in tracks if track.state == "active"))
+        await self.metal.delete(*(watch.instance_uuid for watch in watches if watch.state == "active"))
         await self.repair(kind)
 
     def request(self) -> BuildRequest:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.book import HeldAllocation, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import ConsumerRecord, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -19,27 +19,27 @@ from bus.contracts.placement import (
     LocateRequest,
 )
 from bus.faults import Fault, RequestRefused, RequestTimeout
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.book import PlacementService
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 Answer = Callable[[Claim], ClaimResult | Refusal | None]
 
 
-class BookClaims:
+class PlacementClaims:
     """A ClaimPort on a memory book. It passes tests/contract/placement/test_claim_port.py.
 
-    held: what `holding` answers instead of the book.
-    answer: a script that answers claims instead of the book (None: no answer). unavailable: nothing is answered.
+    held: what `holding` answers instead of placement.
+    answer: a script that answers claims instead of placement (None: no answer). unavailable: nothing is answered.
     refused: the code with which every read is refused for good ("": none is).
     """
 
-    def __init__(self, book: ResourceBook | None = None) -> None:
-        self.book = book or ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+    def __init__(self, book: PlacementService | None = None) -> None:
+        self.placement = book or PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
         self.submitted: list[Claim] = []
         self.located: list[LocateRequest] = []
         self.asked: list[str] = []
-        self.held: dict[str, HeldAllocation] = {}
+        self.held: dict[str, ConsumerRecord] = {}
         self.answer: Answer | None = None
         self.unavailable = False
         self.refused = ""
@@ -50,33 +50,33 @@ class BookClaims:
             return [RequestTimeout("unavailable") for _ in claims]
         if self.answer is not None:
             return [_answered(self.answer(claim)) for claim in claims]
-        replies = await self.book.apply(list(claims))
+        replies = await self.placement.apply(list(claims))
         return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         self.submitted += (claim for gang in gangs for claim in gang.claims)
         if self.unavailable:
             return [RequestTimeout("unavailable") for _ in gangs]
-        replies = await self.book.apply(list(gangs))
+        replies = await self.placement.apply(list(gangs))
         return [reply for reply in replies if isinstance(reply, ClaimAllResult)]
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         self.located += requests
         if (fault := self._fault()) is not None:
             return [fault for _ in requests]
-        return list(await self.book.reads.locate(requests))
+        return list(await self.placement.reads.locate(requests))
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+    async def allocations(self, consumers: Sequence[str]) -> list[ConsumerRecord | Fault | None]:
         self.asked += consumers
         if (fault := self._fault()) is not None:
             return [fault for _ in consumers]
-        held = {one.consumer: one for one in await self.book.reads.holding(consumers)} | self.held
+        held = {one.consumer: one for one in await self.placement.reads.allocations(consumers)} | self.held
         return [held.get(uuid) for uuid in consumers]
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         if (fault := self._fault()) is not None:
             return fault
-        return await self.book.reads.usage(ProjectUsageQuery(projects=tuple(projects)))
+        return await self.placement.reads.usage(ProjectUsageQuery(projects=tuple(projects)))
 
     def _fault(self) -> Fault | None:
         """Why no read is answered."""

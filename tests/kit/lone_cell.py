@@ -24,15 +24,15 @@ from bus.contracts.cell import (
     CellDelete,
     ComputeHosts,
     InstanceSpec,
-    MachinesUnexplained,
     ReportHosts,
     Selection,
+    UnknownMachinesFound,
 )
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.owner import BusOwnedByAnother
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -48,7 +48,7 @@ CONDUCTOR = ConductorConfig(report_grace_s=0.001, sweep_interval_s=0.05, destroy
 class Life:
     """One life of a service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: WorkerRuntime) -> None:
         self._service = service
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(service.run(self._stop))
@@ -86,7 +86,7 @@ class LoneCell:
         self.fleet: Fleet | None = None
         self.reports: list[ComputeHosts] = []
         self.events: list[BuildEvent] = []
-        self.alarms: list[MachinesUnexplained | BreakerTripped] = []
+        self.alarms: list[UnknownMachinesFound | BreakerTripped] = []
         self._lives: list[Life] = []
         self._stack = AsyncExitStack()
 
@@ -130,8 +130,8 @@ class LoneCell:
         await self.look()
 
     def release(self) -> None:
-        """The effect of `berth bus release`."""
-        self.broker.marks.clear()
+        """The effect of `berth bus disown`."""
+        self.broker.owners.clear()
 
     async def stop(self) -> None:
         while self._lives:
@@ -153,11 +153,13 @@ class LoneCell:
         if isinstance(message, BuildEvent):
             self.events.append(message)
             return None
-        if isinstance(message, MachinesUnexplained | BreakerTripped):
+        if isinstance(message, UnknownMachinesFound | BreakerTripped):
             self.alarms.append(message)
             return None
         return (
-            ClaimResult(outcome=ClaimOutcome.FULL) if isinstance(message, Claim) else ReleaseResult(outcome="released")
+            ClaimResult(outcome=ClaimOutcome.NO_CAPACITY)
+            if isinstance(message, Claim)
+            else ReleaseResult(outcome="released")
         )
 
     async def until(self, there: Any) -> Any:

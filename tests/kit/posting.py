@@ -74,7 +74,7 @@ class PostedBus:
             fault = self.fault_of(message)
             if fault is None:
                 self.confirmed.append((message, cause))
-            waiter.settle(fault)
+            waiter.resolve(fault)
 
     async def until(self, count: int) -> None:
         """Until so many messages are confirmed."""

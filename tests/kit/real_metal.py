@@ -11,19 +11,12 @@ from msgspec.structs import replace
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
-from berth.client import BuildClient, Track
+from berth.client import BuildClient, RequestWatch
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
-from bus.contracts.build import (
-    BuildPage,
-    BuildQuery,
-    BuildRecord,
-    BuildRequest,
-    HostsPage,
-    HostsQuery,
-)
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from bus.contracts.deploy import ConfigDrive, ImageSource
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
@@ -59,11 +52,11 @@ class RealMetal:
         build: dict[str, Any] = {"flavor": FLAVOR, "project_id": "acme", "build_timeout_s": WAIT_S, **fields}
         return BuildRequest(instance_uuid=new_uuid(RNG), **build)
 
-    async def boot(self, *requests: BuildRequest) -> list[Track]:
+    async def boot(self, *requests: BuildRequest) -> list[RequestWatch]:
         """Ask, and wait until all have ended."""
-        tracks = await self.client.boot(requests)
-        assert await self.client.wait(WAIT_S), [track.state for track in tracks]
-        return tracks
+        watches = await self.client.boot(requests)
+        assert await self.client.wait(WAIT_S), [watch.state for watch in watches]
+        return watches
 
     async def delete(self, *uuids: str) -> None:
         """Delete, and wait until all are gone."""
@@ -89,7 +82,7 @@ class RealMetal:
         return await self.is_free(node) and await self.takes_builds(node, True)
 
     async def is_free(self, node: str) -> bool:
-        """Whether the book offers the node."""
+        """Whether placement offers the node."""
         return await self._are_offered((node,))
 
     async def takes_builds(self, node: str, wanted: bool) -> bool:

@@ -222,7 +222,8 @@ FILES = re.compile(r"\.(json|html|conf|config|log|pid|sql|toml|d|yaml|txt|gz|sha
 # Dotted names that are no codes, by their purpose.
 OTHER_NAMES = {
     "attributes of OpenTelemetry": (
-        "berth.attempt berth.bus berth.cause berth.event berth.host berth.instance berth.message berth.move berth.node "
+        "berth.attempt berth.bus berth.cause berth.event berth.host berth.instance berth.message berth.action "
+        "berth.node "
         "db.namespace db.system.name host.name http.request.method http.response.status_code http.route "
         "messaging.batch.message_count messaging.destination.name service.instance.id service.namespace "
         "service.version url.path"
@@ -263,12 +264,18 @@ NO_CODES = frozenset(name for names in OTHER_NAMES.values() for name in names.sp
 FORMED: Mapping[str, tuple[str, ...]] = {
     "*.unknown": tuple(f"{one}.unknown" for one in DrainTarget),
     "claim.*": tuple(
-        f"claim.{one}" for one in (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE)
+        f"claim.{one}"
+        for one in (
+            ClaimOutcome.CONFLICT,
+            ClaimOutcome.NO_CAPACITY,
+            ClaimOutcome.POLICY_VIOLATED,
+            ClaimOutcome.PROVIDER_REMOVED,
+        )
     ),
     "database.*_schema": tuple(f"database.{one}_schema" for one in ("other", "newer", "foreign")),
     "host.*": tuple(f"host.{one}" for one in (AdminState.MAINTENANCE, AdminState.FENCED)),
     "load.*": ("load.late", "load.lost"),
-    "spawn.*": ("spawn.fenced", "spawn.superseded"),
+    "spawn.*": ("spawn.attempt_ended", "spawn.superseded"),
 }
 
 

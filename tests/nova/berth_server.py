@@ -24,10 +24,10 @@ from berth.site import Brokers, Site, process_name
 from bus.clock import SystemClock
 from bus.service.environment import Environment
 from bus.service.main import run_process
-from bus.service.service import Service
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from bus.service.service import WorkerRuntime
+from placement_worker.book import PlacementService
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker import plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.nova.envelope import Call
@@ -77,11 +77,11 @@ def run(given: dict[str, Any]) -> None:
     )
 
 
-def servers(env: Environment, here: Site, settings: Settings, has_api: bool, front: Path) -> Service:
+def servers(env: Environment, here: Site, settings: Settings, has_api: bool, front: Path) -> WorkerRuntime:
     """Both as one service."""
-    service = Service(ROLE, clock=env.clock)
+    service = WorkerRuntime(ROLE, clock=env.clock)
     if has_api:
-        book = ResourceBook(MemoryBookRows(MemoryBookTable(env.clock).session()))
+        book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(env.clock).session()))
         placement = placement_worker.app.build(env, settings.placement, (), store=book, health_with_rest=True)
         service.add_task("placement", lambda: placement.run(asyncio.Event()))
     stop, ended = asyncio.Event(), asyncio.Event()

@@ -28,8 +28,8 @@ from bus.contracts.objects import ObjectChange, ObjectsChange
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.objects import ChangePlan, plan
 from scheduler_worker.nova.cells import ConfiguredCells
-from scheduler_worker.nova.facts import NovaFacts
-from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.facts import NovaState
+from scheduler_worker.nova.facts_keeper import NovaStatePoller
 from scheduler_worker.nova.nova_rest import NovaRest
 from tests.kit.keystone import keystone_stand_in
 from tests.kit.waiting import wait_until
@@ -129,11 +129,11 @@ class Kept:
 
     def __init__(self, cloud: Cloud) -> None:
         self.table = HostTable()
-        self.facts = NovaFacts(self.table)
+        self.facts = NovaState(self.table)
         self.rest = NovaRest(
             config_of(cloud.url, {"OS_TOKEN": f"admin:{PROJECT}"}), clock=SystemClock(), setting="nova"
         )
-        self.keeper = FactsKeeper(
+        self.keeper = NovaStatePoller(
             self.rest,
             self.facts,
             self.table,
@@ -260,7 +260,7 @@ async def test_import(cloud: Cloud, tmp_path: Path) -> None:
         for kind, bodies in found.objects.items()
         for name, body in bodies.items()
     )
-    assert isinstance(plan(ObjectsChange(changes=changes, who="test"), {}), ChangePlan), "a scheduler takes them"
+    assert isinstance(plan(ObjectsChange(changes=changes, actor="test"), {}), ChangePlan), "a scheduler takes them"
     assert tree["flavors"]["im.plain"] == {
         "vcpus": 1, "memory_mb": 512, "disk_gb": 10,
         "extra_specs": {"trait:HW_CPU_X86_AVX": "required", "hide_hypervisor_id": "true"},
@@ -271,7 +271,7 @@ async def test_import(cloud: Cloud, tmp_path: Path) -> None:
     }  # fmt: skip
     assert tree["flavors"]["im.groups"]["extra_specs"] == {**groups, "group_policy": "none"}
     assert tree["flavors"]["im.ours"]["projects"] == [PROJECT]
-    assert {(one.name, one.code) for one in found.left_out} >= {
+    assert {(one.name, one.code) for one in found.excluded} >= {
         ("im.numa", "import.spec"), ("im.nobody", "import.of_nobody"),
     }  # fmt: skip
     rack = tree["aggregates"]["im-rack"]
@@ -304,4 +304,4 @@ def test_the_command_as_an_operator_runs_it(cloud: Cloud, tmp_path: Path) -> Non
     assert run("--output", str(file), "--dry-run").returncode == 1 and not file.exists()
     report = json.loads(run("--json").stdout)
     assert report["objects"]["flavors"]["cmd.plain"]["vcpus"] == 1 and report["taken"]["flavors"] >= 1
-    assert "cmd.numa" in {one["name"] for one in report["left_out"]}
+    assert "cmd.numa" in {one["name"] for one in report["excluded"]}

@@ -23,11 +23,11 @@ from cell_conductor.domain import rules, steps, table
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.placement_requests import PlacementRequests
-from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
-from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt, SpawnAction
+from compute_sim.drivers.hypervisor import SimulatedDriver
 from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
 from scheduler_worker.domain import recorded_moves
 from tests.sim.mutants_of_cases import refused_while_another_bus_is_away, release_under_the_reverts_number
@@ -88,16 +88,16 @@ def release_forgotten_after_failure() -> AbstractContextManager[Any]:
     def give_up(instance: Any, at: float, context: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)
         stepped = rules._end_failed(over, at, context)
-        return steps.Step(stepped.instance, (steps.destroy_here(instance, context), *stepped.commands))
+        return steps.Step(stepped.instance, (steps.destroy_current(instance, context), *stepped.commands))
 
-    return _also(patch.object(rules, "_give_up", give_up), _widened(State.FAILED))
+    return _also(patch.object(rules, "_fail", give_up), _widened(State.FAILED))
 
 
 def fence_ignored_by_placement() -> AbstractContextManager[Any]:
     """A claim of an older attempt is taken as if it were the newest."""
 
     def may_claim(known: Any, claim: Claim) -> bool:
-        return known is None or not known.holding or claim.consumer_generation == known.generation
+        return known is None or not known.allocations or claim.consumer_generation == known.generation
 
     return patch.object(claims, "_may_claim", may_claim)
 
@@ -105,22 +105,26 @@ def fence_ignored_by_placement() -> AbstractContextManager[Any]:
 def fence_ignored_by_compute() -> AbstractContextManager[Any]:
     """A host builds an attempt that it was commanded to destroy."""
 
-    def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
-        if entry is not None and entry.phase in (Phase.BUILDING, Phase.RUNNING) and entry.attempt == attempt:
-            return SpawnVerdict.UNDERWAY, entry
-        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING)
+    def on_spawn(entry: HostAttempt | None, attempt: int) -> tuple[SpawnAction, HostAttempt]:
+        if (
+            entry is not None
+            and entry.phase in (AttemptPhase.BUILDING, AttemptPhase.RUNNING)
+            and entry.attempt == attempt
+        ):
+            return SpawnAction.UNDERWAY, entry
+        return SpawnAction.START, HostAttempt(attempt, AttemptPhase.BUILDING)
 
     return patch("compute_sim.agent.on_spawn", on_spawn)
 
 
 def stale_inventory_applied() -> AbstractContextManager[Any]:
     """An inventory report is applied whatever its version."""
-    return patch.object(ReportGroup, "sort_out_stale", lambda _self: None)
+    return patch.object(ReportGroup, "refuse_stale", lambda _self: None)
 
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:
     """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
-    requested = table.question_of
+    requested = table.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -133,25 +137,25 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:
     """An announcement is folded in as often as it comes."""
-    applied = recorded_moves.announced_build
+    applied = recorded_moves.apply_build_event
 
     def apply(build: Any, event: Any) -> Any:
         return applied(replace(build, sequence=0, terminal=False), replace(event, sequence=build.sequence + 1))
 
-    return patch.object(recorded_moves, "announced_build", apply)
+    return patch.object(recorded_moves, "apply_build_event", apply)
 
 
 def replica_gap_ignored() -> AbstractContextManager[Any]:
     """A replica that misses changes goes on with the next ones."""
 
-    def apply(self: Book, changes: Sequence[Any]) -> None:
+    def apply(self: Replica, changes: Sequence[Any]) -> None:
         for change in changes:
             if change.sequence > self.sequence:
                 self._fold(change)
                 self.sequence = change.sequence
         self._sweep()
 
-    return patch.object(Book, "apply", apply)
+    return patch.object(Replica, "apply", apply)
 
 
 def capacity_off_by_one() -> AbstractContextManager[Any]:
@@ -189,7 +193,7 @@ def group_locks_in_any_order() -> AbstractContextManager[Any]:
 
 def assumption_never_dropped() -> AbstractContextManager[Any]:
     """A scheduler goes on to assume what it could not claim."""
-    return patch.object(Book, "forget", lambda self, key: None)
+    return patch.object(Replica, "drop_assumed", lambda self, key: None)
 
 
 def deadline_forgotten() -> AbstractContextManager[Any]:
@@ -220,11 +224,11 @@ def destroyed_is_only_reported() -> AbstractContextManager[Any]:
     """A host reports `destroyed` and lets the machine run."""
 
     async def destroy(
-        self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+        self: SimulatedDriver, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None
     ) -> None:
         return None
 
-    return patch.object(Hypervisors, "destroy", destroy)
+    return patch.object(SimulatedDriver, "destroy", destroy)
 
 
 def late_success_accepted() -> AbstractContextManager[Any]:
@@ -262,7 +266,7 @@ def feed_published_out_of_order() -> AbstractContextManager[Any]:
         transaction.will(write)
         return int(numbered[-1].sequence)
 
-    return patch.object(book_store.MemoryBookTransaction, "append", append)
+    return patch.object(book_store.MemoryPlacementTransaction, "append", append)
 
 
 def silence_not_noticed() -> AbstractContextManager[Any]:
@@ -294,7 +298,10 @@ def no_answer_is_no() -> AbstractContextManager[Any]:
     def claim_event(self: PlacementRequests, question: Any, claim: Claim, answer: Any) -> Any:
         event = original(self, question, claim, answer)
         return event or ClaimRefused(
-            at=self._clock.time(), attempt=claim.attempt, consumer_changed=True, outcomes=(ClaimOutcome.GONE,)
+            at=self._clock.time(),
+            attempt=claim.attempt,
+            consumer_conflict=True,
+            outcomes=(ClaimOutcome.PROVIDER_REMOVED,),
         )
 
     return patch.object(PlacementRequests, "_claim_event", claim_event)
@@ -314,10 +321,10 @@ def _widened(state: State) -> AbstractContextManager[Any]:
     """The table's rules may lead to this state too, so that only the simulation can notice."""
 
     def widened(cell: table.Cell) -> table.Cell:
-        if isinstance(cell, table.ByThen):
+        if isinstance(cell, table.ByNextState):
             rules_of = {then: table.Rule(rule.apply, (*rule.to, state)) for then, rule in cell.rules.items()}
             otherwise = cell.otherwise and table.Rule(cell.otherwise.apply, (*cell.otherwise.to, state))
-            return table.ByThen(rules_of, otherwise)
+            return table.ByNextState(rules_of, otherwise)
         return cell and table.Rule(cell.apply, (*cell.to, state))
 
     wide = {before: {event: widened(cell) for event, cell in row.items()} for before, row in table.TABLE.items()}

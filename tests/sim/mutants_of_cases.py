@@ -15,18 +15,18 @@ from bus.persistence.relay import Relay
 from bus.port import BusUnavailable
 from cell_conductor import guard
 from cell_conductor.domain import delete_rules, events, fence_rules, move_steps, rules, table
-from cell_conductor.domain.breaker import BreakerVerdict
+from cell_conductor.domain.breaker import BreakerAssessment
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
-from cell_conductor.fences import FenceKeeper
+from cell_conductor.fences import FenceController
 from cell_conductor.store.safety import FenceStore
 from compute_sim import agent
 from compute_sim.drivers.ironic.machine_change import NodeChange
 from ironic_sync.domain import position
 from scheduler_worker.domain import fences
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 
 # --- fences and evacuations
 
@@ -34,7 +34,7 @@ from scheduler_worker.moves import MoveEngine
 def fence_never_lifted() -> AbstractContextManager[Any]:
     """A cell gets a fence once more where it should lift it."""
     command = fences.command
-    return patch.object(fences, "command", lambda *one: replace(command(*one), lift=False))
+    return patch.object(fences, "command", lambda *one: replace(command(*one), unfence=False))
 
 
 def a_host_never_shown_to_be_empty() -> AbstractContextManager[Any]:
@@ -43,21 +43,21 @@ def a_host_never_shown_to_be_empty() -> AbstractContextManager[Any]:
     async def keep(self: FenceStore, *_: Any) -> None:
         return None
 
-    return patch.object(FenceStore, "note_empty", keep)
+    return patch.object(FenceStore, "record_empty", keep)
 
 
 def fence_acknowledged_and_not_recorded() -> AbstractContextManager[Any]:
     """A cell acknowledges a fence, and does not have it on record."""
-    take = FenceKeeper.take
+    take = FenceController.take
 
-    async def acknowledge(self: FenceKeeper, decisions: Sequence[CellFence], engine: Any) -> None:
-        await take(self, [one for one in decisions if one.lift], engine)
+    async def acknowledge(self: FenceController, decisions: Sequence[CellFence], engine: Any) -> None:
+        await take(self, [one for one in decisions if one.unfence], engine)
         for one in decisions:
-            if not one.lift:
+            if not one.unfence:
                 fence = Fence(host_uuid=one.host_uuid, host=one.host, version=one.version)
                 await self._announce(fence)
 
-    return patch.object(FenceKeeper, "take", acknowledge)
+    return patch.object(FenceController, "take", acknowledge)
 
 
 def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
@@ -76,7 +76,7 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
 
 def choice_never_released() -> AbstractContextManager[Any]:
     """A choice for an evacuation counts as used until the next move."""
-    return patch.object(MoveEngine, "_expire_later", lambda self: None)
+    return patch.object(ActionEngine, "_expire_later", lambda self: None)
 
 
 # --- what only a world of others meets
@@ -95,7 +95,7 @@ def overtaken_404_accepted() -> AbstractContextManager[Any]:
 def failed_machine_left_running() -> AbstractContextManager[Any]:
     """A failed instance whose machine runs is left alone."""
     rows = {state: dict(row) for state, row in table.TABLE.items()}
-    rows[State.FAILED][events.HostRuns] = rows[State.FAILED][events.Spawned] = table.IGNORE
+    rows[State.FAILED][events.MachineRunning] = rows[State.FAILED][events.Spawned] = table.IGNORE
     return patch.object(table, "TABLE", rows)
 
 
@@ -104,7 +104,7 @@ def survived_machine_kept() -> AbstractContextManager[Any]:
     resume = agent.Agent._resume
 
     def kept(self: Any, key: Any, entry: Any, machine: Any, **more: Any) -> None:
-        forgiven = replace(entry, fence=0) if entry.phase is agent.Phase.GONE else entry
+        forgiven = replace(entry, max_ended_attempt=0) if entry.phase is agent.AttemptPhase.GONE else entry
         resume(self, key, forgiven, machine, **more)
 
     return patch.object(agent.Agent, "_resume", kept)
@@ -114,10 +114,10 @@ def survived_machine_kept_for_good() -> AbstractContextManager[Any]:
     """As `survived_machine_kept`, and nothing is looked for that is ordered destroyed again: each alone ends it."""
     decide = agent.on_destroy
 
-    def on_destroy(entry: Any, attempt: int, deployment: str | None = None) -> Any:
-        if entry is not None and entry.phase is agent.Phase.GONE:
-            return agent.DestroyVerdict.STALE, entry
-        return decide(entry, attempt, deployment)
+    def on_destroy(entry: Any, attempt: int, database_id: str | None = None) -> Any:
+        if entry is not None and entry.phase is agent.AttemptPhase.GONE:
+            return agent.DestroyAction.STALE, entry
+        return decide(entry, attempt, database_id)
 
     both = ExitStack()
     both.enter_context(survived_machine_kept())
@@ -127,7 +127,9 @@ def survived_machine_kept_for_good() -> AbstractContextManager[Any]:
 
 def breaker_never_trips() -> AbstractContextManager[Any]:
     """However many machines one report has lost, they are lost."""
-    return patch.object(guard, "assess", lambda _service, findings, *_, **__: BreakerVerdict(go=tuple(findings)))
+    return patch.object(
+        guard, "assess", lambda _service, findings, *_, **__: BreakerAssessment(effective=tuple(findings))
+    )
 
 
 # --- decisions with two conditions: each needs two rare things at once
@@ -135,13 +137,13 @@ def breaker_never_trips() -> AbstractContextManager[Any]:
 
 def release_under_the_reverts_number() -> AbstractContextManager[Any]:
     """A delete during a revert releases under the revert's own attempt: a late revert holds the source again."""
-    leave = move_steps.leave
+    leave = move_steps.delete_during_action
 
     def left(instance: Any, at: float, context: Any) -> Step:
         stepped = leave(instance, at, context)
-        return Step(replace(stepped.instance, newest=instance.newest), stepped.commands)
+        return Step(replace(stepped.instance, highest_attempt=instance.highest_attempt), stepped.commands)
 
-    return patch.object(delete_rules, "leave", left)
+    return patch.object(delete_rules, "delete_during_action", left)
 
 
 @contextmanager

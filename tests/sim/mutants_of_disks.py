@@ -13,7 +13,7 @@ from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildRows
-from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.unanswered import SilentRequests
 
 
 async def _at_once(self: Any) -> None:
@@ -50,7 +50,7 @@ def scheduler_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
     """
     patches = ExitStack()
     patches.enter_context(_hasty(MemoryBuilds))
-    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
+    patches.enter_context(patch.object(SilentRequests, "_open_builds", unwatched))
     return patches
 
 
@@ -66,7 +66,7 @@ def decision_not_durable() -> AbstractContextManager[Any]:
 
 def everything_may_be_redone() -> AbstractContextManager[Any]:
     """A conductor commands hosts, and claims at placement, before it has that on disk."""
-    return patch.object(engine, "may_be_redone", lambda recorded, known: True)
+    return patch.object(engine, "is_repeatable", lambda recorded, known: True)
 
 
 def cache_outlives_the_database() -> AbstractContextManager[Any]:

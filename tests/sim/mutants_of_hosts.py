@@ -16,9 +16,9 @@ import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
 from cell_conductor.domain.report import rescan_id
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.drivers.ironic.driver import BareMetal
-from compute_sim.host_changes import HostChanges
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.drivers.ironic.driver import IronicDriver
+from compute_sim.host_changes import PendingHostReports
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
 from placement_worker.domain.allocation_migration import _Migration
@@ -31,12 +31,12 @@ def flip_ignored() -> AbstractContextManager[Any]:
     def unavailable(node: Any) -> bool:
         return node.power_state in ironic_rules.DEAD_POWER or node.provision_state not in ironic_rules.FREE_STATES
 
-    return patch.object(ironic_rules, "unavailable", unavailable)
+    return patch.object(ironic_rules, "is_unavailable", unavailable)
 
 
 def stale_notice_applied() -> AbstractContextManager[Any]:
     """A notification that takes nothing away gives the node back at once, however old it is."""
-    notified = position.notified
+    notified = position.on_notification
 
     def accepted(before: Any, *, taken: bool, deleted: bool = False, seq: int, now: float) -> Any:
         requested = notified(before, taken=taken, deleted=deleted, seq=seq, now=now)
@@ -45,7 +45,7 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
         free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
         return position._with_report(requested, replace(before.report, inventories=free), now)
 
-    return patch.object(position, "notified", accepted)
+    return patch.object(position, "on_notification", accepted)
 
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
@@ -59,7 +59,7 @@ def overtaken_read_applied() -> AbstractContextManager[Any]:
 
 
 def gone_node_stays() -> AbstractContextManager[Any]:
-    """A node that Ironic has no more is left in the book as it was."""
+    """A node that Ironic has no more is left in placement as it was."""
 
     def removed(before: Any, *, seq: int, now: float, config: Any) -> Any:
         return replace(before, due_at=None, read_seq=seq)
@@ -71,18 +71,18 @@ def node_never_undeployed() -> AbstractContextManager[Any]:
     """The service of bare metal reports `destroyed` and requests nothing of Ironic."""
 
     async def destroy(
-        self: BareMetal, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+        self: IronicDriver, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None
     ) -> None:
         return None
 
-    return patch.object(BareMetal, "destroy", destroy)
+    return patch.object(IronicDriver, "destroy", destroy)
 
 
 def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
     """A host turns nested: what leaves the root arrives at no child."""
 
     def move(self: _Migration, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
-        held = {provider: dict(amounts) for provider, amounts in self._held(consumer).items()}
+        held = {provider: dict(amounts) for provider, amounts in self._allocations(consumer).items()}
         for name in classes:
             held.get(self._source, {}).pop(name, None)
         self.moved[consumer] = {provider: amounts for provider, amounts in held.items() if amounts}
@@ -102,24 +102,24 @@ def dead_service_still_chosen() -> AbstractContextManager[Any]:
 def change_not_reported() -> AbstractContextManager[Any]:
     """A host that changes is announced, and its new inventory is not reported."""
 
-    def on_host_changed(self: HostChanges, hosts: Sequence[str]) -> None:
+    def on_host_changed(self: PendingHostReports, hosts: Sequence[str]) -> None:
         self.announcements.add(hosts)
 
-    return patch.object(HostChanges, "on_host_changed", on_host_changed)
+    return patch.object(PendingHostReports, "on_host_changed", on_host_changed)
 
 
 def half_built_is_kept() -> AbstractContextManager[Any]:
     """A host destroys machines that were completed, and lets half-built ones lie."""
-    destroyed = Hypervisors.destroy
+    destroyed = SimulatedDriver.destroy
 
     async def destroy(
-        self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+        self: SimulatedDriver, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None
     ) -> None:
-        guest = self._fleet.guest(host_uuid, instance_uuid)
-        if guest is None or guest.complete:
-            await destroyed(self, host_uuid, instance_uuid, attempt, deployment)
+        machine = self._fleet.machine(host_uuid, instance_uuid)
+        if machine is None or machine.complete:
+            await destroyed(self, host_uuid, instance_uuid, attempt, database_id)
 
-    return patch.object(Hypervisors, "destroy", destroy)
+    return patch.object(SimulatedDriver, "destroy", destroy)
 
 
 def capacity_unguarded() -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
     def both() -> Any:
         with (
             patch.object(book_store, "claimed_provider", with_more),
-            patch.object(book_store.MemoryBookTransaction, "_guard_capacity", unguarded),
+            patch.object(book_store.MemoryPlacementTransaction, "_guard_capacity", unguarded),
         ):
             yield
 
@@ -152,7 +152,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
 
 def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
-    write = book_store.MemoryBookTransaction.write_claims
+    write = book_store.MemoryPlacementTransaction.write_claims
 
     async def forgetful(self: Any, decision: Any, *rest: Any) -> int:
         providers = self._table.providers
@@ -162,7 +162,7 @@ def usage_not_lowered() -> AbstractContextManager[Any]:
         }
         return await write(self, replace(decision, used=used), *rest)
 
-    return patch.object(book_store.MemoryBookTransaction, "write_claims", forgetful)
+    return patch.object(book_store.MemoryPlacementTransaction, "write_claims", forgetful)
 
 
 def cell_requests_above() -> AbstractContextManager[Any]:
@@ -194,9 +194,9 @@ def patience_by_two_clocks() -> AbstractContextManager[Any]:
 
     def until(self: Consumer, delivery: Any, meta: Any, since: float) -> float | None:
         clock = self._bus.clock
-        if meta.patience_s is None:
+        if meta.timeout_s is None:
             return None
-        return float(clock.monotonic() + meta.sent_at + meta.patience_s - clock.time())
+        return float(clock.monotonic() + meta.sent_at + meta.timeout_s - clock.time())
 
     return patch.object(Consumer, "_until", until)
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.cell_links import CellLinks
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.objects import CellBus
-from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseRun
+from bus.contracts.placement import ClaimAll, ClaimAllResult, ReleaseByOwner
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import departure_rules, move_rules
 from cell_conductor.domain.events import ChangeEnded
@@ -27,10 +27,10 @@ from scheduler_worker import engine as scheduler_engine
 from scheduler_worker import keepers as scheduler_cells
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs, recorded_moves
-from scheduler_worker.domain.builds import FIRST_ATTEMPT, Author, BuildUpdate, ProjectsBuild, RecordedBuild, effects
+from scheduler_worker.domain.builds import FIRST_ATTEMPT, Actor, BuildUpdate, ProjectsBuild, RecordedBuild, effects
 from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
-from scheduler_worker.domain.placement import ClaimStranded, PlacementRefused, PlacementState
+from scheduler_worker.domain.placement import ClaimUnlocatable, PlacementRefused, PlacementState
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.placing import Placer
 
@@ -46,13 +46,13 @@ def placement_stays_with_its_settings() -> AbstractContextManager[Any]:
 
 def removed_cell_is_not_taken_back() -> AbstractContextManager[Any]:
     """A worker that has left a cell does not connect to it again."""
-    original = CellLinks.want
+    original = CellLinks.set_cells
 
     def want(self: Any, cells: Mapping[str, CellBus | None]) -> None:
         left = {name for name, slot in self._slots.items() if not slot.wanted}
         original(self, {name: where for name, where in cells.items() if name not in left})
 
-    return patch.object(CellLinks, "want", want)
+    return patch.object(CellLinks, "set_cells", want)
 
 
 def added_cell_is_not_taken_into_use() -> AbstractContextManager[Any]:
@@ -79,7 +79,7 @@ CELLS_FOUND_BY: dict[str, int] = {
 # --- deliberate defects of gangs. FOUND_BY: the seed, with the kind `gangs` alone, that finds each
 
 
-REFUSED = PlacementRefused("", "", is_fenced=True)
+REFUSED = PlacementRefused("", "", was_deleted=True)
 
 
 def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
 
 def too_few_go_on() -> AbstractContextManager[Any]:
     """The members of a gang that have a host are claimed, however few they are."""
-    original = gangs.with_gang_results
+    original = gangs.apply_gang_results
 
     def too_soon(states: Any) -> Any:
         lenient = [
@@ -117,7 +117,7 @@ def too_few_go_on() -> AbstractContextManager[Any]:
             placing.replace(after, gang=before.gang) for before, after in zip(states, original(lenient), strict=True)
         ]
 
-    return patch.object(placing, "with_gang_results", too_soon)
+    return patch.object(placing, "apply_gang_results", too_soon)
 
 
 def members_without_a_host_are_withdrawn() -> AbstractContextManager[Any]:
@@ -161,7 +161,7 @@ def claims_are_released_without_a_name() -> Iterator[None]:
         sent = effects(before, after, *more)
         if after.state is not BuildState.FAILED:
             return sent
-        release = ReleaseRun(consumer=after.instance_uuid, attempt=FIRST_ATTEMPT, project_id=after.project_id)
+        release = ReleaseByOwner(consumer=after.instance_uuid, attempt=FIRST_ATTEMPT, project_id=after.project_id)
         return [*sent, OutboxMessage(API, release, after.instance_uuid)]
 
     with full_clouds_are_not_looked_up(), patch.object(decisions, "effects", nameless):
@@ -183,13 +183,13 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
     def plan(
         requested: Sequence[PendingDelete],
         builds: Mapping[str, RecordedBuild],
-        author: Author,
-        held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
+        actor: Actor,
+        held: Mapping[ProjectsBuild, ConsumerRecord] | None = None,
     ) -> DeletePlan:
         if held is not None:
             accepted = {uuid for uuid, build in builds.items() if build.state is BuildState.ACCEPTED}
             held = {key: one for key, one in held.items() if key[0] not in accepted}
-        return plan_deletes(requested, builds, author, held)
+        return plan_deletes(requested, builds, actor, held)
 
     return patch.object(scheduler_engine, "plan_deletes", plan)
 
@@ -197,11 +197,11 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
 def stranded_builds_fail() -> AbstractContextManager[Any]:
     """A build that is not placed where its claim is held fails, and its claim is released: its cell is not queried."""
 
-    def fails(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildUpdate:
-        failed = decisions._failed(request, NO_HOST, held.reason, author)
+    def fails(request: BuildRequest, held: ClaimUnlocatable, actor: Actor) -> BuildUpdate:
+        failed = decisions._failed(request, NO_HOST, held.reason, actor)
         return replace(failed, build=replace(failed.build, attempt=held.attempt))
 
-    return patch.object(decisions, "_stranded", fails)
+    return patch.object(decisions, "_unlocatable", fails)
 
 
 MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
@@ -229,13 +229,13 @@ REQUESTS_BREAK: dict[str, str] = {
 
 def former_cell_keeps_it() -> AbstractContextManager[Any]:
     """A cell announces that an instance has left, and has it still."""
-    original = departure_rules.have_left
+    original = departure_rules.complete_transfer
 
     def have_left(instance: Any, at: float, context: Any) -> Step:
         stepped = original(instance, at, context)
         return Step(replace(instance, sequence=instance.sequence + 1), stepped.commands)
 
-    return patch.object(departure_rules, "have_left", have_left)
+    return patch.object(departure_rules, "complete_transfer", have_left)
 
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
@@ -254,12 +254,12 @@ def leaves_with_its_machine() -> AbstractContextManager[Any]:
     original = move_rules.offload
 
     def offload(instance: Any, at: float, context: Any) -> Step:
-        leaves = instance.move.to_cell is not None
-        return departure_rules.have_left(instance, at, context) if leaves else original(instance, at, context)
+        leaves = instance.action.to_cell is not None
+        return departure_rules.complete_transfer(instance, at, context) if leaves else original(instance, at, context)
 
     patches = ExitStack()
     patches.enter_context(patch.object(move_rules, "offload", offload))
-    patches.enter_context(in_table(State.CHANGING, ChangeEnded, move_rules.changed, State.DEPARTED))
+    patches.enter_context(in_table(State.CHANGING, ChangeEnded, move_rules.on_changed, State.TRANSFERRED))
     return patches
 
 

@@ -22,7 +22,7 @@ from bus.persistence.relay import Relay
 from bus.port import BusUnavailable
 from bus.publishing import Waiter
 from cell_conductor import engine
-from cell_conductor.domain.report import Newest
+from cell_conductor.domain.report import NewestReports
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
@@ -54,7 +54,7 @@ def parcel_acked_at_its_first() -> AbstractContextManager[Any]:
             self.delivery.ack()
         self.open -= 1
 
-    return patch.object(InFlightDelivery, "settle", settle)
+    return patch.object(InFlightDelivery, "acknowledge", settle)
 
 
 def full_queue_forgets() -> AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ def release_leaves_no_fence() -> AbstractContextManager[Any]:
 
     def release(ledger: Any, message: Any) -> Any:
         known = Consumer(ledger, message.consumer)
-        if known is None or not known.holding:
+        if known is None or not known.allocations:
             return claims.ReleaseResult(outcome="absent")
         return released(ledger, message)
 
@@ -148,7 +148,7 @@ def alternate_that_left() -> AbstractContextManager[Any]:
 
 def overtaken_report_accepted() -> AbstractContextManager[Any]:
     """A conductor accepts every report of a host, also one that a newer one has overtaken."""
-    return patch.object(Newest, "is_newer", lambda self, report: True)
+    return patch.object(NewestReports, "is_newer", lambda self, report: True)
 
 
 def hosts_not_queried_after_a_loss() -> AbstractContextManager[Any]:

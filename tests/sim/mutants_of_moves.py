@@ -1,4 +1,4 @@
-"""Deliberate defects of moves: of the cell's table, of the book's part, of a driver."""
+"""Deliberate defects of moves: of the cell's table, of placement's part, of a driver."""
 
 from __future__ import annotations
 
@@ -16,18 +16,9 @@ from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
 from bus.persistence.unit_of_work import Committed
 from cell_conductor import engine, placement_requests
-from cell_conductor.domain import (
-    delete_rules,
-    move_events,
-    move_rules,
-    move_steps,
-    rules,
-    steps,
-    table,
-    way_back,
-)
+from cell_conductor.domain import delete_rules, move_events, move_rules, move_steps, rules, steps, table, way_back
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DESIRES, Wish
+from cell_conductor.domain.desires import DESIRED_STATES, MachineTarget
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
@@ -63,15 +54,17 @@ def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]
 
 def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Another question to placement."""
-    wanted, stack = table.question_of, ExitStack()
+    wanted, stack = table.awaited_request_of, ExitStack()
     for module in (table, placement_requests, engine):
-        stack.enter_context(patch.object(module, "question_of", lambda instance: change(instance, wanted(instance))))
+        stack.enter_context(
+            patch.object(module, "awaited_request_of", lambda instance: change(instance, wanted(instance)))
+        )
     return stack
 
 
 def _desired(changed: dict[str, Any], *states: State) -> AbstractContextManager[Any]:
     """Other desires in these states."""
-    rows: Any = DESIRES
+    rows: Any = DESIRED_STATES
     return patch.dict(rows, {(state, None): replace(rows[state, None], **changed) for state in states})
 
 
@@ -79,8 +72,8 @@ def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
     """A destination that can take it is started at once: the source runs on."""
 
     def go_on(instance: Any, event: Any, context: Any) -> Step:
-        if not move_steps.is_awaited(instance, event, instance.here, instance.attempt) or not event.done:
-            return move_rules.go_on(instance, event, context)
+        if not move_steps.is_awaited(instance, event, instance.current, instance.attempt) or not event.done:
+            return move_rules.on_check_passed(instance, event, context)
         return move_steps.finish(instance, event.at, context)
 
     return _rule(State.PREPARING, e.ChangeEnded, go_on)
@@ -90,9 +83,9 @@ def hand_over_leaves_it_running() -> AbstractContextManager[Any]:
     """A driver reports that a machine was handed over, and lets it run."""
     changed = compute_sim.drivers.hypervisor._changed
 
-    def unchanged(guest: Any, change: Any) -> Any:
+    def unchanged(machine: Any, change: Any) -> Any:
         hands_over = change.kind in (ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE)
-        return guest if hands_over else changed(guest, change)
+        return machine if hands_over else changed(machine, change)
 
     return patch.object(compute_sim.drivers.hypervisor, "_changed", unchanged)
 
@@ -101,21 +94,21 @@ def silent_destination_left_behind() -> AbstractContextManager[Any]:
     """A destination that does not answer is taken for failed: the next one is tried, or the source is started."""
 
     def pass_on(instance: Any, event: Any, context: Any) -> Step:
-        recorded = move_steps.note(instance, "timed_out", event.at)
-        recorded = replace(recorded, move=replace(recorded.move, finishing=False))
+        recorded = move_steps.add_history(instance, "timed_out", event.at)
+        recorded = replace(recorded, action=replace(recorded.action, finishing=False))
         return move_steps.try_next(recorded, event.at, context)
 
     return _rule(State.FINISHING, e.TimedOut, pass_on)
 
 
 def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
-    """The book is reverted, and the source started, while the destination may still run."""
+    """Placement is reverted, and the source started, while the destination may still run."""
 
     def undo(instance: Any, event: Any, context: Any) -> Step:
-        return Step(steps.ask(instance, State.REVERTING, event.at, context))
+        return Step(steps.await_placement(instance, State.REVERTING, event.at, context))
 
     def go_back(instance: Any, event: Any, context: Any) -> Step:
-        stepped = way_back.go_back(instance, event, context)
+        stepped = way_back.roll_back_to_source(instance, event, context)
         if stepped.instance.phase != (State.DESTROYING, State.REVERTING):
             return stepped
         return undo(stepped.instance, event, context)
@@ -128,22 +121,22 @@ def reverted_without_its_source() -> AbstractContextManager[Any]:
 
     def end_resized(instance: Any, event: Any, context: Any) -> Step:
         stepped = move_rules.end_resized(instance, event, context)
-        move = stepped.instance.move
+        move = stepped.instance.action
         if not way_back.is_waiting(stepped.instance):
             return stepped
-        undone = move_steps.undo(stepped.instance, event.at, context, move.lost_code, "")
+        undone = move_steps.roll_back(stepped.instance, event.at, context, move.rollback_code, "")
         return Step(undone.instance, (*stepped.commands, *undone.commands))
 
-    return _rule(State.RESIZED, e.MoveRequested, end_resized)
+    return _rule(State.RESIZED, e.ActionRequested, end_resized)
 
 
 def book_never_reverted() -> AbstractContextManager[Any]:
-    """An undone move leaves the book as it is: the source is started under the destination's claim."""
+    """An undone move leaves placement as it is: the source is started under the destination's claim."""
 
     def wanted(instance: Any, question: Any) -> Any:
         if instance.state is not State.REVERTING:
             return question
-        return Release(consumer=instance.move.request_id, project_id=instance.spec.project_id)
+        return Release(consumer=instance.action.request_id, project_id=instance.spec.project_id)
 
     def released(instance: Any, event: Any, context: Any) -> Step:
         back = e.Reverted(at=event.at, attempt=instance.next_attempt)
@@ -175,7 +168,7 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
         return replace(question, consumer=instance.uuid) if is_confirmed else question
 
     def settled(instance: Any, event: Any, context: Any) -> Step:
-        return move_rules.end_source_released(instance, replace(event, consumer=instance.move.request_id), context)
+        return move_rules.end_source_released(instance, replace(event, consumer=instance.action.request_id), context)
 
     return _Both(_requested(wanted), _rule(State.RELEASING, e.Released, settled, then=State.ACTIVE))
 
@@ -187,7 +180,7 @@ def migration_never_released() -> AbstractContextManager[Any]:
         stepped = delete_rules.release_destroyed(instance, event, context)
         if stepped.instance.phase != (State.RELEASING, State.ACTIVE):
             return stepped
-        released = e.Released(at=event.at, consumer=instance.move.request_id)
+        released = e.Released(at=event.at, consumer=instance.action.request_id)
         return move_rules.end_source_released(stepped.instance, released, context)
 
     return _rule(State.DESTROYING, e.Destroyed, settle, then=State.ACTIVE)
@@ -195,32 +188,32 @@ def migration_never_released() -> AbstractContextManager[Any]:
 
 def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
     """Of an instance that is deleted while it moves only its own claim is released."""
-    return patch.object(rules, "_half_released", lambda instance, event, context: None)
+    return patch.object(rules, "_release_second_consumer", lambda instance, event, context: None)
 
 
 def migration_released_only_if_its_claim_was_answered() -> AbstractContextManager[Any]:
     """A copy of a move's claim that was refused is taken for the fate of all copies."""
-    half_released = rules._half_released
+    half_released = rules._release_second_consumer
 
     def release(instance: Any, event: Any, context: Any) -> Step | None:
-        move = instance.move
+        move = instance.action
         return half_released(instance, event, context) if move is None or move.claimed else None
 
-    return patch.object(rules, "_half_released", release)
+    return patch.object(rules, "_release_second_consumer", release)
 
 
 def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
     """The claims of a deleted instance go when its source is gone, whatever its destination runs."""
-    leave = move_steps.leave
+    leave = move_steps.delete_during_action
 
     def left(instance: Any, at: float, context: Any) -> Step:
         stepped = leave(instance, at, context)
-        move = stepped.instance.move
-        if stepped.instance.phase != (State.DESTROYING, State.DELETED) or move.source_gone:
+        move = stepped.instance.action
+        if stepped.instance.phase != (State.DESTROYING, State.DELETED) or move.source_destroyed:
             return stepped
-        return Step(replace(stepped.instance, move=replace(move, here_gone=True)), stepped.commands)
+        return Step(replace(stepped.instance, action=replace(move, current_destroyed=True)), stepped.commands)
 
-    return _shared("leave", left)
+    return _shared("delete_during_action", left)
 
 
 def source_claimed_by_no_migration() -> AbstractContextManager[Any]:
@@ -233,7 +226,7 @@ def source_claimed_by_no_migration() -> AbstractContextManager[Any]:
 
 
 def book_keeps_no_source() -> AbstractContextManager[Any]:
-    """The book gives the destination to the instance, and nothing to the migration."""
+    """Placement gives the destination to the instance, and nothing to the migration."""
     return patch.object(claims, "_keep_source", lambda ledger, claim, wanted, kind="": None)
 
 
@@ -242,7 +235,7 @@ def end_announced_twice() -> AbstractContextManager[Any]:
     answer = move_events.answer
 
     def again(instance: Any, *rest: Any) -> Step:
-        return answer(replace(instance, move=replace(instance.move, answered=False)), *rest)
+        return answer(replace(instance, action=replace(instance.action, answered=False)), *rest)
 
     return patch("cell_conductor.domain.move_events.answer", again)
 
@@ -250,7 +243,8 @@ def end_announced_twice() -> AbstractContextManager[Any]:
 def end_of_an_undone_move_not_announced() -> AbstractContextManager[Any]:
     """A move that was undone has no end."""
     return _shared(
-        "end_undone", lambda instance, at, context: Step(replace(move_steps.over(instance, at, context), move=None))
+        "end_rolled_back",
+        lambda instance, at, context: Step(replace(move_steps.enter_active(instance, at, context), action=None)),
     )
 
 
@@ -276,12 +270,12 @@ def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
 
 def source_over_before_it_is_confirmed() -> AbstractContextManager[Any]:
     """The source's machine is destroyed by the next report, while the destination is being built."""
-    return _desired({"source": Wish.GONE}, State.FINISHING, State.RESIZED)
+    return _desired({"source": MachineTarget.ABSENT_AFTER_DESTROY}, State.FINISHING, State.RESIZED)
 
 
 def machine_under_change_not_wanted() -> AbstractContextManager[Any]:
     """A machine that is being stopped, started or rebuilt is taken for over when a report lists it."""
-    return _desired({"here": Wish.GONE}, State.CHANGING, State.RESTARTING)
+    return _desired({"current": MachineTarget.ABSENT_AFTER_DESTROY}, State.CHANGING, State.RESTARTING)
 
 
 def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
@@ -301,7 +295,7 @@ def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
     confirm = move_steps.confirm
 
     def confirmed(instance: Any, at: float, context: Any) -> Step:
-        stepped, move = confirm(instance, at, context), instance.move
+        stepped, move = confirm(instance, at, context), instance.action
         destroyed = steps.destroy_at(instance, move.source, move.source_attempt, context)
         return Step(stepped.instance, (*stepped.commands, destroyed))
 
@@ -309,23 +303,23 @@ def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
 
 
 def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
-    """A resize in place is undone in the book alone."""
+    """A resize in place is undone in placement alone."""
     return patch.object(
         move_steps,
-        "resize_back",
-        lambda instance, at, context: Step(steps.ask(instance, State.REVERTING, at, context)),
+        "restore_size",
+        lambda instance, at, context: Step(steps.await_placement(instance, State.REVERTING, at, context)),
     )
 
 
 def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
-    why = move_steps.why_not_evacuated
+    why = move_steps.evacuation_blocker
 
     def unproved(instance: Any, context: Any, *, fenced: bool, force: bool) -> Any:
         found = why(instance, context, fenced=fenced, force=force)
         return None if found is not None and found.code == "evacuate.service_up" else found
 
-    return _Both(_shared("why_not_evacuated", unproved), patch.object(move_steps, "why_not_evacuated", unproved))
+    return _Both(_shared("evacuation_blocker", unproved), patch.object(move_steps, "evacuation_blocker", unproved))
 
 
 def late_answers_accepted() -> AbstractContextManager[Any]:
@@ -356,7 +350,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
     """A shelved machine counts as running."""
 
     def changed(instance: Any, event: Any, context: Any) -> Step:
-        stepped = move_rules.changed(instance, event, context)
+        stepped = move_rules.on_changed(instance, event, context)
         is_shelved = stepped.instance.power is Power.SHELVED and stepped.instance.state is State.ACTIVE
         return Step(replace(stepped.instance, power=Power.RUNNING), stepped.commands) if is_shelved else stepped
 
@@ -365,7 +359,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
 
 def old_incarnation_accepted() -> AbstractContextManager[Any]:
     """A compute service carries out what was decided by an earlier incarnation of the cell's database."""
-    return patch.object(Records, "is_outdated", lambda self, mark: False)
+    return patch.object(Records, "may_predate_restore", lambda self, mark: False)
 
 
 def mark_on_an_unflushed_message() -> AbstractContextManager[Any]:
@@ -376,7 +370,7 @@ def mark_on_an_unflushed_message() -> AbstractContextManager[Any]:
         committed, seen = await write(self, writes), self._seen
         if not writes.durable:
             number = max(seen.mark.sent_sequences, default=0) + 1
-            seen.note_sent(DatabaseMark(seen.mark.database_incarnation, (number,)))
+            seen.record_sent(DatabaseMark(seen.mark.database_incarnation, (number,)))
         return committed
 
     return patch.object(MemoryInstanceRows, "write", marked)

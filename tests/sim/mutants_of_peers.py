@@ -13,7 +13,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker import placing
 from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.placement import PlacementRefused
@@ -26,13 +26,13 @@ def group_rule_left_to_filters() -> AbstractContextManager[Any]:
 
 def group_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
     """A claim sees the members that its server group had before its transaction, and not those of it."""
-    counted = claims.ClaimLedger.others
+    counted = claims.ClaimLedger.other_members
 
     def others(self: Any, claim: Claim, besides: Any = ()) -> dict[str, int]:
         with patch.object(self, "joined", {}):
             return counted(self, claim, besides)
 
-    return patch.object(claims.ClaimLedger, "others", others)
+    return patch.object(claims.ClaimLedger, "other_members", others)
 
 
 def group_not_locked() -> AbstractContextManager[Any]:
@@ -42,7 +42,7 @@ def group_not_locked() -> AbstractContextManager[Any]:
 
 def alternates_without_their_group() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name the server group."""
-    requested = table.question_of
+    requested = table.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -53,7 +53,7 @@ def alternates_without_their_group() -> AbstractContextManager[Any]:
 
 def alternates_without_limits() -> AbstractContextManager[Any]:
     """A conductor's claims of alternates do not name their project's limits."""
-    requested = table.question_of
+    requested = table.awaited_request_of
 
     def wanted(instance: Any) -> Any:
         message = requested(instance)
@@ -63,26 +63,26 @@ def alternates_without_limits() -> AbstractContextManager[Any]:
 
 
 def living_members_forgotten() -> AbstractContextManager[Any]:
-    """The trimming of the book deletes members of server groups that hold something."""
+    """The trimming of placement deletes members of server groups that hold something."""
 
-    purged = MemoryBookTable.purge
+    purged = MemoryPlacementTable.purge
 
-    def purge(table_: MemoryBookTable, *gone: Any) -> None:
+    def purge(table_: MemoryPlacementTable, *gone: Any) -> None:
         purged(table_, *gone)
         table_.members.clear()
 
-    return patch.object(MemoryBookTable, "purge", purge)
+    return patch.object(MemoryPlacementTable, "purge", purge)
 
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
-    known = placing.peers_of
+    known = placing.related_of
 
     def peers_of(request: Any, page: LocatePage, members: Any = None) -> Any:
         found = known(request, page, members)
         return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 
-    return patch.object(placing, "peers_of", peers_of)
+    return patch.object(placing, "related_of", peers_of)
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:
@@ -98,15 +98,15 @@ def quota_with_one_more() -> AbstractContextManager[Any]:
 
 def quota_never_given_back() -> AbstractContextManager[Any]:
     """A project's former allocations count for ever."""
-    counted = MemoryBookTable.held_by
+    counted = MemoryPlacementTable.usage_of
     most: dict[tuple[int, str], Counter[str]] = {}
 
-    def held_by(self: MemoryBookTable, project: str) -> dict[str, int]:
+    def held_by(self: MemoryPlacementTable, project: str) -> dict[str, int]:
         ever = most.setdefault((id(self), project), Counter())
         ever |= Counter(counted(self, project))
         return dict(ever)
 
-    return patch.object(MemoryBookTable, "held_by", held_by)
+    return patch.object(MemoryPlacementTable, "usage_of", held_by)
 
 
 def quota_not_locked() -> AbstractContextManager[Any]:

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import RENUMBERED, Unexplained, UnexplainedKind
-from cell_conductor.store.safety import UnexplainedRecord
-from compute_sim.fleet import Guest
+from cell_conductor.domain.report import REUSED_ATTEMPT, UnknownMachine, UnknownMachineKind
+from cell_conductor.store.safety import UnknownMachineRecord
+from compute_sim.fleet import SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.loop import Process
@@ -41,13 +41,13 @@ def instance(state: State = State.ACTIVE, on: Selection | None = None, attempt: 
     return Instance(uuid=INSTANCE, state=state, attempt=attempt, selections=(on or chosen(),), **more)
 
 
-def guest(host: str = HERE, attempt: int = 1, **more: Any) -> Guest:
-    return Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d", **more)
+def machine(host: str = HERE, attempt: int = 1, **more: Any) -> SimulatedMachine:
+    return SimulatedMachine(INSTANCE, attempt, {host: {"VCPU": 1}}, database_id="d", **more)
 
 
 def provider(uuid: str, **more: Any) -> Provider:
     """A root provider that has nothing, unless `more` states it."""
-    made: dict[str, Any] = {"name": "h", "parent": None, "root": uuid, "generation": 1, "shape": 1}
+    made: dict[str, Any] = {"name": "h", "parent": None, "root": uuid, "generation": 1, "spec_generation": 1}
     return Provider(uuid, **{**made, "inventories": {}, "used": {}, "traits": (), "aggregates": (), **more})
 
 
@@ -86,9 +86,9 @@ class Stage:
 
     def quarantine(self, attempt: int = 1) -> None:
         """The cell has the machine on its list."""
-        listed = Unexplained(INSTANCE, attempt, self.host, UnexplainedKind.QUARANTINED, RENUMBERED)
-        record = UnexplainedRecord(machine=listed, service=self.service, first_seen=1.0, last_seen=1.0)
-        self.table.unexplained[record.place] = record
+        listed = UnknownMachine(INSTANCE, attempt, self.host, UnknownMachineKind.QUARANTINED, REUSED_ATTEMPT)
+        record = UnknownMachineRecord(machine=listed, service=self.service, first_seen=1.0, last_seen=1.0)
+        self.table.unknown_machines[record.location] = record
 
     def running(self) -> int:
         """How many machines of the instance run when all rests."""

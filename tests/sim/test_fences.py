@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState
 from cell_conductor.domain.leases import Lease, LeaseTable
 from lab.simulation import rest
 from lab.simulation.draw import plan_of
@@ -26,8 +26,8 @@ from lab.simulation.widening import Widening
 from lab.simulation.wiring import BUILD_TIMEOUT_S
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.domain.values import ConsumerState
-from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
+from scheduler_worker.domain.recorded_moves import RecordedAction
 from tests.kit.cases import nightly
 from tests.kit.virtual_time import on_virtual_time
 from tests.sim.mutants_of_kinds import CELLS_FOUND_BY
@@ -37,7 +37,7 @@ from tests.sim.stage import Stage
 # --- a service's hosts die, an operator fences them, and they come back: it holds
 
 
-VERBS = tuple(kind.value for kind in MoveKind)
+VERBS = tuple(kind.value for kind in ActionKind)
 
 
 def hosts_are_fenced(seed: int) -> Plan:
@@ -124,14 +124,14 @@ async def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
     monkeypatch: pytest.MonkeyPatch, *, begun: bool, burnt: bool, breaks: bool
 ) -> None:
     world = Stage().world
-    made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
+    made = {"target": DrainTarget.HOST, "kind": ActionKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
     record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
     monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
-    move = RecordedMove(
-        request_id="r", instance_uuid="i", project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"",
-        state=MoveState.SCHEDULED, sequence=2, drain="d",
+    move = RecordedAction(
+        request_id="r", instance_uuid="i", project_id="p", kind=ActionKind.LIVE_MIGRATE, digest=b"",
+        state=ActionState.SCHEDULED, sequence=2, drain="d",
     )  # fmt: skip
-    world.builds.moves.update({"r": (move, 1.0)} if begun else {})
+    world.builds.actions.update({"r": (move, 1.0)} if begun else {})
     assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks
 
 
@@ -148,7 +148,7 @@ STARTED = BuildRecord(
 @pytest.mark.parametrize(("deletes", "breaks"), [((), True), (MEMBERS[:1], False), (MEMBERS[3:4], True)])
 def test_a_member_that_was_deleted_after_its_claim_was_started(deletes: list[str], *, breaks: bool) -> None:
     """Two of five were claimed, and the client deleted one of them before it was sent to a cell (seed 1795404029)."""
-    book = MemoryBookTable(SystemClock())
+    book = MemoryPlacementTable(SystemClock())
     watch = GangWatch(book, ())
     watch.requested(MEMBERS, 2)
     for uuid in MEMBERS[:2]:
@@ -213,7 +213,7 @@ def test_without_the_books_refusal_it_is_built_on() -> None:
 
 @pytest.mark.parametrize("at", [3.0, 20.0])
 def test_a_host_is_given_to_another_service_which_is_up(at: float) -> None:
-    """Its former service is up, and does not list it any more: the book lets the next one take it over."""
+    """Its former service is up, and does not list it any more: placement lets the next one take it over."""
     held(plan(Order(at=at, action=Action.REHOME, service="s00", host=0)))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -51,7 +51,7 @@ def unshelvings_forgotten(seed: int) -> Plan:
     cell = replace(plan.cells[0], metal=())
     builds = staggered(builds_of(plan), 5.0)
     copied = backups(26.0, f"cell_{cell.name}", "scheduler")
-    requests = ((MoveKind.SHELVE, 18.0), (MoveKind.UNSHELVE, 25.0), (MoveKind.UNSHELVE, 29.2))
+    requests = ((ActionKind.SHELVE, 18.0), (ActionKind.UNSHELVE, 25.0), (ActionKind.UNSHELVE, 29.2))
     moves = [move for n, (verb, at) in enumerate(requests, 1) for move in moves_of(builds, verb, at, n)]
     return in_order(
         plan, *builds, *moves, *copied, *set_back(copied, 30.0),
@@ -76,7 +76,7 @@ def returns_forgotten(seed: int) -> Plan:
     moves = [
         move
         for kind, at in requests
-        for move in moves_of(builds, MoveKind.MIGRATE, at, f"f000000{seed}-000{kind}", apart_s=0.05)
+        for move in moves_of(builds, ActionKind.MIGRATE, at, f"f000000{seed}-000{kind}", apart_s=0.05)
     ]
     copied = backups(18.6, f"cell_{cells[0].name}", first=1)
     deletes = [replace(one, at=60.0, action=Action.DELETE) for one in builds[::2]]
@@ -90,7 +90,7 @@ def returns_forgotten(seed: int) -> Plan:
     )  # fmt: skip
 
 
-def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
+def moved_since_the_backup(seed: int, verb: ActionKind) -> Plan:
     """The builds of this seed in one cell. They are unshelved, or moved and not confirmed yet, between a backup and the
     restore of the cell and of the schedulers. When the cell has recovered the same is requested, three times.
     """
@@ -98,8 +98,8 @@ def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
     cell = replace(plan.cells[0], metal=())
     builds = staggered(builds_of(plan), 5.0)
     requests = [(at, verb) for at in (27.0, 70.0, 78.0, 86.0)]
-    if verb is MoveKind.UNSHELVE:
-        requests = [(14.0, MoveKind.SHELVE), (20.0, MoveKind.OFFLOAD), *requests]
+    if verb is ActionKind.UNSHELVE:
+        requests = [(14.0, ActionKind.SHELVE), (20.0, ActionKind.OFFLOAD), *requests]
     moves = [move for n, (at, kind) in enumerate(requests) for move in moves_of(builds, kind, at, n)]
     copied = backups(26.0, f"cell_{cell.name}", "scheduler")
     return in_order(
@@ -112,7 +112,7 @@ def moved_since_the_backup(seed: int, verb: MoveKind) -> Plan:
     )  # fmt: skip
 
 
-UNSHELVED, MIGRATED = (partial(moved_since_the_backup, verb=verb) for verb in (MoveKind.UNSHELVE, MoveKind.MIGRATE))
+UNSHELVED, MIGRATED = (partial(moved_since_the_backup, verb=verb) for verb in (ActionKind.UNSHELVE, ActionKind.MIGRATE))
 RESTORED = partial(transfers, kind=Widening.TRANSFERS_RESTORED)
 CELL_RESTORED = partial(plan_of, kinds={Widening.CELL_RESTORED})
 DRAINED = partial(plan_of, kinds={Widening.MOVES, Widening.DRAINS})
@@ -124,7 +124,7 @@ OFFLOADED_BESIDE = 12
     ("plan", "seed"),
     [
         pytest.param(builds_forgotten, 7, id="a command came between the set-back and the sweep that noticed it"),
-        # For longer than a request is retried: it ends as claim.stranded.
+        # For longer than a request is retried: it ends as claim.unlocatable.
         # A delete that waited in the queue released what a listed machine held, which no record had.
         pytest.param(service_away, 7, id="a service is away while its cell recovers"),
         pytest.param(requests_forgotten, 18, id="a host is unannounced"),
@@ -178,7 +178,7 @@ def test_every_request_on_record_has_its_end(seed: int) -> None:
 # --- a cell's database is set back while its instances are moved: every request has its end
 
 
-MOVES = (MoveKind.STOP, MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD)
+MOVES = (ActionKind.STOP, ActionKind.MIGRATE, ActionKind.LIVE_MIGRATE, ActionKind.REBUILD)
 
 
 def a_cell_forgets(seed: int) -> Plan:

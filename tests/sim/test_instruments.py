@@ -29,7 +29,7 @@ from cell_conductor.domain.steps import Step, StepContext
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import ChangeFault, ChangeOrder
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.__main__ import read_plan, written
 from lab.simulation.draw import plan_of
 from lab.simulation.loop import EPOCH
@@ -40,7 +40,7 @@ from lab.simulation.run import Result, run
 from lab.simulation.steering import ACTS, Steering, acts_in
 from lab.simulation.watch import Listener
 from lab.simulation.widening import WIDENED, Widening
-from lab.simulation.wiring import CalmedHypervisors
+from lab.simulation.wiring import CalmedSimulatedDriver
 
 # --- The simulation's own instruments: its steering, its report of coverage, and the stages of builds in it.
 
@@ -53,11 +53,11 @@ async def test_a_change_neither_fails_nor_hangs_when_faults_have_ended() -> None
     fleet = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1")
     (host,) = fleet.hosts
     uuid = "00000000-0000-4000-9000-000000000001"
-    fleet.put(host.plan.uuid, Guest(uuid, 1, {host.plan.uuid: {"VCPU": 1}}))
+    fleet.put(host.plan.uuid, SimulatedMachine(uuid, 1, {host.plan.uuid: {"VCPU": 1}}))
     spec = InstanceSpec(instance_uuid=uuid, project_id="p")
     order = ChangeOrder(kind=ChangeKind.STOP, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
     for faults in (Faults(change_fail_rate=1.0), Faults(change_break_rate=1.0)):
-        driver = CalmedHypervisors(fleet, faults, seed=1, clock=SystemClock())
+        driver = CalmedSimulatedDriver(fleet, faults, seed=1, clock=SystemClock())
         driver.network_faults = NetworkFaults(Rates(), random.Random(1))
         with pytest.raises(ChangeFault):
             await driver.change(order)
@@ -157,21 +157,25 @@ def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monke
     active = [event for event in found if event.state is BuildState.ACTIVE]
     assert len(active) > 10
     for event in active:
-        assert event.stamps is not None
-        requested, received = event.stamps.requested, event.stamps.announced + 0.001
-        spent = durations(event.stamps, since=requested, until=max(requested, received))
+        assert event.stage_times is not None
+        requested, received = event.stage_times.requested, event.stage_times.announced + 0.001
+        spent = durations(event.stage_times, since=requested, until=max(requested, received))
         assert tuple(spent) == STAGES
         assert min(spent.values()) >= 0
         assert sum(spent.values()) == pytest.approx(max(0.0, received - requested), abs=1e-5)
         if not skew_s:
-            raw = [event.stamps.requested, *(getattr(event.stamps, stage) for stage in STAGES)]
+            raw = [event.stage_times.requested, *(getattr(event.stage_times, stage) for stage in STAGES)]
             assert raw == sorted(raw), "on one clock no stage ends before it began"
             assert raw[0] > EPOCH, "the clock of the simulation, not of this machine"
     nowhere = [event for event in found if event.code == "no_valid_host"]
     assert nowhere
     for event in nowhere:
-        assert event.stamps is not None
-        assert tuple(durations(event.stamps, until=event.stamps.decided + 1)) == ("queued", "decided", "announced")
+        assert event.stage_times is not None
+        assert tuple(durations(event.stage_times, until=event.stage_times.decided + 1)) == (
+            "queued",
+            "decided",
+            "announced",
+        )
 
 
 def observed() -> dict[str, float]:
@@ -183,7 +187,7 @@ def test_workers_count_each_stage_of_each_build_once(monkeypatch: pytest.MonkeyP
     before = observed()
     found = ends(plan_of(1).without_faults(), monkeypatch)
     counted = {stage: count - before[stage] for stage, count in observed().items()}
-    in_cells = sum(event.stamps is not None and event.stamps.built > 0 for event in found)
+    in_cells = sum(event.stage_times is not None and event.stage_times.built > 0 for event in found)
     nowhere = sum(event.code == "no_valid_host" for event in found)
     assert in_cells > 10
     assert counted["dispatched"] == counted["built"] == counted["announced"] == in_cells
@@ -193,7 +197,7 @@ def test_workers_count_each_stage_of_each_build_once(monkeypatch: pytest.MonkeyP
 
 def was_tried(event: BuildEvent) -> bool:
     """Whether a host was asked; a service that is silent is passed over."""
-    return any(attempt.outcome not in {"not_tried", "not_claimed"} for attempt in event.history)
+    return any(attempt.outcome not in {"not_commanded", "not_claimed"} for attempt in event.history)
 
 
 def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +207,7 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     first announcement.
     """
     again: set[str] = set()
-    announce_again = build_repeat_rules._announce_again
+    announce_again = build_repeat_rules._reemit
 
     def recorded(
         instance: Instance,
@@ -216,15 +220,15 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
         again.add(instance.uuid)
         return announce_again(instance, event, state, context, terminal=terminal)
 
-    monkeypatch.setattr(build_repeat_rules, "_announce_again", recorded)
+    monkeypatch.setattr(build_repeat_rules, "_reemit", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     found = [event for event in found if event.instance_uuid not in again]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]
     ended = [event for event in ended if event.state is not BuildState.DELETED]
     assert any(event.attempt > 1 for event in ended)
     for event in ended:
-        assert event.stamps is not None, event
-        assert tuple(durations(event.stamps)) == STAGES, event
+        assert event.stage_times is not None, event
+        assert tuple(durations(event.stage_times)) == STAGES, event
 
 
 # --- A planted defect stands in for a function with all of its parameters: else it is found by its TypeError.

@@ -13,19 +13,19 @@ from bus.clock import CLOCKS_APART_S
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
 from bus.contracts.cell import CellBuild
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.contracts.operations import AdminState, AdminStateSet, FenceState, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.contracts.queues import BY_QUEUE
 from bus.wire import pack, single
 from cell_conductor.app import FENCE_PROVES_S, purge_forever
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.instance import ActionInProgress, Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from compute_sim.drivers.ironic.node import Mark
+from compute_sim.drivers.ironic.node import OwnerTag
 from compute_sim.drivers.ironic.request import take_patch
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import RACE_S, HarmWatch
@@ -46,9 +46,22 @@ from lab.simulation.world import World
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 from tests.kit.virtual_time import on_virtual_time
-from tests.sim.stage import HERE, INSTANCE, LEFT, SPEC, Stage, breach, by, chosen, destroyed, guest, instance, provider
+from tests.sim.stage import (
+    HERE,
+    INSTANCE,
+    LEFT,
+    SPEC,
+    Stage,
+    breach,
+    by,
+    chosen,
+    destroyed,
+    instance,
+    machine,
+    provider,
+)
 
-MARK = Mark("00000000-0000-4000-c000-000000000000", "c1", "m0", INSTANCE, 1)
+MARK = OwnerTag("00000000-0000-4000-c000-000000000000", "c1", "m0", INSTANCE, 1)
 TAKE = json.dumps(take_patch(SPEC, MARK, None)).encode()
 
 
@@ -110,7 +123,7 @@ async def test_a_build_in_which_a_process_stood_still_may_end_after_its_name_has
     watch = MachineWatch()
     by(destroyer, watch.result, destroyed(HERE, "s00"))
     with breach("was destroyed", when=breaks):
-        by("compute-s00", watch.put, HERE, guest())
+        by("compute-s00", watch.put, HERE, machine())
     assert watch.is_untold(HERE, INSTANCE, 1) is not breaks
 
 
@@ -126,25 +139,25 @@ async def test_what_the_former_service_of_a_host_destroyed_may_be_switched_off_t
     *, runs: bool, breaks: bool
 ) -> None:
     stage = Stage()
-    by(f"compute-{stage.service}", stage.fleet.put, stage.host, guest(stage.host))
+    by(f"compute-{stage.service}", stage.fleet.put, stage.host, machine(stage.host))
     by("compute-s99", stage.world.machines.result, destroyed(stage.host, "s99"))
     found: list[Breach] = []
     stage.fleet.fail = found.append
-    by("mover", stage.fleet.put, stage.host, guest(stage.host, runs=runs))
+    by("mover", stage.fleet.put, stage.host, machine(stage.host, runs=runs))
     assert [one.name for one in found] == (["fenced_for_good"] if breaks else [])
 
 
 def is_left(*providers: Provider) -> bool:
-    """Whether the book has them though their host was taken out."""
+    """Whether placement has them though their host was taken out."""
     world = Stage().world
     world.fleets.clear()
-    world.book.providers.update({one.uuid: one for one in providers})
+    world.placement.providers.update({one.uuid: one for one in providers})
     world.left[LEFT] = "drained"
     return any("left_for_good" in words for words in _inventories(world))
 
 
 @pytest.mark.parametrize(
-    ("stranded", "used", "given", "breaks"),
+    ("orphaned", "used", "given", "breaks"),
     [
         pytest.param(False, 0, (), True, id="still reported"),
         pytest.param(True, 1, (), False, id="in use"),
@@ -154,9 +167,9 @@ def is_left(*providers: Provider) -> bool:
     ],
 )
 async def test_what_was_taken_out_stays_only_while_it_is_in_use_or_has_what_others_gave_it(
-    *, stranded: bool, used: int, given: tuple[str, ...], breaks: bool
+    *, orphaned: bool, used: int, given: tuple[str, ...], breaks: bool
 ) -> None:
-    inventories = {"VCPU": replace(stored_inventory(Inventory(total=4)), stranded=stranded)}
+    inventories = {"VCPU": replace(stored_inventory(Inventory(total=4)), orphaned=orphaned)}
     used_here = {"VCPU": used} if used else {}
     assert is_left(provider(LEFT, inventories=inventories, used=used_here, aggregates=given)) is breaks
 
@@ -175,11 +188,11 @@ async def test_a_half_built_machine_that_came_back_with_an_older_disk_is_not_wai
     def left() -> list[str]:
         return [words.partition(":")[0] for words in _leftovers(stage.world)]
 
-    Fleet.put(stage.fleet, stage.host, Guest(INSTANCE, 1, {}, False))
+    Fleet.put(stage.fleet, stage.host, SimulatedMachine(INSTANCE, 1, {}, False))
     assert left() == ["no_leftovers"]
     stage.world.move_watch.brought_back.add((stage.host, INSTANCE, 1))
     assert left() == []
-    Fleet.put(stage.fleet, stage.host, Guest(INSTANCE, 2, {}, False))
+    Fleet.put(stage.fleet, stage.host, SimulatedMachine(INSTANCE, 2, {}, False))
     assert left() == ["no_leftovers"]
 
 
@@ -191,8 +204,8 @@ async def test_a_move_waits_for_the_fence_of_a_burnt_host(*, is_fenced: bool, is
     """It came back after its fence, and burnt down again without one (seed 1795402091)."""
     stage = Stage()
     here = stage.selection(HERE)
-    move = Move(request_id="m", kind=MoveKind.RESIZE, source=here, source_attempt=1, spec=SPEC)
-    stage.table.instances[INSTANCE] = instance(State.FINISHING, here, 2, spec=SPEC, move=move)
+    move = ActionInProgress(request_id="m", kind=ActionKind.RESIZE, source=here, source_attempt=1, spec=SPEC)
+    stage.table.instances[INSTANCE] = instance(State.FINISHING, here, 2, spec=SPEC, action=move)
     if is_dead:
         stage.world.left[HERE] = "dead"
     if is_fenced:
@@ -214,7 +227,7 @@ async def test_no_operator_states_falsely_that_a_silent_host_is_off(state: Lease
 async def test_a_host_is_not_taken_out_while_its_fence_is_on_record() -> None:
     """Its service could not destroy what it had lost on a host that it does not have any more (seed 1795400646)."""
     stage = Stage()
-    stage.table.fences[stage.host] = Fence(host_uuid=stage.host, host="h", version=1, state=FenceState.LIFTING)
+    stage.table.fences[stage.host] = Fence(host_uuid=stage.host, host="h", version=1, state=FenceState.UNFENCING)
     operator = Operator(stage.world, Client(stage.world))
     emptied = asyncio.create_task(operator._emptied(stage.service, stage.host))
     await asyncio.sleep(30.0)
@@ -241,9 +254,9 @@ async def test_a_host_that_a_move_has_left_is_not_empty_until_the_move_has_ended
     """
     stage = Stage()
     source, here = stage.selection(LEFT), stage.selection(HERE)
-    move = Move(request_id="m", kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
+    move = ActionInProgress(request_id="m", kind=ActionKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
     arrived = instance(on=here, attempt=2, spec=SPEC)
-    moving = replace(arrived, state=State.PREPARING, selections=(source, here), position=1, move=move)
+    moving = replace(arrived, state=State.PREPARING, selections=(source, here), selection_index=1, action=move)
     operator = Operator(stage.world, Client(stage.world))
     found = []
     for record in (moving, arrived):
@@ -315,8 +328,8 @@ async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota
     world.peer_watch.requested(Order(at=0.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red"))
     for project, breaks in (("theirs", False), ("red", True)):
         consumer = ConsumerState(1, 1, project, "u", "INSTANCE", {HERE: {"VCPU": 7}})
-        world.book.providers[HERE] = provider(HERE)
-        world.book.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0, 0.0)
+        world.placement.providers[HERE] = provider(HERE)
+        world.placement.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0, 0.0)
         with breach("red holds 7 VCPU of 6", when=breaks):
             world.peer_watch()
 
@@ -391,12 +404,12 @@ async def test_a_record_that_ended_under_a_fence_outlives_it(
     forgetting = asyncio.create_task(purge_forever(store, SimClock(), config))
     await asyncio.sleep(60.0 + 2 * config.purge_interval_s)
     assert (INSTANCE in table.instances) is is_kept
-    lifting = Fence(host_uuid=HERE, host="h", version=3, state=FenceState.LIFTING, at=SimClock().time())
+    lifting = Fence(host_uuid=HERE, host="h", version=3, state=FenceState.UNFENCING, at=SimClock().time())
     await store.fences.put(lifting)
     await asyncio.sleep(config.failed_retention_s / 2)
     assert (INSTANCE in table.instances) is is_kept
     if is_lifted:  # else its host was scrapped: no record was purged any more
-        assert await store.fences.lift(HERE, 3, SimClock().time())
+        assert await store.fences.unfence(HERE, 3, SimClock().time())
     await asyncio.sleep(config.failed_retention_s / 2 + 2 * config.purge_interval_s)
     assert INSTANCE not in table.instances
     forgetting.cancel()

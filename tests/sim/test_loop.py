@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from bus.turns import next_turn
+from bus.turns import yield_to_loop
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.loop import PROCESS, Deadlock, EndlessTurn, Livelock, Process, VirtualLoop, run
@@ -160,7 +160,7 @@ def test_a_process_that_stops_in_the_middle_of_long_work_holds_up_no_other(is_ki
 
     async def work(name: str) -> None:
         for _ in range(5):
-            await next_turn()
+            await yield_to_loop()
             went_on.append(name)
 
     async def main() -> None:

@@ -27,7 +27,7 @@ from lab.simulation.plan import Action, Order
 from lab.simulation.rest import _breaches, _leftovers, facts_of
 from lab.simulation.watch import SENT_AGAIN_S, MachineWatch
 from tests.kit.virtual_time import on_virtual_time
-from tests.sim.stage import HERE, INSTANCE, LEFT, Stage, breach, by, chosen, destroyed, guest, instance
+from tests.sim.stage import HERE, INSTANCE, LEFT, Stage, breach, by, chosen, destroyed, instance, machine
 
 
 @pytest.mark.parametrize("set_back", [True, False])
@@ -106,13 +106,13 @@ async def test_what_was_lost_when_its_host_looked_may_be_there_again(
 async def test_what_was_lost_may_be_back_with_its_hosts_disks(late_s: float, *, gone: bool, breaks: bool) -> None:
     stage = Stage()
     tenants = OtherTenants(stage.world, Client(stage.world))
-    stage.fleet.put(stage.host, guest(stage.host))
+    stage.fleet.put(stage.host, machine(stage.host))
     active = instance(on=stage.selection())
     stage.show(active)
     copied = Order(at=0.0, action=Action.COPY, uuid="copy", service=stage.service)
     await tenants._copy(copied)
     if gone:
-        stage.fleet.lose(stage.host)
+        stage.fleet.wipe(stage.host)
     await tenants._bring_back(replace(copied, action=Action.BRING_BACK))
     await asyncio.sleep(late_s)
     with breach("lost_was_lost", when=breaks):
@@ -123,7 +123,7 @@ def went_on(code: str) -> tuple[Instance, Instance]:
     """(active, as its restored record has it a while later: built elsewhere because its attempt ended with this)."""
     active = instance()
     ended = AttemptRecord(attempt=1, host="h", outcome="failed", code=code, at=1.0)
-    return active, replace(active, state=State.CLAIMING, then=State.BUILDING, history=(ended,))
+    return active, replace(active, state=State.CLAIMING, next_state=State.BUILDING, history=(ended,))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bo
     for record in (active, replace(active, state=State.BUILDING), reclaiming):
         harm.record({INSTANCE: record})
     with breach("was active as attempt 1", when=breaks):
-        harm.destroyed(HERE, guest())
+        harm.destroyed(HERE, machine())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
     building = replace(instance(State.BUILDING), selections=(chosen(), chosen()))
     tried = AttemptRecord(attempt=1, host="h", outcome=outcome, code="spawn.timeout")
     if went_on is State.BUILDING:
-        harm.record({INSTANCE: replace(building, attempt=2, position=1, history=(tried,))})
+        harm.record({INSTANCE: replace(building, attempt=2, selection_index=1, history=(tried,))})
     elif went_on is not None:
         harm.record({INSTANCE: replace(building, state=went_on, history=(tried,))})
     if set_back:
@@ -169,14 +169,14 @@ def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
     harm.record({INSTANCE: building})
     harm.record({INSTANCE: replace(building, state=State.ACTIVE)})
     with breach("was active as attempt 1", when=breaks):
-        harm.destroyed(HERE, guest())
+        harm.destroyed(HERE, machine())
 
 
 @pytest.mark.parametrize("runs", [None, 1])
 def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
     active, reclaiming = went_on("instance.lost")
     watch = MachineWatch()
-    watch.put(HERE, guest())
+    watch.put(HERE, machine())
     watch.instances("c1", {INSTANCE: active})
     watch.instances("c1", {INSTANCE: replace(active, state=State.BUILDING)})
     watch.runs = lambda _host, _instance: runs
@@ -192,11 +192,11 @@ def test_what_was_moved_before_a_restore_is_lost_only_if_it_runs_nowhere(on: str
     """Seed 7, steered: the record is older than the move, and its old host has reported it lost."""
     watch = MachineWatch()
     for attempt, host in ((1, HERE), (2, LEFT)):
-        watch.put(host, guest(host, attempt))
+        watch.put(host, machine(host, attempt))
         watch.instances("c1", {INSTANCE: instance(on=chosen(host), attempt=attempt)})
     watch.runs = lambda host, _instance: {HERE: 1, LEFT: 2}[host] if host == on else None
     restored = instance(on=chosen(HERE), attempt=1)
-    lost = replace(restored, state=State.RELEASING, then=State.FAILED, code="instance.lost")
+    lost = replace(restored, state=State.RELEASING, next_state=State.FAILED, code="instance.lost")
     with breach("lost_was_lost", when=breaks):
         watch.instances("c1", {INSTANCE: lost})
 
@@ -211,7 +211,7 @@ def test_what_was_moved_before_a_restore_is_lost_only_if_it_runs_nowhere(on: str
 @on_virtual_time
 async def test_what_another_process_of_the_name_answered_for_may_stay_half_built(other: str, *, breaks: bool) -> None:
     stage = Stage()
-    by(f"compute-{stage.service}", stage.fleet.put, stage.host, guest(stage.host, complete=False))
+    by(f"compute-{stage.service}", stage.fleet.put, stage.host, machine(stage.host, complete=False))
     by(f"{other}-{stage.service}", stage.world.machines.result, destroyed(stage.host, stage.service))
     assert any("half-built" in words for words in _leftovers(stage.world)) is breaks
 
@@ -222,7 +222,7 @@ def test_what_one_cell_has_lost_may_run_in_another(loser: str, *, breaks: bool) 
     watch = MachineWatch()
     active = {cell: instance(on=chosen(host)) for cell, host in (("c1", HERE), ("c2", LEFT))}
     for host in (HERE, LEFT):
-        watch.put(host, guest(host))
+        watch.put(host, machine(host))
     lost = {cell: replace(one, state=State.FAILED, code="instance.lost") for cell, one in active.items()}
     watch.instances("c1", {INSTANCE: active["c1"]})
     watch.instances("c1", {INSTANCE: lost["c1"]})
@@ -245,10 +245,10 @@ async def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_i
     """
     stage = Stage(duplicate=True)
     twin = stage.world.duplicates[stage.service]
-    by("twin", twin.put, stage.host, guest(stage.host)).dead = first_died
+    by("twin", twin.put, stage.host, machine(stage.host)).dead = first_died
     twin.has_name = lambda _process: has_name
     stage.world.machines.result(destroyed(stage.host, stage.service))
-    by("compute", stage.fleet.put, stage.other, guest(stage.other, 2))
+    by("compute", stage.fleet.put, stage.other, machine(stage.other, 2))
     assert stage.running() == machines
 
 
@@ -277,7 +277,7 @@ async def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machi
     active_s: for how long its record has been active by then.
     """
     stage = Stage(duplicate=True)
-    first = by("twin", stage.world.duplicates[stage.service].put, stage.host, guest(stage.host, attempts[0]))
+    first = by("twin", stage.world.duplicates[stage.service].put, stage.host, machine(stage.host, attempts[0]))
     if active_s is not None:
         stage.show(instance(on=stage.selection()))
         await asyncio.sleep(active_s)
@@ -287,7 +287,7 @@ async def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machi
         broker = stage.world.brokers[stage.cell]
         name = QueuePlan(name=f"compute.control.{stage.service}", durable=False, exclusive=True, max_length=1)
         broker.declare(name, MemoryTransport(broker, first.name))
-    by("compute", stage.fleet.put, stage.host, guest(stage.host, attempts[1]))
+    by("compute", stage.fleet.put, stage.host, machine(stage.host, attempts[1]))
     assert stage.running() == machines
 
 
@@ -299,8 +299,8 @@ async def test_a_second_services_machines_of_a_dead_service_are_not_judged(*, is
     world, (_, name) = stage.world, stage.world.plan.services[1]
     world.start_duplicate(name)
     second = next(iter(world.fleets[name].hosts)).plan.uuid
-    Fleet.put(world.duplicates[name], second, guest(second))
-    Fleet.put(stage.fleet, stage.host, guest(stage.host, 2))
+    Fleet.put(world.duplicates[name], second, machine(second))
+    Fleet.put(stage.fleet, stage.host, machine(stage.host, 2))
     if is_dead:
         world.dead.add(name)
     assert stage.running() == machines
@@ -318,8 +318,8 @@ async def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machi
     world, (_, name) = stage.world, stage.world.plan.services[1]
     world.start_duplicate(name)
     second = next(iter(world.fleets[name].hosts)).plan.uuid
-    Fleet.put(stage.fleet, stage.host, guest(stage.host))
-    Fleet.put(world.duplicates[name], second, guest(second, 2))
+    Fleet.put(stage.fleet, stage.host, machine(stage.host))
+    Fleet.put(world.duplicates[name], second, machine(second, 2))
     if burnt:
         world.dead.add(stage.service)
     assert stage.running() == machines
@@ -343,7 +343,7 @@ async def test_a_machine_from_before_a_recovery_may_run_in_quarantine(
     one came back with its machine.
     """
     stage = Stage()
-    Fleet.put(stage.fleet, stage.host, guest(stage.host, attempt))
+    Fleet.put(stage.fleet, stage.host, machine(stage.host, attempt))
     record = instance(State.FAILED, stage.selection(), blocked_reason=reason, proves_from=proves_from, newest=2001)
     stage.table.instances[INSTANCE] = record
     if quarantined:
@@ -366,7 +366,7 @@ async def test_a_machine_built_after_another_process_of_the_name_answered_may_ru
 ) -> None:
     stage = Stage(duplicate=True)
     by(f"{answered_by}-{stage.service}", stage.world.machines.result, destroyed(stage.host, stage.service))
-    by(f"compute-{stage.service}", stage.fleet.put, stage.host, guest(stage.host))
+    by(f"compute-{stage.service}", stage.fleet.put, stage.host, machine(stage.host))
     if quarantined:
         stage.quarantine()
     assert stage.counted() is breaks

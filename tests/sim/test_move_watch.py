@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState
 from bus.contracts.placement import GroupPolicy, Inventory, ServerGroup
-from cell_conductor.domain.instance import EndedMove, Instance, Move, Power, State
-from compute_sim.fleet import Fleet, Guest
+from cell_conductor.domain.instance import ActionInProgress, EndedAction, Instance, Power, State
+from compute_sim.fleet import Fleet, SimulatedMachine
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import LATE_REPORT_S
@@ -26,7 +26,7 @@ from lab.simulation.widening import Widening
 from lab.simulation.world import World
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
-from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
+from placement_worker.store.memory_table import ConsumerRow, MemoryPlacementTable
 from tests.sim.stage import INSTANCE, SPEC, breach, chosen, instance, provider
 
 # --- The states of moving instances that the simulation calls a breach, and those that it does not.
@@ -44,7 +44,7 @@ class Deployment:
         assert len(self.places) == 2
         for _, host in self.places:
             inventories = {"VCPU": stored_inventory(Inventory(total=4))}
-            world.book.providers[host] = provider(host, inventories=inventories)
+            world.placement.providers[host] = provider(host, inventories=inventories)
         self.active = instance(on=self.selection(0), spec=SPEC)
         self.watch.instances({INSTANCE: self.active})
         self.hold(INSTANCE, 0)
@@ -59,22 +59,24 @@ class Deployment:
 
     def hold(self, consumer: str, at: int, kind: str = "INSTANCE") -> None:
         state = ConsumerState(1, 1, "red", "u", kind, {self.places[at][1]: {"VCPU": 1}})
-        self.world.book.consumers[consumer] = ConsumerRow(state, None, 0.0, 0.0)
+        self.world.placement.consumers[consumer] = ConsumerRow(state, None, 0.0, 0.0)
 
-    def run(self, at: int, attempt: int = 1, *, runs: bool = True) -> Guest:
+    def run(self, at: int, attempt: int = 1, *, runs: bool = True) -> SimulatedMachine:
         """A machine that is there already."""
-        guest = Guest(INSTANCE, attempt, {}, True, None, runs)
-        Fleet.put(self.places[at][0], self.places[at][1], guest)
-        return guest
+        machine = SimulatedMachine(INSTANCE, attempt, {}, True, None, runs)
+        Fleet.put(self.places[at][0], self.places[at][1], machine)
+        return machine
 
     def start(self, at: int, attempt: int) -> None:
         """A driver starts it. Raises Breach."""
-        self.watch.put(self.places[at][1], Guest(INSTANCE, attempt, {}, True))
+        self.watch.put(self.places[at][1], SimulatedMachine(INSTANCE, attempt, {}, True))
 
-    def moving(self, state: State, kind: MoveKind = MoveKind.MIGRATE, then: State | None = None) -> Instance:
-        move = Move(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
+    def moving(self, state: State, kind: ActionKind = ActionKind.MIGRATE, then: State | None = None) -> Instance:
+        move = ActionInProgress(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
         chosen = (self.selection(0), self.selection(1))
-        return replace(self.active, state=state, then=then, selections=chosen, position=1, attempt=2, move=move)
+        return replace(
+            self.active, state=state, next_state=then, selections=chosen, selection_index=1, attempt=2, action=move
+        )
 
 
 @pytest.fixture
@@ -93,13 +95,13 @@ async def test_the_destination_starts_when_the_source_has_stopped(deployment: De
 
 
 async def test_what_runs_is_claimed(deployment: Deployment) -> None:
-    deployment.watch.book()
+    deployment.watch.placement()
     deployment.hold(INSTANCE, 1)  # the source is claimed by none
     with breach("never_running_unclaimed"):
-        deployment.watch.book()
+        deployment.watch.placement()
     deployment.watch.instances({INSTANCE: deployment.moving(State.PREPARING)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
-    deployment.watch.book()
+    deployment.watch.placement()
 
 
 async def test_of_two_machines_either_may_be_claimed_where_a_second_process_answered_for_one(
@@ -111,9 +113,9 @@ async def test_of_two_machines_either_may_be_claimed_where_a_second_process_answ
     deployment.hold(INSTANCE, 1)
     deployment.watch.has_untold = lambda uuid: uuid != INSTANCE
     with breach("never_running_unclaimed"):
-        deployment.watch.book()
+        deployment.watch.placement()
     deployment.watch.has_untold = lambda uuid: uuid == INSTANCE
-    deployment.watch.book()
+    deployment.watch.placement()
 
 
 @pytest.mark.parametrize("undone", ["", "active", "reverting"])
@@ -121,11 +123,11 @@ async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
     deployment: Deployment, *, undone: str
 ) -> None:
     deployment.run(0, runs=False)
-    deployment.watch.instances({INSTANCE: deployment.moving(State.FINISHING, MoveKind.EVACUATE)})
+    deployment.watch.instances({INSTANCE: deployment.moving(State.FINISHING, ActionKind.EVACUATE)})
     if undone:  # no other host could: it stays where it is, and a client may start it
         back = replace(deployment.active, power=Power.STOPPED)
         if undone == "reverting":  # its fence is lifted, and its host starts it (seed 1795482690127)
-            back = deployment.moving(State.REVERTING, MoveKind.EVACUATE)
+            back = deployment.moving(State.REVERTING, ActionKind.EVACUATE)
             deployment.hold(REQUEST, 0, MIGRATION_TYPE)
         deployment.watch.instances({INSTANCE: back})
         deployment.start(0, 1)
@@ -135,16 +137,16 @@ async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
 
 
 async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
-    ended = EndedMove(REQUEST, MoveKind.STOP, MoveState.REFUSED, "instance.busy")
+    ended = EndedAction(REQUEST, ActionKind.STOP, ActionState.REFUSED, "instance.busy")
     refused = replace(deployment.active, ended=(ended,))
     deployment.watch.instances({INSTANCE: refused})
     with breach("refused_is_unchanged"):  # it is begun after all
         deployment.watch.instances({INSTANCE: deployment.moving(State.CLAIMING, then=State.PREPARING)})
     deployment.hold(REQUEST, 1, MIGRATION_TYPE)
     with breach("refused_is_unchanged"):
-        deployment.watch.book()
+        deployment.watch.placement()
     deployment.watch.exempt = {INSTANCE: None}  # seed 1795424381: its cell was set back to before the refusal
-    deployment.watch.book()
+    deployment.watch.placement()
     deployment.watch.exempt = {}
     stopped = replace(refused, power=Power.STOPPED, ended=(ended, replace(ended, request_id=OTHER)))
     deployment.watch.instances({INSTANCE: refused})
@@ -155,16 +157,16 @@ async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
 async def test_on_a_host_that_was_set_back_what_runs_again_is_no_breach(deployment: Deployment) -> None:
     deployment.hold(INSTANCE, 1)
     with pytest.raises(Breach):
-        deployment.watch.book()
+        deployment.watch.placement()
     deployment.watch.brought_back.add((deployment.places[0][1], INSTANCE, 1))
-    deployment.watch.book()
+    deployment.watch.placement()
 
 
 async def test_of_two_hosts_of_one_uuid_either_may_be_meant(deployment: Deployment) -> None:
     deployment.hold(INSTANCE, 1)
     service = next(name for name, fleet in deployment.world.fleets.items() if fleet is deployment.places[0][0])
     deployment.world.duplicates[service] = deployment.world.fleets[service]
-    deployment.watch.book()
+    deployment.watch.placement()
     deployment.start(0, 1)
 
 
@@ -194,7 +196,7 @@ async def test_what_runs_is_not_given_up_for_a_source_whose_service_is_down(depl
     harm._now = lambda: now
     resized = deployment.moving(State.RESIZED)
     if case != "nothing there":
-        Fleet.put(deployment.places[1][0], deployment.places[1][1], Guest(INSTANCE, 2, {}, True))
+        Fleet.put(deployment.places[1][0], deployment.places[1][1], SimulatedMachine(INSTANCE, 2, {}, True))
     if case != "up":
         harm.down_since["s"] = now - (1.0 if case == "just died" else LATE_REPORT_S + 1.0)
     if case == "deleted":
@@ -203,7 +205,7 @@ async def test_what_runs_is_not_given_up_for_a_source_whose_service_is_down(depl
         deployment.world.taken_back[INSTANCE] = None
     harm.record({INSTANCE: resized})
     with breach("destroyed_with_reason", when=case == "down"):
-        harm.record({INSTANCE: replace(resized, state=State.DESTROYING, then=State.REVERTING)})
+        harm.record({INSTANCE: replace(resized, state=State.DESTROYING, next_state=State.REVERTING)})
 
 
 # --- The states of server groups, hints and quotas that the simulation calls a breach, and those that it does not.
@@ -237,7 +239,7 @@ class PeerWorld:
 
     def __init__(self, quota: dict[str, int] | None = None) -> None:
         self.clock = Clock()
-        self.book = MemoryBookTable(self.clock)
+        self.book = MemoryPlacementTable(self.clock)
         inventories = {"VCPU": stored_inventory(Inventory(total=100))}
         self.book.providers = {uuid: Provider(uuid, uuid, None, uuid, 1, 1, inventories, {}, (), ()) for uuid in HOSTS}
         self.watch = PeerWatch(replace(plan_of(3), quota=quota or {}), self.book, {}, self.clock.time)

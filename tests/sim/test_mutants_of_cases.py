@@ -30,7 +30,7 @@ from scheduler_worker import drains
 from scheduler_worker.domain.drains import BegunMoves, NextMoves
 from scheduler_worker.emptying import HostEmptier
 from scheduler_worker.store.memory_units import MemoryUnit
-from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.unanswered import SilentRequests
 from tests.contract.conductor import test_instances as cell_stores
 from tests.sim import mutants_of_cases as defects
 from tests.sim import mutants_of_recoveries as recoveries
@@ -61,7 +61,7 @@ def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
     patches = ExitStack()
     for place in (in_flight, consumer):  # as it comes, and as it is handed over once more
         patches.enter_context(patch.object(place, "ON_RECORD", frozenset()))
-    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
+    patches.enter_context(patch.object(SilentRequests, "_open_builds", unwatched))
     return patches
 
 
@@ -69,7 +69,7 @@ def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
     """The end of a move that a drain has begun is never read."""
 
     async def begun(self: MemoryUnit, drain: str | None) -> BegunMoves:
-        made = [one for one, _ in self._table.moves.values() if one.drain is not None and drain in (None, one.drain)]
+        made = [one for one, _ in self._table.actions.values() if one.drain is not None and drain in (None, one.drain)]
         return BegunMoves(len(made), max((one.created_at for one in made), default=0.0))
 
     return patch.object(MemoryUnit, "begun", begun)
@@ -105,12 +105,12 @@ def cells_are_not_queried() -> AbstractContextManager[Any]:
     Where a recovery ends none, which mends this.
     """
 
-    async def look(self: UnansweredRequests) -> None:
+    async def look(self: SilentRequests) -> None:
         return None
 
     patches = ExitStack()
     patches.enter_context(recoveries.requests_not_ended())
-    patches.enter_context(patch.object(UnansweredRequests, "look", look))
+    patches.enter_context(patch.object(SilentRequests, "look", look))
     return patches
 
 
@@ -123,7 +123,7 @@ def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
 
     def answer(instance: Any, event: Any, context: Any) -> Step:
         answered = right(instance, event, context)
-        is_lost = any(getattr(one, "code", "") == move_events.MOVE_LOST for one in answered.commands)
+        is_lost = any(getattr(one, "code", "") == move_events.ACTION_LOST for one in answered.commands)
         return Step(instance) if is_lost else answered
 
     patches = ExitStack()

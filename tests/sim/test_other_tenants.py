@@ -136,7 +136,7 @@ def operator() -> Plan:
 
 
 def set_back() -> Plan:
-    """The book is set back to before a reservation, which its client deletes afterwards."""
+    """Placement is set back to before a reservation, which its client deletes afterwards."""
     plan, consumer = client(), "00000000-0000-4000-8000-00000000000a"
     backup = "e0000000-0000-4000-8000-000000000001"
     acts = (
@@ -154,7 +154,7 @@ def swap_leaves_its_source() -> AbstractContextManager[Any]:
     whole = allocations.replace
 
     def replaced(ledger: Any, writes: Any) -> Any:
-        return whole(ledger, [write for write in writes if write.holding])
+        return whole(ledger, [write for write in writes if write.allocations])
 
     return patch.object(allocations, "replace", replaced)
 

@@ -56,7 +56,7 @@ class Berth:
             "BERTH_COMPUTE__HOSTS": "4",
             # One host always fails: builds that begin there go to an alternate.
             "BERTH_COMPUTE__FAULTS__FAIL_HOSTS": '["cell1-c1-00000"]',
-            "BERTH_SCHEDULER__MOVES_ACROSS_CELLS": "true",
+            "BERTH_SCHEDULER__ACTIONS_ACROSS_CELLS": "true",
             "COLUMNS": "200",
         }
 

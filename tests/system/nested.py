@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import compute_sim.app
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
-from berth.client import Track
+from berth.client import RequestWatch
 from berth.settings import CellSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
 from berth.trial.up import LocalSystem, site
@@ -58,7 +58,7 @@ def page_settings(directory: Path) -> Settings:
 
 
 class Example:
-    """The objects of a test: a client, and eyes on the book."""
+    """The objects of a test: a client, and eyes on placement."""
 
     def __init__(self, system: LocalSystem, client: RecordingClient, old: Fleet) -> None:
         self.system = system
@@ -72,20 +72,20 @@ class Example:
             BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, project_id="nested") for _ in range(count)
         ]
 
-    async def boot(self, flavor: str, count: int = 1) -> list[Track]:
+    async def boot(self, flavor: str, count: int = 1) -> list[RequestWatch]:
         """Build, to the end."""
-        tracks = await self.client.boot(self.requests(flavor, count))
+        watches = await self.client.boot(self.requests(flavor, count))
         await self.ended()
-        return tracks
+        return watches
 
     async def ended(self) -> None:
         """Everything requested has ended, and every worker knows."""
-        assert await self.client.wait(PATIENCE_S), [t.state for t in self.client.tracks.values() if not t.ended_at]
+        assert await self.client.wait(PATIENCE_S), [t.state for t in self.client.watches.values() if not t.ended_at]
         assert await rest(self.system.site, timeout_s=PATIENCE_S)
 
-    async def delete(self, tracks: list[Track]) -> None:
+    async def delete(self, watches: list[RequestWatch]) -> None:
         """Delete those that run."""
-        running = [track.instance_uuid for track in tracks if track.state == "active"]
+        running = [watch.instance_uuid for watch in watches if watch.state == "active"]
         queries = [BuildQuery(instance_uuid=uuid) for uuid in running]
         pages = await self.client.bus.request_all(queries, BuildPage, timeout_s=PATIENCE_S, causes=running)
         await self.client.delete([page.builds[0] for page in pages if isinstance(page, BuildPage)])
@@ -93,17 +93,17 @@ class Example:
 
     async def looked_at(self) -> Facts:
         """Everything from outside, the invariants judged."""
-        facts = await gather(self.system.site, accepted=list(self.client.tracks), events=self.client.events)
+        facts = await gather(self.system.site, accepted=list(self.client.watches), events=self.client.events)
         assert [verdict for verdict in check_invariants(facts) if not verdict.holds] == []
         return facts
 
-    async def where(self, tracks: list[Track]) -> Counter[tuple[str, str, int]]:
+    async def where(self, watches: list[RequestWatch]) -> Counter[tuple[str, str, int]]:
         """How many of these hold what of which provider, by the providers' names, read from PostgreSQL."""
         facts = await self.looked_at()
         names = await self.names()
         counted: Counter[tuple[str, str, int]] = Counter()
-        for track in tracks:
-            for provider, resources in facts.allocations.get(track.instance_uuid, {}).items():
+        for watch in watches:
+            for provider, resources in facts.allocations.get(watch.instance_uuid, {}).items():
                 counted.update((names[provider], name, amount) for name, amount in resources.items())
         return counted
 

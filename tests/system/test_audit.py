@@ -1,4 +1,4 @@
-"""Orphans planted by hand in the book, in a cell's record and on a host are found by an audit that watches."""
+"""Orphans planted by hand in placement, in a cell's record and on a host are found by an audit that watches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.audit.repairing import chosen, release_ended
 from berth.client import BuildClient
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.commands.book import audited
 from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
@@ -26,15 +26,8 @@ from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import MoveKind, MoveRequest
-from bus.contracts.objects import (
-    ObjectChange,
-    ObjectKind,
-    ObjectLogPage,
-    ObjectLogQuery,
-    ObjectsChange,
-    ObjectsChanged,
-)
+from bus.contracts.moves import ActionKind, ActionRequest
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
@@ -50,9 +43,9 @@ from bus.contracts.placement import (
     ReleaseResult,
 )
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.store.tables import INSERT, columns, numbered
+from cell_conductor.store.tables import INSERT, columns, with_parameters
 from compute_sim.config import ComputeConfig
-from compute_sim.fleet import Guest
+from compute_sim.fleet import SimulatedMachine
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
 
@@ -101,7 +94,7 @@ class Watched:
 
 @asynccontextmanager
 async def one_process(query_s: float = 0.5) -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
-    """A system of one process, up, with a client. query_s: `move_query_s`; as often as a message is retried, then a
+    """A system of one process, up, with a client. query_s: `action_query_s`; as often as a message is retried, then a
     build on a host of no known cell ends.
     """
     settings = Settings(
@@ -110,7 +103,7 @@ async def one_process(query_s: float = 0.5) -> AsyncIterator[tuple[Site, LocalSy
         database=DatabaseSettings(),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
         compute=ComputeConfig(hosts=3),
-        scheduler=SchedulerConfig(move_query_s=query_s),
+        scheduler=SchedulerConfig(action_query_s=query_s),
     )
     async with site(settings, directory=None) as place:
         system = LocalSystem(place)
@@ -150,8 +143,8 @@ async def claimed(watched: Watched, host: str) -> str:
 async def test_a_claim_in_doubt_is_named_and_not_released(watched: Watched) -> None:
     """Its host is of no cell that is known, so no one can be asked whether a machine of it runs there."""
     bus, home = watched.client.bus, new_uuid(RNG)
-    provider = ProviderReport(uuid=home, name="unannounced", inventories={"VCPU": Inventory(total=4, max_unit=4)})
-    report = InventoryUpdate(source="unannounced", version=1, root_uuid=home, providers=(provider,))
+    provider = ProviderReport(uuid=home, name="not_reported", inventories={"VCPU": Inventory(total=4, max_unit=4)})
+    report = InventoryUpdate(reporter="not_reported", version=1, root_uuid=home, providers=(provider,))
     assert (await bus.request(report, InventoryResult, timeout_s=WAIT_S)).outcome == "applied"
     uuid = await claimed(watched, home)
     await watched.until(("in_doubt", uuid))
@@ -162,7 +155,7 @@ async def test_a_claim_in_doubt_is_named_and_not_released(watched: Watched) -> N
     await bus.request(Release(consumer=uuid), ReleaseResult, timeout_s=WAIT_S)
     await watched.until(("in_doubt", uuid), gone=True)
     assert ("orphaned", uuid) not in watched.found
-    gone = InventoryUpdate(source="unannounced", version=2, root_uuid=home)
+    gone = InventoryUpdate(reporter="not_reported", version=2, root_uuid=home)
     assert (await bus.request(gone, InventoryResult, timeout_s=WAIT_S)).outcome == "applied"
 
 
@@ -193,14 +186,14 @@ async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_
     query_log = ObjectLogQuery(kind=ObjectKind.REPAIR)
     log = await watched.client.bus.request(query_log, ObjectLogPage, timeout_s=WAIT_S)
     (entry,) = log.entries
-    assert (entry.name, entry.who, entry.why) == (ended, "audit of ann", "audit.orphaned = repair")
+    assert (entry.name, entry.actor, entry.reason) == (ended, "audit of ann", "audit.orphaned = repair")
     assert entry.before is not None and entry.before["proof"] == proof
     assert entry.before["held"] == {home: {"VCPU": 1}}
     assert await release_ended(watched.place, proven, who="audit of ann") == [], "the proof is read again each time"
     # A decision afterwards is under the next revision: the repair has taken one.
     change = ObjectChange(kind=ObjectKind.QUOTA, name="q", body={"limits": {"VCPU": 1}})
     made = await watched.client.bus.request(
-        ObjectsChange(changes=(change,), who="ann"), ObjectsChanged, timeout_s=WAIT_S
+        ObjectsChange(changes=(change,), actor="ann"), ObjectsChanged, timeout_s=WAIT_S
     )
     assert made.revision == entry.revision + 1
     await watched.client.bus.request(Release(consumer=unknown), ReleaseResult, timeout_s=WAIT_S)
@@ -216,7 +209,7 @@ async def test_what_is_under_way_is_not_judged_until_its_time_has_passed(watched
     )
     database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
     async with database.raw() as connection:
-        await connection.execute(numbered(INSERT), *columns([long, stuck, begun]))
+        await connection.execute(with_parameters(INSERT), *columns([long, stuck, begun]))
     facts = await gather(place)
     (agreement,) = [one for one in check_invariants(facts) if one.name == "hosts_instances_allocations_agree"]
     async with database.raw() as connection:
@@ -234,13 +227,13 @@ async def test_a_move_that_is_confirmed_while_the_facts_are_read_breaks_nothing(
     build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
     await watched.client.boot([build])
     assert await watched.client.wait(WAIT_S)
-    moves = MoveClient(watched.client.bus, clock=place.clock, process=process_name("mover"))
-    await moves.open()
+    actions = ActionClient(watched.client.bus, clock=place.clock, process=process_name("mover"))
+    await actions.open()
 
-    async def move(kind: MoveKind) -> None:
-        request = MoveRequest(request_id=new_uuid(RNG), instance_uuid=build.instance_uuid, project_id="p", kind=kind)
-        await moves.ask(request, timeout_s=WAIT_S)
-        assert await moves.wait(WAIT_S)
+    async def move(kind: ActionKind) -> None:
+        request = ActionRequest(request_id=new_uuid(RNG), instance_uuid=build.instance_uuid, project_id="p", kind=kind)
+        await actions.ask(request, timeout_s=WAIT_S)
+        assert await actions.wait(WAIT_S)
         assert await rest(place, timeout_s=WAIT_S)
 
     reads, running, judging = 0, gathering._running, asyncio.current_task()
@@ -250,25 +243,25 @@ async def test_a_move_that_is_confirmed_while_the_facts_are_read_breaks_nothing(
         if asyncio.current_task() is judging:  # and not the audit that runs beside
             reads += 1
             if reads == 1:
-                await move(MoveKind.CONFIRM)
+                await move(ActionKind.CONFIRM)
         return await running(*arguments)
 
     try:
-        await move(MoveKind.MIGRATE)
+        await move(ActionKind.MIGRATE)
         monkeypatch.setattr(gathering, "_running", meanwhile)
         assert [one for one in check_invariants(await gather(place)) if not one.holds] == []
         assert reads == 2
     finally:
-        await moves.close()
+        await actions.close()
 
 
 async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_is_found(watched: Watched) -> None:
-    """No scheduler can refuse that: the book's aggregates are changed through Placement's API (Nova bug 1907775)."""
+    """No scheduler can refuse that: placement's aggregates are changed through Placement's API (Nova bug 1907775)."""
     home = watched.hosts[0]
     here, bus = new_uuid(RNG), watched.client.bus
     body = {"uuid": here, "name": "west", "metadata": {"availability_zone": "west"}}
     change = ObjectChange(kind=ObjectKind.AGGREGATE, name="west", body=body)
-    await bus.request(ObjectsChange(changes=(change,), who="ann"), ObjectsChanged, timeout_s=WAIT_S)
+    await bus.request(ObjectsChange(changes=(change,), actor="ann"), ObjectsChanged, timeout_s=WAIT_S)
     await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
     async with asyncio.timeout(WAIT_S):
         while not any(host.zone for host in (await watched.client.hosts(limit=10, timeout_s=WAIT_S)).hosts):  # noqa: ASYNC110  (the replica)
@@ -286,23 +279,23 @@ async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_
 
 
 async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing_else(watched: Watched) -> None:
-    """While builds come and go; and the repair of the book takes what it can put right."""
+    """While builds come and go; and the repair of placement takes what it can put right."""
     builds = [BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p") for _ in range(12)]
     await watched.client.boot(builds)
     assert await watched.client.wait(WAIT_S)
     await watched.two_looks()
     assert watched.found == {}
-    in_book, on_record, on_host = (new_uuid(RNG) for _ in range(3))
+    in_placement, on_record, on_host = (new_uuid(RNG) for _ in range(3))
     home, place = watched.hosts[0], watched.place
     claim = Claim(
-        consumer=in_book,
+        consumer=in_placement,
         attempt=1,
         options=(ClaimOption(allocations={home: {"VCPU": 1}}, host=home),),
         project_id="p",
     )
     answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
     assert answer.outcome is ClaimOutcome.CLAIMED
-    took = {"book": await watched.until(("orphaned", in_book))}
+    took = {"book": await watched.until(("orphaned", in_placement))}
     selection = Selection(host_uuid=home, host="h", service=watched.system.computes[0], allocations={home: {"VCPU": 1}})
     record = Instance(
         uuid=on_record,
@@ -314,25 +307,27 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
     )
     database = place.environment("test").database(f"cell_{CELL}", pool_size=1)
     async with database.raw() as connection:
-        await connection.execute(numbered(INSERT), *columns([record]))
+        await connection.execute(with_parameters(INSERT), *columns([record]))
     took["record"] = await watched.until(
         ("instance_without_machine", on_record), ("missing", on_record), ("unrequested", on_record)
     )
     (fleet,) = watched.system.fleets.values()
-    fleet.put(home, Guest(on_host, 1, {home: {"VCPU": 1}}))
+    fleet.put(home, SimulatedMachine(on_host, 1, {home: {"VCPU": 1}}))
     took["host"] = await watched.until(("machine_without_instance", on_host))
     print({where: (looks, round(seconds, 1)) for where, (looks, seconds) in took.items()})  # noqa: T201  (a figure of the run)
     assert max(looks for looks, _ in took.values()) <= MOST_LOOKS, took
-    assert "not of this deployment" in watched.found["machine_without_instance", on_host].repair
-    assert {subject for _, subject in watched.found} == {in_book, on_record, on_host}
+    assert "not of this database" in watched.found["machine_without_instance", on_host].repair
+    assert {subject for _, subject in watched.found} == {in_placement, on_record, on_host}
     assert watched.confirmed.lasting(REPAIRABLE, 0.0, place.clock.monotonic())
     done = await audited(place, repair=True, grace_s=0.0)
-    assert f"{in_book}: released" in done["repaired"] and f"{on_record}: claimed again" in done["repaired"]
+    assert f"{in_placement}: released" in done["repaired"] and f"{on_record}: claimed again" in done["repaired"]
     fleet.remove(home, on_host)
     async with database.raw() as connection:
         await connection.execute("DELETE FROM instances WHERE uuid = $1", on_record)
     await database.close()
-    await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
+    await watched.until(
+        ("orphaned", in_placement), ("missing", on_record), ("machine_without_instance", on_host), gone=True
+    )
 
 
 async def test_item_28_a_service_that_died_with_its_conductor_is_named() -> None:

@@ -38,14 +38,7 @@ from bus.contracts.objects import (
     ObjectsChange,
     ObjectsChanged,
 )
-from bus.contracts.operations import (
-    AdminState,
-    ForgetHost,
-    ForgetService,
-    HostForgotten,
-    ServiceForgotten,
-    SetAdminState,
-)
+from bus.contracts.operations import AdminState, DeleteHost, DeleteService, HostDeleted, ServiceDeleted, SetAdminState
 from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
 from compute_sim.config import ComputeConfig
@@ -84,7 +77,7 @@ class Whole:
 
     async def decide(self, name: str, *, force: bool = False, **body: object) -> ObjectsChanged:
         change = ObjectChange(kind=ObjectKind.CELL, name=name, body=body)
-        requested = ObjectsChange(who="ann", why="a test", changes=(change,), force=force)
+        requested = ObjectsChange(actor="ann", reason="a test", changes=(change,), force=force)
         return await self.client.bus.request(requested, ObjectsChanged, timeout_s=WAIT_S)
 
     async def linked(self, state: LinkState) -> CellsPage:
@@ -98,7 +91,7 @@ class Whole:
         async def known() -> object:
             query = HostsQuery(cell="cell2", up=True)
             page = await self.client.bus.request(query, HostsPage, timeout_s=WAIT_S)
-            return [host for host in page.hosts if host.resources]  # the others are not in the book yet
+            return [host for host in page.hosts if host.resources]  # the others are not in placement yet
 
         await until(known, WAIT_S)
 
@@ -138,17 +131,17 @@ class Whole:
 
         return await until(held, WAIT_S)
 
-    async def forget(self, host: str) -> HostForgotten:
-        return await self.client.forget_host(ForgetHost(host=host, reason="burnt", by="ann"), timeout_s=WAIT_S)
+    async def forget(self, host: str) -> HostDeleted:
+        return await self.client.delete_host(DeleteHost(host=host, reason="burnt", by="ann"), timeout_s=WAIT_S)
 
     async def refused(self, host: str) -> str:
         with pytest.raises(RequestRefused) as fault:
             await self.forget(host)
         return fault.value.code
 
-    async def forget_service(self, name: str, cell: str | None = None) -> ServiceForgotten:
-        command = ForgetService(service=name, reason="burnt", by="ann", cell=cell)
-        return await self.client.forget_service(command, timeout_s=WAIT_S)
+    async def forget_service(self, name: str, cell: str | None = None) -> ServiceDeleted:
+        command = DeleteService(service=name, reason="burnt", by="ann", cell=cell)
+        return await self.client.delete_service(command, timeout_s=WAIT_S)
 
     async def refused_service(self, name: str, cell: str | None = None) -> str:
         with pytest.raises(RequestRefused) as fault:
@@ -267,7 +260,7 @@ async def with_second(whole: Whole) -> Whole:
 
 async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(with_second: Whole) -> None:
     hosts = await with_second.until(
-        lambda found: len(found) == 2 and all(host.up and host.resources for host in found.values())  # up, in the book
+        lambda found: len(found) == 2 and all(host.up and host.resources for host in found.values())  # up, in placement
     )
     (mine,) = (name for name, host in hosts.items() if host.service == "c2")
     build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p", host=mine)
@@ -304,7 +297,7 @@ async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(wit
     page = await with_second.client.services(limit=10, timeout_s=WAIT_S)
     assert [one.name for one in page.services if not one.up] == []
     log = await with_second.client.bus.request(ObjectLogQuery(kind=ObjectKind.SERVICE), ObjectLogPage, timeout_s=WAIT_S)
-    assert [(one.name, one.who, one.why) for one in log.entries] == [("c2", "ann", "burnt")]
+    assert [(one.name, one.actor, one.reason) for one in log.entries] == [("c2", "ann", "burnt")]
     assert not any((await audited(place, repair=False, grace_s=0.0)).values())
     settings = place.settings
     again = compute_sim.app.build(place.environment("c2", "compute"), settings.compute, "cell1", "c2")

@@ -25,7 +25,7 @@ from berth.trial.embedded.process import free_port
 from berth.trial.worker_processes import NO_TLS, WorkerProcesses
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import Safety
 from tests.kit.waiting import wait_until
@@ -175,13 +175,13 @@ def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None
 
 def test_a_host_that_its_service_reports_is_not_forgotten(berth: Berth) -> None:
     name, unknown = "cell2-c1-00001", "f0000000-0000-4000-8000-00000000000f"
-    refused = berth("hosts", "forget", name, "nowhere", "--reason", "scrapped", "--json", "--yes")
+    refused = berth("hosts", "delete", name, "nowhere", "--reason", "scrapped", "--json", "--yes")
     assert refused.status == NO and refused.data["hosts"] == []
     assert [one["code"] for one in refused.data["refused"]] == ["host.service_up", "host.unknown"]
-    assert "host.service_up" in berth("hosts", "forget", name, "--reason", "scrapped", "--yes").err
-    nothing = berth("hosts", "forget", unknown, "--reason", "scrapped", "--by", "ann", "--yes")
+    assert "host.service_up" in berth("hosts", "delete", name, "--reason", "scrapped", "--yes").err
+    nothing = berth("hosts", "delete", unknown, "--reason", "scrapped", "--by", "ann", "--yes")
     assert (nothing.status, nothing.out) == (0, f"{unknown}: nothing of it was on record\n")
-    assert berth("hosts", "forget", name).status == USAGE  # without a reason
+    assert berth("hosts", "delete", name).status == USAGE  # without a reason
     assert name in berth("hosts").out
 
 
@@ -207,7 +207,7 @@ def test_every_worker_is_listed_with_what_it_is_doing(berth: Berth) -> None:
     for one in result.data["workers"]:
         beat = one["heartbeat"]
         assert beat["phase"] == "ready" and beat["pid"] > 1 and beat["version"] and one["last_seen_s"] < 60
-    queues = {queue for one in result.data["workers"] for queue in one["heartbeat"].get("in_hand", {})}
+    queues = {queue for one in result.data["workers"] for queue in one["heartbeat"].get("in_flight", {})}
     assert {"scheduler.requests", "conductor.requests", "placement.requests"} <= queues
     only = berth("workers", "--role", "compute").out.splitlines()
     assert len(only) > 1 and all(line.startswith("compute") for line in only[1:])
@@ -288,7 +288,7 @@ def test_invariants_hold_after_the_loads(berth: Berth) -> None:
 
 
 def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Berth) -> None:
-    machine = Unexplained(UNKNOWN, 3, UNKNOWN, UnexplainedKind.QUARANTINED, "no record")
+    machine = UnknownMachine(UNKNOWN, 3, UNKNOWN, UnknownMachineKind.QUARANTINED, "no record")
     (runtime,) = berth.directory.rglob("runtime.json")
     database = Database(json.loads(runtime.read_bytes())["database_url"], "cell_cell1")
 
@@ -311,7 +311,7 @@ def test_check_reports_an_open_breaker_and_of_machines_in_quarantine(berth: Bert
     output = berth("check")
     assert output.status == 1 and "BROKEN no breaker is open" in output.out and "`berth breaker list`" in output.out
     assert berth("breaker", "reset", "s", "--cell", "cell1", "--yes").status == 0
-    assert berth("quarantine", "release", UNKNOWN, "--keep", "--cell", "cell1").status == 0
+    assert berth("quarantine", "release", UNKNOWN, "--protect", "--cell", "cell1").status == 0
     assert berth("check").status == 0
 
 
@@ -515,7 +515,7 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(b
 
 
 async def test_a_placement_worker_process_of_up_answers_for_its_health_only(berth: Berth) -> None:
-    """No setting requests more doors, and each would hold a copy of the book."""
+    """No setting requests more doors, and each would hold a copy of placement."""
     processes = WorkerProcesses(
         berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")}
     )

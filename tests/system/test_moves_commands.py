@@ -14,13 +14,13 @@ import asyncpg
 import pytest
 
 from berth.client import drains as client_drains
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.drains import DrainProgress, DrainQuery, DrainsQuery, DrainStart, DrainState
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
-from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveRequest
+from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionRequest
 from bus.contracts.operations import AdminState, SetAdminState
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
@@ -90,11 +90,11 @@ def test_an_instance_is_stopped_shelved_offloaded_and_unshelved(berth: Berth, in
         assert (f"now      {condition}" in berth("show", instance).out) == (condition != "active")
         (listed,) = (line.split() for line in berth("list").out.splitlines() if line.startswith(instance))
         assert condition in listed, "it was active in the list, whatever had been done to it"
-    moves = berth("moves", "--instance", instance, "--json").data
-    assert [one["kind"] for one in moves] == [
+    actions = berth("actions", "--instance", instance, "--json").data
+    assert [one["kind"] for one in actions] == [
         *("unshelve", "offload", "shelve", "rebuild", "unrescue", "rescue", "start", "rebuild", "stop"),
     ]
-    assert all(one["state"] == "done" for one in moves)
+    assert all(one["state"] == "done" for one in actions)
 
 
 def test_an_offloaded_instance_is_unshelved_in_another_cell_and_comes_back(berth: Berth, instance: str) -> None:
@@ -126,7 +126,7 @@ def test_an_instance_moves_to_another_cell_and_back_and_is_resized_there(berth: 
         assert (there["host"], there["cell"], there["condition"]) == (host, cell, "active")
         assert there["flavor"] == flavor
         refused = berth("revert", instance, "--wait", "--json")
-        assert (refused.status, refused.data["code"]) == (NO, "move.none")
+        assert (refused.status, refused.data["code"]) == (NO, "action.none")
         checked = berth("check", "--json")
         assert (checked.status, checked.data["at_rest"]) == (0, True), checked.out
     assert berth("show", instance, "--history").out.count("departed") == 3
@@ -146,7 +146,7 @@ def test_mistakes_are_sentences_with_codes(berth: Berth, instance: str) -> None:
         answer = berth(*arguments)
         assert answer.status == status and code in answer.err, (arguments, answer)
     refused = berth("confirm", instance, "--wait", "--json")
-    assert (refused.status, refused.data["code"]) == (NO, "move.none")
+    assert (refused.status, refused.data["code"]) == (NO, "action.none")
     unplaced = berth("resize", instance, "--flavor", "gpu.small", "--wait", "--json")
     assert (unplaced.status, unplaced.data["code"]) == (NO, "no_valid_host")
     assert f"request {unplaced.data['request_id']}" in (told := berth("show", instance).out) and "rejected" in told
@@ -157,7 +157,7 @@ def test_a_request_that_is_repeated_by_its_id_happens_once(berth: Berth, instanc
     own = str(uuid.uuid4())
     assert berth("stop", instance, "--id", own, "--wait").status == 0
     assert berth("stop", instance, "--id", own, "--wait").status == 0
-    assert len(berth("moves", "--instance", instance, "--json").data) == 1
+    assert len(berth("actions", "--instance", instance, "--json").data) == 1
     assert berth("start", instance, "--id", own).status == NO
 
 
@@ -358,23 +358,23 @@ async def requested(whole: Rig) -> str:
     return instance
 
 
-async def drains_moved(moves: MoveClient, whole: Rig, instance: str, kind: MoveKind, *, wait: bool) -> str:
+async def drains_moved(actions: ActionClient, whole: Rig, instance: str, kind: ActionKind, *, wait: bool) -> str:
     """A request about the instance; its id."""
     request = new_uuid(whole.rng)
-    one = MoveRequest(request_id=request, instance_uuid=instance, project_id="p", kind=kind)
-    await moves.ask(one)
+    one = ActionRequest(request_id=request, instance_uuid=instance, project_id="p", kind=kind)
+    await actions.ask(one)
     if wait:
-        await moves.wait(TIMEOUT_S)
-        assert moves.ended[request].state == "done", moves.ended[request]
+        await actions.wait(TIMEOUT_S)
+        assert actions.ended[request].state == "done", actions.ended[request]
     return request
 
 
 async def destination(whole: Rig, request: str) -> str:
     """The host that a request under way names."""
     while True:
-        page = await whole.client.bus.request(MoveQuery(request_id=request), MovePage, timeout_s=TIMEOUT_S)
-        if page.moves and page.moves[0].host is not None:
-            return page.moves[0].host
+        page = await whole.client.bus.request(ActionQuery(request_id=request), ActionPage, timeout_s=TIMEOUT_S)
+        if page.actions and page.actions[0].host is not None:
+            return page.actions[0].host
         await whole.site.clock.sleep(POLL_S)
 
 
@@ -390,7 +390,7 @@ async def followed(whole: Rig, drain: str) -> DrainProgress:
 
 
 async def used(whole: Rig, host: str) -> dict[str, int]:
-    """Usage of the host in the book."""
+    """Usage of the host in placement."""
     page = await whole.client.bus.request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=TIMEOUT_S)
     (there,) = (one for one in page.providers if one.name == host)
     return {name: amount for name, amount in there.used.items() if amount}
@@ -398,8 +398,8 @@ async def used(whole: Rig, host: str) -> dict[str, int]:
 
 async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
     async with rig(DRAINS_PLAN) as whole:
-        moves = MoveClient(whole.client.bus, clock=whole.site.clock, process="drains")
-        await moves.open()
+        actions = ActionClient(whole.client.bus, clock=whole.site.clock, process="drains")
+        await actions.open()
         # A build is in progress on the host.
         instance = await requested(whole)
         host = await host_of(whole, instance)
@@ -408,26 +408,26 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
         enabled = SetAdminState(host=host, state=AdminState.ENABLED, by="ann")
         await whole.client.set_admin_state(enabled, timeout_s=TIMEOUT_S)
         # A move to the host is under way.
-        request = await drains_moved(moves, whole, instance, MoveKind.LIVE_MIGRATE, wait=False)
+        request = await drains_moved(actions, whole, instance, ActionKind.LIVE_MIGRATE, wait=False)
         host = await destination(whole, request)
         # Forced: as soon as the instance is on the host, and until its request has ended, it is `instance.busy`. A host
         # that is disabled before its claim is not claimed any more: then the instance goes to an alternate.
         ended = await drained(whole, host, force=True)
         assert (ended.code, await used(whole, host)) == ("drain.done", {})
-        assert await moves.wait(TIMEOUT_S) and await host_of(whole, instance) != host
+        assert await actions.wait(TIMEOUT_S) and await host_of(whole, instance) != host
         assert await used(whole, host) == {}
         # The host keeps the source of a move that awaits its confirm.
         source = await host_of(whole, instance)
-        await drains_moved(moves, whole, instance, MoveKind.MIGRATE, wait=True)
+        await drains_moved(actions, whole, instance, ActionKind.MIGRATE, wait=True)
         plan = await client_drains.plan(whole.client.bus, DrainQuery(host=source))
         assert [(one.instance_uuid, one.code) for one in plan.moves] == [(instance, "instance.unconfirmed")]
         going = await drained(whole, source, force=True)
         assert (going.state, [one.code for one in going.failed]) == (DrainState.RUNNING, ["instance.unconfirmed"])
         assert await used(whole, source)
-        await drains_moved(moves, whole, instance, MoveKind.CONFIRM, wait=True)
+        await drains_moved(actions, whole, instance, ActionKind.CONFIRM, wait=True)
         ended = await followed(whole, going.id)
         assert (ended.code, await used(whole, source)) == ("drain.done", {})
-        await moves.close()
+        await actions.close()
         await whole.assert_invariants()
 
 
@@ -447,25 +447,25 @@ async def test_a_drain_goes_on_whichever_scheduler_is_killed() -> None:
             BuildRequest(instance_uuid=new_uuid(whole.rng), project_id="p", flavor="m1.tiny", host=source)
             for _ in range(10)
         ]
-        tracks = await whole.client.boot(builds)
-        assert await whole.client.wait(TIMEOUT_S) and {track.state for track in tracks} == {"active"}
+        watches = await whole.client.boot(builds)
+        assert await whole.client.wait(TIMEOUT_S) and {watch.state for watch in watches} == {"active"}
         drain = DrainStart(drain=new_uuid(whole.rng), name=source, by="ann", at_once=AT_ONCE)
         await client_drains.start(whole.client.bus, drain)
         killed = 0
         while True:
-            page = await whole.client.bus.request(MoveQuery(limit=100), MovePage, timeout_s=TIMEOUT_S)
-            assert sum(not one.terminal for one in page.moves) <= AT_ONCE
+            page = await whole.client.bus.request(ActionQuery(limit=100), ActionPage, timeout_s=TIMEOUT_S)
+            assert sum(not one.terminal for one in page.actions) <= AT_ONCE
             (seen,) = await client_drains.drains(whole.client.bus, DrainsQuery(drain=drain.drain))
             if seen.state is DrainState.ENDED:
                 break
-            if len(page.moves) > killed:  # another move has begun since
+            if len(page.actions) > killed:  # another move has begun since
                 name, killed = f"scheduler{1 + killed % 2}", killed + 1
                 await asyncio.to_thread(whole.processes.kill, name)
                 await asyncio.to_thread(whole.processes.restart, name)
             await whole.site.clock.sleep(POLL_S)
         assert killed >= 3
         assert (seen.code, sorted(seen.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
-        done = [one.instance_uuid for one in page.moves if one.state == "done"]
+        done = [one.instance_uuid for one in page.actions if one.state == "done"]
         assert len(done) == len(set(done)) == len(builds)
         assert await used(whole, source) == {}
         await whole.assert_invariants()

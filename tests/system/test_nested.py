@@ -92,14 +92,14 @@ PORT: dict[Held, int] = {("host-br-public", f"NET_BW_{way}_KILOBIT_PER_SEC", 400
 async def test_a_host_takes_what_it_has_and_names_what_is_missing(system: Example, fills: Sequence[Fill]) -> None:
     running = []
     for fill in fills:
-        tracks = await system.boot(fill.flavor, fill.fit)
-        assert [(track.state, track.last and track.last.reason) for track in tracks] == [("active", "")] * fill.fit
-        assert await system.where(tracks) == Counter(fill.held)
+        watches = await system.boot(fill.flavor, fill.fit)
+        assert [(watch.state, watch.last and watch.last.reason) for watch in watches] == [("active", "")] * fill.fit
+        assert await system.where(watches) == Counter(fill.held)
         (refused,) = await system.boot(fill.flavor)
         assert refused.state == "failed"
         assert refused.last is not None
         assert fill.words in refused.last.reason, refused.last.reason
-        running += tracks
+        running += watches
     await system.delete(running)
     assert await system.where(running) == Counter()
     (again,) = await system.boot(fills[-1].flavor)
@@ -117,7 +117,7 @@ async def test_a_flat_host_turns_nested_while_boots_go_on(system: Example) -> No
     meanwhile = await system.client.boot(system.requests("upgraded", 6))
     await system.ended()
     everything = [*flat, *under_way, *meanwhile]
-    assert [track.state for track in everything] == ["active"] * 16, [t.last and t.last.reason for t in everything]
+    assert [watch.state for watch in everything] == ["active"] * 16, [t.last and t.last.reason for t in everything]
 
     held = await system.where(everything)
     assert Counter({key[:2]: count * key[2] for key, count in held.items() if key[1] == "PGPU"}) == {

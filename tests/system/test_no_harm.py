@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import compute_sim.app
 from berth.audit.gather import gather, rest
-from berth.audit.invariants import InvariantVerdict, check_invariants
+from berth.audit.invariants import InvariantResult, check_invariants
 from berth.client import BuildClient
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
@@ -23,9 +23,9 @@ from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest
 from bus.owner import BusOwnedByAnother
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
 from tests.kit.lone_cell import LoneCell
@@ -166,15 +166,15 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     assert carried(ironic) == before
     assert (cell.state(kept), cell.state(deleted)) == (State.ACTIVE, State.FAILED)
     assert newer not in cell.table.instances and also_newer not in cell.table.instances
-    quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unexplained.values()}
-    assert quarantined == {newer: UnexplainedKind.QUARANTINED, also_newer: UnexplainedKind.QUARANTINED}
+    quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unknown_machines.values()}
+    assert quarantined == {newer: UnknownMachineKind.QUARANTINED, also_newer: UnknownMachineKind.QUARANTINED}
     safety = MemoryInstances(cell.table.session()).safety
     assert len(await safety.decide([DecidedMachine(newer)], DESTROY, "an operator", cell.clock.time())) == 1
-    assert len(await safety.decide([DecidedMachine(also_newer)], KEEP, "an operator", cell.clock.time())) == 1
+    assert len(await safety.decide([DecidedMachine(also_newer)], PROTECT, "an operator", cell.clock.time())) == 1
     await cell.look()
     assert carried(ironic) == {node: what for node, what in before.items() if what[0] != newer}
     await cell.look()
-    assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still reported"
+    assert [one.machine.uuid for one in cell.table.unknown_machines.values()] == [also_newer], "and is still reported"
 
 
 # --- Services of bare metal share the free nodes of one Ironic, with a whole cell above them that knows of none.
@@ -267,10 +267,10 @@ async def test_a_service_more_or_less_is_a_process_more_or_less(metal: Metal) ->
     await metal.system.kill_compute(first)
     after = await metal.until(lambda found: set(found.get("more", ())) == free)
     assert after.keys() == {"more"}, "an occupied node stays with the dead one"
-    tracks = await metal.client.boot(
+    watches = await metal.client.boot(
         [BuildRequest(instance_uuid=new_uuid(random.Random(9)), flavor="bm.gold", project_id="p")]
     )
-    assert await metal.client.wait(WAIT_S) and tracks[0].state == "active"
+    assert await metal.client.wait(WAIT_S) and watches[0].state == "active"
 
 
 async def test_a_service_that_starts_again_knows_its_machines_at_once(metal: Metal, tmp_path: Path) -> None:
@@ -286,13 +286,13 @@ async def test_a_service_that_starts_again_knows_its_machines_at_once(metal: Met
     builds = [
         BuildRequest(instance_uuid=new_uuid(random.Random(n)), flavor="bm.gold", project_id="p") for n in range(4)
     ]
-    tracks = await metal.client.boot(builds)
-    assert await metal.client.wait(WAIT_S) and {track.state for track in tracks} == {"active"}
+    watches = await metal.client.boot(builds)
+    assert await metal.client.wait(WAIT_S) and {watch.state for watch in watches} == {"active"}
     await metal.system.in_process.kill("kept")
     await metal.start("kept", tmp_path)
     assert await rest(metal.place, timeout_s=WAIT_S)
 
-    async def heard() -> list[InvariantVerdict]:
+    async def heard() -> list[InvariantResult]:
         """What does not hold, once the service is heard again: on a busy machine its start takes seconds."""
         verdicts = check_invariants(await gather(metal.place))
         return list(verdicts) if all(one.holds for one in verdicts if one.name == "services_there") else []

@@ -184,7 +184,7 @@ class Tenant:
         """Ask for a move; its end."""
         requested = str(uuid.uuid4())
         body = {"request_id": requested, "instance_uuid": instance, "project_id": self.project, "kind": kind, **more}
-        await self.publish(body, key_of("instance.move", self.project))
+        await self.publish(body, key_of("instance.action", self.project))
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events:
@@ -215,11 +215,11 @@ SIDES = {
 
 @pytest.mark.parametrize("side", SIDES)
 def test_the_examples_work_unchanged_on_both_sides(system: Guarded, tmp_path: Path, side: str) -> None:
-    build, move = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    build, action = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     url = system.url(*SIDES[side])
     instance, state, *_ = run_example(build, url, tmp_path).splitlines()[-1].split()
     assert state == "active"
-    assert run_example(move, url, tmp_path, INSTANCE=instance).splitlines()[-1].split()[0] == "done"
+    assert run_example(action, url, tmp_path, INSTANCE=instance).splitlines()[-1].split()[0] == "done"
 
 
 def run_example(script: str, url: str, directory: Path, **more: str) -> str:
@@ -600,7 +600,7 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
 
 
 def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_it_out(system: Guarded) -> None:
-    """The commands, and what workers send because of them: a drain's look into the book, a revert's under a quota."""
+    """The commands, and what workers send because of them: a drain's look into placement, a revert's under a quota."""
 
     def berth(*arguments: str) -> Any:
         done = system.berth(*arguments, "--json")
@@ -634,7 +634,7 @@ def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_i
         ("quotas", "list"),
         ("services",),
         ("workers",),
-        ("moves",),
+        ("actions",),
         ("quarantine", "list"),
         ("breaker", "list"),
         ("audit-log",),
@@ -665,7 +665,7 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
         await sync.open()
         try:
             await sync.declare_shared()
-            await sync.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
+            await sync.bind_external(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
             await exchange.publish(aio_pika.Message(b"{}"), f"{config.topics[0]}.info")
             got: asyncio.Queue[Any] = asyncio.Queue()
             await sync.consume(config.queue, got.put_nowait, prefetch=1)

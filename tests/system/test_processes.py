@@ -27,7 +27,7 @@ from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.main import EXIT_SETTINGS
-from bus.wire import MAX_LETTER_BYTES
+from bus.wire import MAX_DEAD_LETTER_BYTES
 from tests.kit import lent, servers
 from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until
@@ -121,7 +121,7 @@ class Client:
         """The answer to one message."""
         return await until(lambda: self.replies.get(message_id))
 
-    async def letter(self, queue: str, message_id: str) -> DeadLetter:
+    async def dead_letter(self, queue: str, message_id: str) -> DeadLetter:
         """The dead letter that a message became."""
         transport = self.small.site.transport(API, process="test")
         await transport.open()
@@ -170,7 +170,7 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("half an object", b'{"instance_uuid":', {}, "message.malformed"),
     ("another language", b"<boot/>", {"content_type": "text/xml"}, "message.malformed"),
     ("half a batch", b'[{"meta": {"id": "1"}}, {"bo', {"content_type": BATCH}, "message.malformed"),
-    ("a header that is no number", b"{}", {"headers": {"berth-patience-ms": "soon"}}, "message.invalid"),
+    ("a header that is no number", b"{}", {"headers": {"berth-timeout-ms": "soon"}}, "message.invalid"),
     ("a huge body", request(FIXED[2], name="x" * 17 * 2**20), {}, "message.too_large"),
 ]
 
@@ -181,10 +181,10 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
 async def test_what_names_no_requester_is_a_dead_letter(
     client: Client, body: bytes, properties: dict[str, Any], code: str
 ) -> None:
-    letter = await client.letter("scheduler.requests", await client.publish(body, **properties))
+    letter = await client.dead_letter("scheduler.requests", await client.publish(body, **properties))
     assert letter.code == code
     assert letter.reason and letter.routing_key == KEY
-    assert letter.body == body[:MAX_LETTER_BYTES] or letter.code == "message.too_large"
+    assert letter.body == body[:MAX_DEAD_LETTER_BYTES] or letter.code == "message.too_large"
     await client.assert_all_goes_on()
 
 
@@ -285,7 +285,7 @@ async def test_one_bad_item_of_a_batch_harms_no_other(client: Client) -> None:
     assert (await client.terminal(good))["state"] == "active"
     assert (await client.terminal(items[3]["body"]["instance_uuid"]))["state"] == "active"
     assert (await client.terminal(bad))["code"] == "message.invalid"
-    assert (await client.letter("scheduler.requests", parked)).code == "message.invalid"
+    assert (await client.dead_letter("scheduler.requests", parked)).code == "message.invalid"
 
 
 def update(root: str, *, root_uuid: str | None = None, version: object = 1, **provider: Any) -> bytes:
@@ -314,7 +314,7 @@ async def test_a_bad_inventory_update_is_refused_or_parked(client: Client, body:
     key = f"inventory.update.{ROOT}"
     answer = await client.reply(await client.publish(body, key=key, answer=True))
     assert (answer["type"], answer["code"]) == ("refusal.v1", code), answer
-    letter = await client.letter("placement.inventory", await client.publish(body, key=key))
+    letter = await client.dead_letter("placement.inventory", await client.publish(body, key=key))
     assert (letter.code, bool(letter.reason)) == (code, True)
     assert json.loads(letter.body).items() >= json.loads(body).items(), "it can be mended and sent again"
 
@@ -346,12 +346,12 @@ TIMEOUT_S = 120.0
 
 
 def test_the_examples_publish_a_build_and_a_move_and_receive_their_events(small: Small, tmp_path: Path) -> None:
-    build, move = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    build, action = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     mistyped = run(build.replace('"build.request.demo"', '"build.reqest.demo"'), small.amqp_url, tmp_path)
     done = run(build, small.amqp_url, tmp_path)
     events = [line.split() for line in done.stdout.splitlines()]
     instance = events[-1][0] if events else ""
-    moved = run(move, small.amqp_url, tmp_path, INSTANCE=instance)
+    moved = run(action, small.amqp_url, tmp_path, INSTANCE=instance)
     assert mistyped.returncode == 1 and "NO_ROUTE" in mistyped.stderr, "it does not wait for what never comes"
     assert done.returncode == 0, done.stderr
     states = [state for _, state, *_ in events]
@@ -399,7 +399,7 @@ def test_no_worker_of_it_starts_and_each_gives_its_reason(small: Small, role: st
     output = ended.stdout + ended.stderr
     assert ended.returncode == EXIT_SETTINGS, output
     assert "bus.owned_by_another" in output and "belongs to another deployment" in output, output
-    assert "berth bus release" in output and "Traceback" not in output
+    assert "berth bus disown" in output and "Traceback" not in output
 
 
 def test_the_first_goes_on(small: Small) -> None:
@@ -432,7 +432,7 @@ def test_the_second_service_of_a_name_ends_with_a_sentence_and_the_first_goes_on
     log = late.log.read_text()
     assert late.process.status == EXIT_SETTINGS, log
     assert "another process runs the compute service 'c1' of cell1" in log.replace("cell1-c1", "c1"), log
-    assert "compute.name_taken" in log and "Traceback" not in log
+    assert "compute.name_conflict" in log and "Traceback" not in log
     assert small.processes.workers[FIRST].process.running
     small.ready(FIRST)
 
@@ -448,11 +448,11 @@ def test_a_service_that_is_started_before_the_former_one_is_gone_takes_over(smal
 def test_a_bus_is_taken_over_by_an_operators_word(small: Small) -> None:
     """The last of this module: the first deployment has gone."""
     small.processes.stop()
-    assert berth(small, "bus", "release", "api").returncode == EXIT_SETTINGS  # not without --yes
-    released = berth(small, "bus", "release", "api", "--yes")
+    assert berth(small, "bus", "disown", "api").returncode == EXIT_SETTINGS  # not without --yes
+    released = berth(small, "bus", "disown", "api", "--yes")
     assert released.returncode == 0, released.stderr
     assert {"placement", "scheduler"} <= set(released.stdout.split())
-    again = berth(small, "bus", "release", "api", "--yes")
+    again = berth(small, "bus", "disown", "api", "--yes")
     assert (again.returncode, "bus.unowned" in again.stderr) == (1, True)
     assert "bus.unknown" in berth(small, "bus", "owner", "--bus", "mars").stderr
 

@@ -67,14 +67,14 @@ BY_HTTP = HOPS - {("client", "build"), ("scheduler", "scheduler.requests")} | {(
 # The same of a live migration, from the command that requests it.
 MOVE_HOPS = {
     ("cli", "move"),
-    ("cli", "request instance.move.v1"),
+    ("cli", "request instance.action.v1"),
     ("scheduler", "scheduler.operators"),
     ("placement", "placement.requests"),
     ("conductor", "conductor.requests"),
     ("compute", "compute.{service}"),
     ("conductor", "conductor.results"),
     ("scheduler", "scheduler.builds"),
-    ("cli", "client.moves.{process}"),
+    ("cli", "client.actions.{process}"),
 }
 
 
@@ -201,7 +201,7 @@ async def test_what_a_deadline_makes_of_a_build_is_in_its_trace(amqp: tuple[str,
     hanging = ComputeConfig(hosts=1, faults=Faults(hang_rate=1.0))
     async with traced_system(amqp, postgres_url, compute=hanging) as running:
         uuid = await running.build("m1.small")
-        assert running.client.tracks[uuid].state == "failed"
+        assert running.client.watches[uuid].state == "failed"
         spans = await running.trace_of(uuid)
     commands = [span.attributes["berth.message"] for span in spans if span.name == "compute.{service}"]
     assert "Destroy" in commands
@@ -241,7 +241,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
             body = {"flavor": "m1.small", "project_id": "p"}
             built = await caller.post("/api/v1/builds", json=body)
             stopped = await caller.post(
-                f"/api/v1/builds/{moved}/moves", json={"kind": "stop"}, headers={"traceparent": trace.header}
+                f"/api/v1/builds/{moved}/actions", json={"kind": "stop"}, headers={"traceparent": trace.header}
             )
             assert (built.status_code, stopped.status_code) == (202, 202)
             async with asyncio.timeout(WAIT_S):
@@ -251,7 +251,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
         await running.spans_of("")
     spans = running.below("cli", "move")
     assert {(span.service, span.name) for span in spans} >= MOVE_HOPS
-    assert spans[0].attributes["berth.move"] == "live-migrate"
+    assert spans[0].attributes["berth.action"] == "live-migrate"
     assert_one_tree(spans)
     spans = running.below("web", "POST /api/v1/builds")
     assert {(span.service, span.name) for span in spans} >= BY_HTTP
@@ -259,7 +259,7 @@ async def test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trac
     assert_one_tree(spans)
     spans = [span for span in running.receiver.spans if span.trace == trace.trace_id]
     names = {(span.service, span.name) for span in spans}
-    assert {("web", "POST /api/v1/builds/{uuid}/moves"), ("compute", "compute.{service}")} <= names
+    assert {("web", "POST /api/v1/builds/{uuid}/actions"), ("compute", "compute.{service}")} <= names
 
 
 async def test_the_last_event_carries_the_trace_that_a_foreign_client_began(

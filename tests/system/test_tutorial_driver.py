@@ -19,14 +19,14 @@ from msgspec import Struct
 
 import compute_sim.app
 from berth.client import BuildClient
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.settings import CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
-from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.moves import ActionKind, ActionRequest
 from compute_sim.config import ComputeConfig
-from compute_sim.driver import Driver, NotOurs
+from compute_sim.driver import Driver, NotOwned
 
 PAGE = (Path(__file__).parents[2] / "docs" / "start" / "first-driver.md").read_text()
 WAIT_S = 60.0
@@ -38,7 +38,7 @@ class Racks(Struct):
     """A system whose only hosts are the driver's."""
 
     client: BuildClient
-    moves: MoveClient
+    moves: ActionClient
     driver: Driver
 
     async def states(self) -> dict[str, bool]:
@@ -54,8 +54,8 @@ class Racks(Struct):
                     return
                 await asyncio.sleep(0)
 
-    async def move(self, uuid: str, kind: MoveKind) -> None:
-        request = MoveRequest(request_id=new_uuid(RNG), instance_uuid=uuid, project_id="p", kind=kind)
+    async def move(self, uuid: str, kind: ActionKind) -> None:
+        request = ActionRequest(request_id=new_uuid(RNG), instance_uuid=uuid, project_id="p", kind=kind)
         await self.moves.ask(request)
         assert await self.moves.wait(WAIT_S)
 
@@ -85,13 +85,13 @@ async def racks(empty_database: str, tmp_path: Path) -> AsyncIterator[Racks]:
         built = compute_sim.app.build(place.environment("racks"), config, CELL, "racks", driver=driver)
         await system.in_process.start(("racks", built))
         client = BuildClient(place.bus("client"), clock=place.clock, process="client")
-        moves = MoveClient(client.bus, clock=place.clock, process="moves")
+        actions = ActionClient(client.bus, clock=place.clock, process="moves")
         await client.open()
-        await moves.open()
+        await actions.open()
         try:
-            yield Racks(client, moves, driver)
+            yield Racks(client, actions, driver)
         finally:
-            await moves.close()
+            await actions.close()
             await client.close()
             await system.in_process.stop()
             for pid, _ in driver._marked():  # type: ignore[attr-defined]
@@ -104,9 +104,9 @@ async def test_a_build_is_a_process_until_it_is_deleted(racks: Racks) -> None:
     await racks.client.boot([BuildRequest(instance_uuid=one, flavor="m1.small", project_id="p") for one in uuids])
     assert await racks.client.wait(WAIT_S)
     assert await racks.states() == dict.fromkeys(uuids, True)
-    await racks.move(uuids[0], MoveKind.STOP)
+    await racks.move(uuids[0], ActionKind.STOP)
     await racks.become({uuids[0]: False, uuids[1]: True, uuids[2]: True})
-    await racks.move(uuids[0], MoveKind.START)
+    await racks.move(uuids[0], ActionKind.START)
     await racks.become(dict.fromkeys(uuids, True))
     page = await racks.client.query(BuildQuery(instance_uuid=uuids[1]), timeout_s=WAIT_S)
     await racks.client.delete(page.builds)
@@ -119,6 +119,6 @@ async def test_a_process_of_another_deployment_is_left_alone(racks: Racks) -> No
     await racks.client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.small", project_id="p")])
     assert await racks.client.wait(WAIT_S)
     (host,) = [one for one, machines in (await racks.driver.list()).items() if machines]
-    with pytest.raises(NotOurs):
+    with pytest.raises(NotOwned):
         await racks.driver.destroy(host, uuid, 99, "another")
     assert await racks.states() == {uuid: True}

@@ -27,17 +27,7 @@ from bus.clock import SystemClock
 from bus.port import BusUnavailable
 from bus.service.settings import SettingsError
 from tests.contract.rig import LocalRig
-from tests.system.web_server import (
-    JSON,
-    TIMEOUT_S,
-    Web,
-    boot,
-    code_of,
-    ended,
-    follow,
-    running_web,
-    token_file,
-)
+from tests.system.web_server import JSON, TIMEOUT_S, Web, boot, code_of, ended, follow, running_web, token_file
 from tests.system.web_server import server as web_of
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
@@ -199,7 +189,7 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob, web.client("see") as see:
         uuid = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"}).json()["instance_uuid"]
         assert follow(alice, uuid)[-1][1]["state"] == "active"
-        path = f"/api/v1/builds/{uuid}/moves"
+        path = f"/api/v1/builds/{uuid}/actions"
         assert code_of(bob.post(path, json={"kind": "stop"}), 404) == "build.unknown"
         assert code_of(see.post(path, json={"kind": "stop"}), 403) == "role.forbidden"
         for right in OPERATORS_RIGHTS:
@@ -214,15 +204,15 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
         again = {"kind": "stop", "request_id": stopped.json()["request_id"]}
         assert alice.post(path, json=again).status_code == 202
         assert code_of(alice.post(path, json={**again, "kind": "start"}), 409) == "request.duplicate"
-        assert code_of(bob.get(stopped.headers["location"]), 404) == "move.unknown"
+        assert code_of(bob.get(stopped.headers["location"]), 404) == "action.unknown"
         assert ended(alice, alice.post(path, json={"kind": "start"}))["state"] == "done"
         before = client.get(f"/api/v1/builds/{uuid}").json()["host"]
         moved = ended(client, client.post(path, json={"kind": "live-migrate"}))
         assert moved["state"] == "done" and moved["host"] != before, moved
         assert client.get(f"/api/v1/builds/{uuid}").json()["host"] == moved["host"]
-        kinds = [one["kind"] for one in alice.get("/api/v1/moves", params={"instance": uuid}).json()]
+        kinds = [one["kind"] for one in alice.get("/api/v1/actions", params={"instance": uuid}).json()]
         assert kinds == ["live-migrate", "start", "stop"]
-        assert bob.get("/api/v1/moves").json() == []
+        assert bob.get("/api/v1/actions").json() == []
 
 
 def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
@@ -240,7 +230,7 @@ def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
             assert code_of(alice.put(path, json=body), 403) == "role.forbidden"
             assert code_of(client.put(path, json={**body, "reasn": "x"}), 400) == "request.invalid"
             assert code_of(client.put("/api/v1/hosts/nowhere/admin-state", json=body), 422) == "host.unknown"
-            forget = f"/api/v1/hosts/{host}/forget"
+            forget = f"/api/v1/hosts/{host}/delete"
             assert code_of(client.post(forget, json={"reason": "scrapped"}), 409) == "host.service_up"
             assert code_of(client.post(forget, json={"reason": ""}), 400) == "request.invalid"
             assert code_of(client.post(forget, json={}), 400) == "request.invalid"
@@ -250,10 +240,10 @@ def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
         assert {one["cell"] for one in services} == {"cell1", "cell2"} and all(one["up"] for one in services)
         assert sum(one["hosts"] for one in services) == 6
         assert code_of(alice.get("/api/v1/services"), 403) == "role.forbidden"
-        forget = f"/api/v1/services/{services[0]['name']}/forget"
+        forget = f"/api/v1/services/{services[0]['name']}/delete"
         assert code_of(client.post(forget, json={"reason": "scrapped"}), 409) == "service.up"
         assert code_of(client.post(forget, json={}), 400) == "request.invalid"
-        unknown = client.post("/api/v1/services/none/forget", json={"reason": "scrapped", "cell": "cell1"}).json()
+        unknown = client.post("/api/v1/services/none/delete", json={"reason": "scrapped", "cell": "cell1"}).json()
         assert (unknown["service"], unknown["cell"], unknown["removed"]) == ("none", "cell1", False)
 
 
@@ -262,23 +252,23 @@ def test_the_document_describes_every_route(web: Web) -> None:
         document = client.get("/api/v1/openapi.json").json()
         paths = document["paths"]
         assert set(paths) == {
-            "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/moves", "/moves",
-            "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/forget",
+            "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/actions", "/actions",
+            "/actions/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/delete",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
             "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",
-            "/services/{service}/forget", "/workers", "/cells",
+            "/services/{service}/delete", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/quarantine", "/quarantine/decide", "/breakers", "/breakers/{cell}/{service}", "/breakers/reset",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",
             "/dead-letters", "/dead-letters/{bus}/{queue}",
-            "/dead-letters/{bus}/{queue}/replay", "/dead-letters/{bus}/{queue}/letters/{letter}",
+            "/dead-letters/{bus}/{queue}/replay", "/dead-letters/{bus}/{queue}/letters/{dead_letter}",
         }  # fmt: skip
         assert all(answer["responses"].keys() >= {"401", "503"} for path in paths.values() for answer in path.values())
         assert set(paths["/builds"]) == {"get", "post"} and set(paths["/builds/{uuid}"]) == {"get", "delete"}
         body = document["components"]["schemas"]["BuildRequest"]
         assert "type" not in body["properties"] and body["required"] == ["flavor"]
-        assert document["components"]["schemas"]["MoveRequest"]["required"] == ["kind"]
+        assert document["components"]["schemas"]["ActionRequest"]["required"] == ["kind"]
 
 
 # --- who may
@@ -506,7 +496,7 @@ def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
     with web.client() as client, client.stream("GET", "/now/events") as stream:
         lines = stream.iter_lines()
         states = (json.loads(line[6:]) for line in lines if line.startswith("data: ") and "in_flight" in line)
-        next(now for now in states if (now["hosts"], now["up"], now["troubles"]) == (6, 6, []))
+        next(now for now in states if (now["hosts"], now["up"], now["problems"]) == (6, 6, []))
         with web.client() as other:
             instance = boot(other)
             follow(other, instance)

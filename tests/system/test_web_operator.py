@@ -206,8 +206,8 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/rules/default", {}),
     ("POST", "/objects", {"changes": []}),
     ("PUT", "/hosts/x/admin-state", {"state": "fenced"}),
-    ("POST", "/hosts/x/forget", {"reason": "scrapped"}),
-    ("POST", "/services/x/forget", {"reason": "scrapped"}),
+    ("POST", "/hosts/x/delete", {"reason": "scrapped"}),
+    ("POST", "/services/x/delete", {"reason": "scrapped"}),
     ("POST", "/hosts/x/drain", {}),
     ("DELETE", f"/drains/{UNKNOWN}", None),
     ("POST", "/drains", {"name": "cell1"}),
@@ -216,7 +216,7 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/dead-letters/api/scheduler.requests/letters/x", None),
     ("POST", "/dead-letters/api/scheduler.requests/replay", {}),
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
-    ("POST", "/quarantine/decide", {"verdict": "destroy", "machines": []}),
+    ("POST", "/quarantine/decide", {"decision": "destroy", "machines": []}),
     ("POST", "/breakers/reset", {"breakers": []}),
 )
 
@@ -247,8 +247,8 @@ def test_a_host_is_shown_with_its_tree_and_who_holds_what(web: Web) -> None:
         assert root["depth"] == 0 and root["uuid"] == shown["host"]["uuid"]
         vcpu = root["inventories"]["VCPU"]
         assert vcpu["capacity"] == (vcpu["total"] - vcpu["reserved"]) * vcpu["allocation_ratio"] and vcpu["used"] >= 1
-        (holder,) = (one for one in shown["holders"] if one["consumer"] == instance)
-        assert holder["project_id"] == "p" and holder["holding"][root["uuid"]]["VCPU"] >= 1
+        (holder,) = (one for one in shown["consumers"] if one["consumer"] == instance)
+        assert holder["project_id"] == "p" and holder["allocations"][root["uuid"]]["VCPU"] >= 1
         assert see.get(f"/api/v1/hosts/{root['uuid']}").json()["host"]["name"] == build["host"]
         assert code_of(see.get(f"/api/v1/hosts/{UNKNOWN}"), 404) == "host.unknown"
 
@@ -257,14 +257,14 @@ def test_a_host_is_fenced_before_it_is_evacuated(web: Web) -> None:
     with web.client("op") as client:
         instance = booted(client)
         host = client.get(f"/api/v1/builds/{instance}").json()["host"]
-        path, move = f"/api/v1/hosts/{host}/admin-state", f"/api/v1/builds/{instance}/moves"
-        assert code_of(client.post(move, json={"kind": "evacuate"}), 422) == "host.not_fenced"
+        path, action = f"/api/v1/hosts/{host}/admin-state", f"/api/v1/builds/{instance}/actions"
+        assert code_of(client.post(action, json={"kind": "evacuate"}), 422) == "host.not_fenced"
         try:
             assert code_of(client.put(path, json={"state": "fenced", "reason": "PSU"}), 409) == "host.service_up"
             forced = {"state": "fenced", "reason": "PSU", "force": True}
             assert client.put(path, json=forced).json()["state"] == "fenced"
             # Accepted now; its cell may still refuse it, as the host's compute service is up.
-            assert ended(client, client.post(move, json={"kind": "evacuate"})).get("code") != "host.not_fenced"
+            assert ended(client, client.post(action, json={"kind": "evacuate"})).get("code") != "host.not_fenced"
         finally:
             client.put(path, json={"state": "enabled"})
 
@@ -380,11 +380,11 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
         assert [letter["id"] for letter in letters] == [one, two]
         assert letters[0]["code"] == "test.given_up" and "secret" not in see.get(queue).text
         assert "secret" in client.get(f"{queue}/letters/{one}").json()["body"]
-        assert code_of(client.get(f"{queue}/letters/none"), 404) == "letter.unknown"
+        assert code_of(client.get(f"{queue}/letters/none"), 404) == "dead_letter.unknown"
         assert client.post(f"{queue}/replay", json={"ids": [one]}).json() == {
             "replayed": [one],
             "too_old": [],
-            "barred": {},
+            "blocked": {},
             "fault": "",
         }
         wait_until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
@@ -398,7 +398,14 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
 # --- pages
 
 HOSTILE = "<script>alert(1)</script>\u202eevil"
-PAGES = ("/moves", "/objects", "/objects/flavors", "/objects/flavors?name=m1.tiny", "/objects/quotas?name=p", "/system")
+PAGES = (
+    "/actions",
+    "/objects",
+    "/objects/flavors",
+    "/objects/flavors?name=m1.tiny",
+    "/objects/quotas?name=p",
+    "/system",
+)
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -420,10 +427,10 @@ def test_pages_show_a_host_its_plan_its_build_and_its_drain(web: Web) -> None:
         plan = client.get(f"/fleet/{host['uuid']}/drain").text
         assert instance in plan and "Drain it" in plan
         assert "Drain it" not in see.get(f"/fleet/{host['uuid']}/drain").text
-        ended(client, client.post(f"/api/v1/builds/{instance}/moves", json={"kind": "stop"}))
+        ended(client, client.post(f"/api/v1/builds/{instance}/actions", json={"kind": "stop"}))
         shown = client.get(f"/builds/{instance}").text
         assert "Why this host" in shown and "Requests about it since" in shown and "live-migrate" in shown
-        assert instance in client.get("/moves").text
+        assert instance in client.get("/actions").text
         assert client.get("/metal").status_code == 503
 
 
@@ -431,7 +438,7 @@ def test_what_is_not_for_a_role_has_no_page(web: Web) -> None:
     with web.client("alice") as alice, web.client("see") as see:
         for path in ("/objects", "/system", "/metal", "/fleet/x", "/fleet/x/drain", f"/drains/{UNKNOWN}"):
             assert code_of(alice.get(path), 403) == "role.forbidden"
-        assert alice.get("/moves").status_code == 200
+        assert alice.get("/actions").status_code == 200
         assert code_of(see.get("/objects/flavors"), 403) == "role.forbidden"
 
 

@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import Safety, UnexplainedRecord
+from cell_conductor.store.safety import Safety, UnknownMachineRecord
 from tests.kit.waiting import wait_until
 from tests.system.web_server import TIMEOUT_S, Web, code_of, running_web
 
@@ -44,17 +44,19 @@ def on_record(web: Web, work: Callable[[Safety], Awaitable[T]]) -> T:
     return asyncio.run_coroutine_threadsafe(there(), web.loop).result(TIMEOUT_S)
 
 
-def quarantined(web: Web, service: str, count: int) -> list[Unexplained]:
-    machines = [Unexplained(str(uuid.uuid4()), 1, HOST, UnexplainedKind.QUARANTINED, "no record") for _ in range(count)]
+def quarantined(web: Web, service: str, count: int) -> list[UnknownMachine]:
+    machines = [
+        UnknownMachine(str(uuid.uuid4()), 1, HOST, UnknownMachineKind.QUARANTINED, "no record") for _ in range(count)
+    ]
     on_record(web, lambda safety: safety.record(service, machines, 1.0))
     return machines
 
 
 def verdicts(web: Web, service: str) -> list[tuple[str, str]]:
-    async def read(safety: Safety) -> list[UnexplainedRecord]:
+    async def read(safety: Safety) -> list[UnknownMachineRecord]:
         return await safety.records()
 
-    return [(one.verdict, one.decided_by) for one in on_record(web, read) if one.service == service]
+    return [(one.decision, one.decided_by) for one in on_record(web, read) if one.service == service]
 
 
 def listed(client: httpx.Client, **params: Any) -> list[dict[str, Any]]:
@@ -78,10 +80,10 @@ def test_many_machines_are_decided_about_by_two_requests(web: Web) -> None:
     with web.client("op") as op, web.client("see") as see:
         found = listed(see, service="many", decided="false", limit=500)
         assert len(found) == MACHINES and {one["cell"] for one in found} == {"cell1"}
-        too_many = {"verdict": "keep", "machines": seen(found)}
+        too_many = {"decision": "protect", "machines": seen(found)}
         assert code_of(op.post("/api/v1/quarantine/decide", json=too_many), 400) == "request.invalid"
         for machines in (found[:1_000], found[1_000:]):
-            answer = op.post("/api/v1/quarantine/decide", json={"verdict": "destroy", "machines": seen(machines)})
+            answer = op.post("/api/v1/quarantine/decide", json={"decision": "destroy", "machines": seen(machines)})
             assert answer.status_code == 200, answer.text
             assert answer.json() == {"decided": [one["instance_uuid"] for one in machines], "undecided": []}
         assert set(verdicts(web, "many")) == {("destroy", "op")}
@@ -95,7 +97,7 @@ def test_a_machine_that_is_not_as_it_was_seen_is_left(web: Web) -> None:
         found = seen(listed(op, service="changed"))
         on_record(web, lambda safety: safety.record("changed", [replace(first, attempt=2)], 2.0))
         elsewhere = {**found[0], "cell": "never"}
-        answer = op.post("/api/v1/quarantine/decide", json={"verdict": "destroy", "machines": [*found, elsewhere]})
+        answer = op.post("/api/v1/quarantine/decide", json={"decision": "destroy", "machines": [*found, elsewhere]})
         assert answer.status_code == 200 and answer.json()["decided"] == [second.uuid], answer.text
         assert {one["code"] for one in answer.json()["undecided"]} == {"quarantine.unknown"}
         assert sorted(verdicts(web, "changed")) == [("", ""), ("destroy", "op")]
@@ -104,7 +106,7 @@ def test_a_machine_that_is_not_as_it_was_seen_is_left(web: Web) -> None:
 def test_a_machine_without_an_instance_is_not_given_back(web: Web) -> None:
     quarantined(web, "strange", 2)
     with web.client("op") as op:
-        body = {"verdict": "adopt", "machines": seen(listed(op, service="strange"))}
+        body = {"decision": "adopt", "machines": seen(listed(op, service="strange"))}
         assert code_of(op.post("/api/v1/quarantine/decide", json=body), 400) == "request.invalid"
         answer = op.post("/api/v1/quarantine/decide", json={**body, "reason": "moved after the backup"}).json()
         assert answer["decided"] == []

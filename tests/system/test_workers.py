@@ -1,4 +1,4 @@
-"""Workers as operators start them: twice, by the book, with a cell's credentials, by compose; paused, and hit."""
+"""Workers as operators start them: twice, by placement, with a cell's credentials, by compose; paused, and hit."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Small]:
-    """As by the book: the site has a state_dir, and nothing names one for the machines."""
+    """As by placement: the site has a state_dir, and nothing names one for the machines."""
     with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-book-") as name:
         settings = servers.settings(PLAN)
         settings = msgspec.structs.replace(
@@ -274,7 +274,7 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
             for name in ("scheduler1", "scheduler2"):
                 whole.processes.pause(name)  # so that good and bad wait side by side, and are prefetched together
             load = asyncio.create_task(whole.load(BOOTS))
-            await until(lambda: len(whole.client.tracks) >= BOOTS // 2)
+            await until(lambda: len(whole.client.watches) >= BOOTS // 2)
             for properties in FOREIGN:
                 await raw.publish(COMMANDS, "build.request.p", b"{not json", **properties)
             for name in ("scheduler1", "scheduler2"):
@@ -282,7 +282,7 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
             report = await load
         assert (report.active + report.failed, report.unfinished, report.refused) == (BOOTS, 0, 0)
         ends = [event.instance_uuid for event in whole.client.events if event.terminal]
-        assert sorted(ends) == sorted(whole.client.tracks), "exactly one terminal event each"
+        assert sorted(ends) == sorted(whole.client.watches), "exactly one terminal event each"
         bus = whole.site.bus("looks at letters")
         await bus.open()
         letters = await dead_letters.list_dead(bus.transport, "scheduler.requests")

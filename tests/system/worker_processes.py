@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from msgspec import Struct
 
 from berth.audit.gather import gather, rest
-from berth.audit.invariants import InvariantVerdict, check_invariants
+from berth.audit.invariants import InvariantResult, check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import Site, process_name
 from berth.trial.servers import RealServers, SystemPlan, hosts_known, running_processes
@@ -36,10 +36,10 @@ class Rig(Struct):
         plan = LoadPlan(boots=boots, mix=mix or {"m1.tiny": 1.0, "m1.small": 1.0}, timeout_s=timeout_s)
         return await run_load(self.client, plan, clock=self.site.clock, rng=self.rng)
 
-    async def verdicts(self) -> Sequence[InvariantVerdict]:
+    async def verdicts(self) -> Sequence[InvariantResult]:
         """Wait for rest and judge the invariants from the outside."""
         assert await rest(self.site, timeout_s=REST_TIMEOUT_S), "the system does not come to rest"
-        facts = await gather(self.site, accepted=list(self.client.tracks), events=self.client.events)
+        facts = await gather(self.site, accepted=list(self.client.watches), events=self.client.events)
         return check_invariants(facts)
 
     async def assert_invariants(self) -> None:

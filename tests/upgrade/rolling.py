@@ -97,7 +97,7 @@ class Load:
         self.tally.slowest_s = max(self.tally.slowest_s, time.monotonic() - began)
         self.tally.requested += AT_ONCE
         for request in requests:
-            track = self.client.tracks[request.instance_uuid]
+            track = self.client.watches[request.instance_uuid]
             if track.state != "active":
                 why = track.last.code if track.last is not None else ""
                 self.tally.failed.append(f"{request.instance_uuid}: {track.state} {why}")
@@ -217,7 +217,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
             load.stop.set()
             await task
             at_rest = await rest(site, timeout_s=PATIENCE_S)
-            verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=client.events))
+            verdicts = check_invariants(await gather(site, accepted=list(client.watches), events=client.events))
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -240,7 +240,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
             if one.revision != before[name].revision
         },
         "not_migrated": [name for name, one in after.items() if one.state is not SchemaState.CURRENT],
-        "terminals": dict(Counter(str(track.terminals) for track in client.tracks.values())),
+        "terminals": dict(Counter(str(track.terminals) for track in client.watches.values())),
     }
 
 

@@ -187,7 +187,7 @@ def runnable_by(account: Account, binaries: Path) -> Path:
 
     The copy is kept in the temporary directory for the next server. Raises ServerFailed: the copy does not run either.
     """
-    if account.name is None or _runs(account, binaries):
+    if account.name is None or _can_run(account, binaries):
         return binaries
     source = binaries.resolve().parent
     content = _content(source)
@@ -205,7 +205,7 @@ def runnable_by(account: Account, binaries: Path) -> Path:
     return installed / "bin"
 
 
-def _runs(account: Account, binaries: Path) -> bool:
+def _can_run(account: Account, binaries: Path) -> bool:
     # initdb needs a library (libpq) that postgres itself does not.
     try:
         return all(account.run(binaries / name, "--version").returncode == 0 for name in ("postgres", "initdb"))

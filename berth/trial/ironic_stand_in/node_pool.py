@@ -81,7 +81,7 @@ class NodePool:
         return not self._tasks
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         """Nodes on their way."""
         return len(self._tasks)
 

@@ -64,13 +64,13 @@ function startNow() {
       put("p99", now.latency.p99 === undefined ? "none yet" : duration(now.latency.p99));
       put("hosts", now.answered ? `${now.up} of ${now.hosts}` : "not known");
       plot.setData([now.seconds.map((s) => s.at), now.seconds.map((s) => s.active), now.seconds.map((s) => s.failed)]);
-      byId("troubles").replaceChildren(...now.troubles.map((trouble) => {
+      byId("problems").replaceChildren(...now.problems.map((problem) => {
         const made = document.createElement("p");
-        made.className = "trouble";
+        made.className = "problem";
         const what = document.createElement("strong");
-        what.textContent = printable(trouble.what);
-        made.append(what, " ", printable(trouble.detail));
-        if (trouble.more) made.append(" ", link(trouble.more, "Show"));
+        what.textContent = printable(problem.what);
+        made.append(what, " ", printable(problem.detail));
+        if (problem.more) made.append(" ", link(problem.more, "Show"));
         return made;
       }));
       byId("cells").replaceChildren(...Object.entries(now.cells).sort().map(([cell, [up, every]]) => row([link("/fleet?cell=" + encodeURIComponent(cell), cell), up, every])));
@@ -100,8 +100,8 @@ function startNova() {
         const { difference, stock, berth, rule } = one.compared;
         return row([when(one.at), about(one), difference, answer(stock), answer(berth), rule, took(stock.took_s), took(berth.took_s)]);
       }));
-      put("explained", calls.explained.map((one) => {
-        const { event, count, hosts, reason } = one.explained;
+      put("decisions", calls.decisions.map((one) => {
+        const { event, count, hosts, reason } = one.decision;
         return row([when(one.at), about(one), event, count, [...hosts.map((of) => of[0] ?? ""), reason].join(" "), one.worker]);
       }));
     },
@@ -269,9 +269,9 @@ function fieldsOf(form, submitter) {
   return fields;
 }
 
-async function followMove(form, id) {
+async function followAction(form, id) {
   for (;;) {
-    const { ok, reply, sentence } = await request("GET", "/api/v1/moves/" + id);
+    const { ok, reply, sentence } = await request("GET", "/api/v1/actions/" + id);
     if (!ok) return showStatus(form, sentence, true);
     showStatus(form, reply.state, reply.state === "failed" || reply.state === "refused");
     if (reply.terminal) {
@@ -316,7 +316,7 @@ function startAction(form) {
       if (!ok) return showStatus(form, sentence, true);
       showStatus(form, "Done.", false);
       if (form.dataset.then === "host") await hostKnows(reply);
-      if (form.dataset.then === "move") await followMove(form, reply.request_id);
+      if (form.dataset.then === "action") await followAction(form, reply.request_id);
       else if (form.dataset.then === "fleet") location.href = "/fleet";
       else if (form.dataset.then === "location") location.href = where.replace("/api/v1", "");
       else location.reload();

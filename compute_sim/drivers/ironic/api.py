@@ -236,7 +236,7 @@ class IronicApi:
         if self._client is None:
             raise DriverUnavailable("the driver is closed")
         scope = CURRENT.get()
-        span = None if scope is None else scope.begin(f"ironic {method}", **{"url.path": path})
+        span = None if scope is None else scope.start_span(f"ironic {method}", **{"url.path": path})
         headers = None if span is None else {"traceparent": span.context.header}
         problem = "driver.unavailable"
         try:

@@ -19,7 +19,7 @@ from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, BuildAbort, BuildFault, DriverBusy, DriverOutage, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.network import Attachments, Network
-from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
+from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, OwnerTag
 from compute_sim.drivers.ironic.request import config_drive, image_of, is_of_request, take_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target_body
 
@@ -44,7 +44,7 @@ class NodeDeployment:
     def __init__(
         self,
         build: Build,
-        mark: Mark,
+        tag: OwnerTag,
         *,
         api: IronicApi,
         network: Network,
@@ -53,7 +53,7 @@ class NodeDeployment:
         clock: Clock,
     ):
         self._build = build
-        self._mark = mark
+        self._owner_tag = tag
         self._api = api
         self._network = network
         self._volumes = volumes
@@ -77,7 +77,7 @@ class NodeDeployment:
         self._attachments: Attachments | None = None
 
     async def run(self) -> str:
-        """Deploy; a remark about outages of Ironic that were waited for ("": none).
+        """Deploy; a warning about outages of Ironic that were waited for ("": none).
 
         Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was requested; an Ironic that is
         busy is waited for, for `lock_timeout_s`, and one that is away for `outage_timeout_s`).
@@ -98,8 +98,8 @@ class NodeDeployment:
             return None
         ago = self._clock.monotonic() - since
         return WaitingBuild(
-            instance_uuid=self._mark.instance,
-            attempt=self._mark.attempt,
+            instance_uuid=self._owner_tag.instance,
+            attempt=self._owner_tag.attempt,
             since=self._clock.time() - ago,
             reason=f"waits for Ironic: {self._fault}"[:MAX_REASON],
         )
@@ -112,7 +112,7 @@ class NodeDeployment:
         if not self._busy_answers:
             return pause
         doubled = doubled_s(pause, config.max_poll_interval_s, self._busy_answers)
-        drawn = zlib.crc32(f"{self._mark.instance} {self._busy_answers}".encode()) / 2**32
+        drawn = zlib.crc32(f"{self._owner_tag.instance} {self._busy_answers}".encode()) / 2**32
         return max(doubled * (1 + drawn) / 2, min(self._retry_after_s, config.max_poll_interval_s))
 
     async def _pass(self) -> bool:
@@ -136,10 +136,10 @@ class NodeDeployment:
             elif isinstance(fault, DriverOutage):
                 self._begin_outage(str(fault))
             if not self._taken and not self._waits_for(fault):
-                remark = self._outage()
-                raise DriverUnavailable(f"{fault}; {remark}" if remark else str(fault)) from fault
+                warning = self._outage()
+                raise DriverUnavailable(f"{fault}; {warning}" if warning else str(fault)) from fault
             log.warning(
-                "ironic.unavailable", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault)
+                "ironic.unavailable", instance=self._owner_tag.instance, node=self._build.host_uuid, reason=str(fault)
             )
             return False
 
@@ -182,7 +182,7 @@ class NodeDeployment:
             check_served(node)
             await self._take()
             return False
-        if not is_of(node, self._mark):
+        if not is_of_attempt(node, self._owner_tag):
             raise Reschedule("node.taken", "the node carries an instance that this build did not put there")
         self._taken = True
         if node.provision_state in BUILT:
@@ -198,7 +198,7 @@ class NodeDeployment:
         return False
 
     def _check_free(self, node: IronicNode) -> None:
-        """Whether the node can take this build now: the book may be behind."""
+        """Whether the node can take this build now: placement may be behind."""
         if node.maintenance:
             raise Reschedule("node.maintenance", "the node is in maintenance")
         if node.retired:
@@ -206,7 +206,7 @@ class NodeDeployment:
         serves = node.serves(self._config)
         if serves not in ("", self._build.spec.project_id):
             if node.unproven is not None and serves == self._config.canary_project:
-                raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.why}")
+                raise Reschedule("node.unproven", f"the node has failed and is not tried yet: {node.unproven.reason}")
             raise Reschedule("node.other_project", f"the node serves builds of project {serves} alone")
         if node.health == "Critical":
             raise Reschedule("node.unhealthy", "Ironic reports the node's health as Critical")
@@ -214,9 +214,11 @@ class NodeDeployment:
             raise Reschedule("node.not_available", f"the node is {node.condition}")
 
     async def _take(self) -> None:
-        """Write the instance and berth's mark on the node. Ironic answers 409 when that is not possible now."""
+        """Write the instance and berth's tag on the node. Ironic answers 409 when that is not possible now."""
         self._taken = True
-        refused = await self._api.patch(self._build.host_uuid, take_patch(self._build.spec, self._mark, self._image))
+        refused = await self._api.patch(
+            self._build.host_uuid, take_patch(self._build.spec, self._owner_tag, self._image)
+        )
         if refused is None:
             self._locked_since, self._locked_answers = None, 0
         elif refused.is_conflict:
@@ -234,13 +236,13 @@ class NodeDeployment:
             self._locked_since = self._clock.monotonic()
         waited = self._clock.monotonic() - self._locked_since
         self._locked_answers += 1
-        holder = await self._api.holder(self._mark.instance)
+        holder = await self._api.holder(self._owner_tag.instance)
         if holder is not None and holder.uuid != self._build.host_uuid:
-            mark = holder.mark
-            if mark is None or mark.deployment != self._mark.deployment or mark.attempt >= self._mark.attempt:
+            tag = holder.owner_tag
+            if tag is None or tag.database_id != self._owner_tag.database_id or tag.attempt >= self._owner_tag.attempt:
                 raise BuildAbort("instance.elsewhere", f"node {holder.uuid} carries this instance, and not as ours")
             if waited > self._config.release_timeout_s:
-                left = f"node {holder.uuid} of attempt {mark.attempt} has not let go of the instance"
+                left = f"node {holder.uuid} of attempt {tag.attempt} has not let go of the instance"
                 raise BuildAbort("node.not_released", f"{left}: it is {holder.condition}")
         elif holder is None:
             if waited > self._config.lock_timeout_s and self._locked_answers >= LOCK_TRIES:
@@ -311,9 +313,9 @@ class NodeDeployment:
             return True
         made: set[str] = set()
         for target in await self._api.volume_targets(node.uuid):
-            if target.mark is None or target.mark.deployment != self._mark.deployment:
+            if target.owner_tag is None or target.owner_tag.database_id != self._owner_tag.database_id:
                 continue
-            if target.mark.instance == self._mark.instance:
+            if target.owner_tag.instance == self._owner_tag.instance:
                 made.add(target.volume_id)
             elif await self._api.remove_volume_target(target.uuid) is not None:
                 self._turned_down()
@@ -321,7 +323,7 @@ class NodeDeployment:
         for volume in wanted:
             if volume.volume_id in made:
                 continue
-            refused = await self._api.add_volume_target(target_body(node.uuid, volume, self._mark))
+            refused = await self._api.add_volume_target(target_body(node.uuid, volume, self._owner_tag))
             if refused is not None:
                 await self._check_served_still()
                 raise Reschedule("node.volume", f"{refused} (to attaching volume {volume.volume_id})")
@@ -344,11 +346,11 @@ def check_served(node: IronicNode) -> None:
         raise DriverOutage("no conductor of Ironic serves the node")
 
 
-def is_of(node: IronicNode, mark: Mark) -> bool:
-    """Whether the node carries this very attempt, by its mark."""
-    found = node.mark
+def is_of_attempt(node: IronicNode, tag: OwnerTag) -> bool:
+    """Whether the node carries this very attempt, by its tag."""
+    found = node.owner_tag
     return (
         found is not None
-        and node.instance == mark.instance
-        and (found.deployment, found.attempt) == (mark.deployment, mark.attempt)
+        and node.instance == tag.instance
+        and (found.database_id, found.attempt) == (tag.database_id, tag.attempt)
     )

@@ -1,7 +1,7 @@
 """Bare metal through Ironic's REST API.
 
 This driver reports no inventory: ironic_sync does so for all nodes, by Ironic's own state. The driver reads a node
-again before each action, because the book may be out of date.
+again before each action, because placement may be out of date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compute_sim.driver import (
     DriverUnavailable,
     Machine,
     MachineProtected,
-    NotOurs,
+    NotOwned,
     Reschedule,
     Tree,
 )
@@ -37,11 +37,11 @@ from compute_sim.drivers.ironic.deployment import NodeDeployment
 from compute_sim.drivers.ironic.machine_change import NodeChange
 from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
-from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
-from compute_sim.drivers.ironic.probation import WARNING, Probation
+from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, OwnerTag, machines_of
+from compute_sim.drivers.ironic.probation import WARNING, CanaryGate
 from compute_sim.drivers.ironic.request import free_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, NoVolumes, StaticVolumes, Volumes
-from compute_sim.guarded import guarded
+from compute_sim.guarded import isolate_driver
 from compute_sim.records import Records
 from compute_sim.ring import Ring
 
@@ -63,17 +63,17 @@ class MachineRecords(Protocol):
         """Hosts with a machine on record that the cell has not ended."""
 
     def undeploying(self, host: str) -> Mapping[str, tuple[int, str]]:
-        """{instance: (attempt, deployment)} of the marks that were seen before the node was undeployed."""
+        """{instance: (attempt, database_id)} of the tags that were seen before the node was undeployed."""
 
-    def note_undeploying(self, host: str, instance: str, mark: tuple[int, str] | None) -> None:
+    def record_teardown(self, host: str, instance: str, tag: tuple[int, str] | None) -> None:
         """The node is about to be undeployed; None: it is."""
 
     async def sync(self) -> None:
         """Return when what was noted survives a power cut."""
 
 
-class BareMetal:
-    """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
+class IronicDriver:
+    """The driver of one service's nodes: those that carry its tag, and its share of those that carry no tag."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class BareMetal:
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config, clock)
         self._volumes = volumes if volumes is not None else make_volumes(config)
-        self._probation = Probation(self._api, project=config.canary_project or "", clock=clock)
+        self._canary_gate = CanaryGate(self._api, project=config.canary_project or "", clock=clock)
         # The nodes that are offered: as the first announcement has them, and then as `watch` has reported them.
-        self._offered: dict[str, DriverHost] | None = None
+        self._reported: dict[str, DriverHost] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
@@ -124,8 +124,8 @@ class BareMetal:
         Free nodes that other services of the ring offer are among them.
         """
         hosts = await self._hosts()
-        if self._offered is None:
-            self._offered = {host.uuid: host for host in hosts if host.offered}
+        if self._reported is None:
+            self._reported = {host.uuid: host for host in hosts if host.reported}
         return hosts
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
@@ -133,69 +133,69 @@ class BareMetal:
         return ()
 
     async def spawn(self, build: Build) -> str:
-        """Take the node, deploy it, wait until it is active. The remark names what Ironic was waited for."""
+        """Take the node, deploy it, wait until it is active. The warning names what Ironic was waited for."""
         deployment = self._deployment(build)
         self._deployments.add(deployment)
         try:
-            remark = await deployment.run()
+            warning = await deployment.run()
         finally:
             self._deployments.discard(deployment)
         with contextlib.suppress(DriverUnavailable):  # it runs; a node that stays unproven is tried again
-            await self._probation.proved(build.host_uuid, build.spec.project_id)
-        return remark
+            await self._canary_gate.proved(build.host_uuid, build.spec.project_id)
+        return warning
 
     def waiting(self) -> Sequence[WaitingBuild]:
         """The builds that wait for Ironic now, the longest first."""
         found = [waiting for deployment in self._deployments if (waiting := deployment.waiting()) is not None]
         return sorted(found, key=lambda one: (one.since, one.instance_uuid))
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
-        """Undeploy the node when it has our mark; return when it is not deployed any more (cleaning continues).
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
+        """Undeploy the node when it has our tag; return when it is not deployed any more (cleaning continues).
 
-        When undeploying fails (as its power does), Ironic drops instance and mark, and the machine may run on: it is
-        undeployed again then, as the records have the mark that was seen.
-        Raises NotOurs (another mark), MachineProtected, or DriverUnavailable: try again later.
+        When undeploying fails (as its power does), Ironic drops instance and tag, and the machine may run on: it is
+        undeployed again then, as the records have the tag that was seen.
+        Raises NotOwned (another tag), MachineProtected, or DriverUnavailable: try again later.
         """
         began = self._clock.monotonic()
         refused: Refused | None = None
         while (node := await self._api.node(host_uuid)) is not None:
             if node.instance == instance_uuid:
-                if not _may_undeploy(node, attempt, deployment):
+                if not _may_undeploy(node, attempt, database_id):
                     return
-            elif instance_uuid not in self._records.undeploying(host_uuid) or not node.is_half_undeployed:
+            elif instance_uuid not in self._records.undeploying(host_uuid) or not node.is_partly_torn_down:
                 break
             took = self._clock.monotonic() - began
             if took > self._config.clean_timeout_s:
                 reason = f"; {refused}" if refused is not None else ""
                 left = "still carries the instance" if node.instance else "is not undeployed"
                 raise DriverUnavailable(f"node {host_uuid} {left} and is {node.condition}{reason}")
-            if node.mark is not None:
-                mark = (node.mark.attempt, node.mark.deployment)
-                self._records.note_undeploying(host_uuid, instance_uuid, mark)
+            if node.owner_tag is not None:
+                tag = (node.owner_tag.attempt, node.owner_tag.database_id)
+                self._records.record_teardown(host_uuid, instance_uuid, tag)
                 await self._records.sync()
-            refused = await self._let_go(node)
+            refused = await self._undeploy_step(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
-        self._records.note_undeploying(host_uuid, instance_uuid, None)
+        self._records.record_teardown(host_uuid, instance_uuid, None)
         if node is not None and node.storage_interface not in WITHOUT_VOLUMES:
-            await self._detach_volumes(host_uuid, instance_uuid, attempt, deployment, began)
+            await self._detach_volumes(host_uuid, instance_uuid, attempt, database_id, began)
         await self._network.release(host_uuid, instance_uuid)
         await self._volumes.release(host_uuid, instance_uuid)
 
     async def _detach_volumes(
-        self, node: str, instance: str, attempt: int, deployment: str | None, began: float
+        self, node: str, instance: str, attempt: int, database_id: str | None, began: float
     ) -> None:
         """Remove the targets that were made for these attempts. Ironic takes that when the node is switched off, so
         perhaps after its cleaning; until then the node is not offered.
         """
         while True:
-            ours = [
+            targets = [
                 target
                 for target in await self._api.volume_targets(node)
-                if (mark := target.mark) is not None
-                and (mark.instance, mark.deployment) == (instance, deployment)
-                and mark.attempt <= attempt
+                if (tag := target.owner_tag) is not None
+                and (tag.instance, tag.database_id) == (instance, database_id)
+                and tag.attempt <= attempt
             ]
-            refusals = [refused for one in ours if (refused := await self._api.remove_volume_target(one.uuid))]
+            refusals = [refused for one in targets if (refused := await self._api.remove_volume_target(one.uuid))]
             if not refusals:
                 return
             took = self._clock.monotonic() - began
@@ -203,7 +203,7 @@ class BareMetal:
                 raise DriverUnavailable(f"node {node} keeps a volume target: {refusals[0]}")
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
 
-    async def _let_go(self, node: IronicNode) -> Refused | None:
+    async def _undeploy_step(self, node: IronicNode) -> Refused | None:
         """Undo the next step. A refusal decides nothing, because the node may be locked now; the next read shows its
         state.
         """
@@ -224,19 +224,19 @@ class BareMetal:
         return await NodeChange(change, api=self._api, config=self._config, clock=self._clock).run()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """The instances on all nodes, in any provision state; the mark names its deployment and its attempt."""
+        """The instances on all nodes, in any provision state; the tag names its deployment and its attempt."""
         wanted = None if hosts is None else frozenset(hosts)
         nodes = await self._nodes()
         return {
-            node.uuid: (*machines_of(node), *self._half_undeployed(node))
+            node.uuid: (*machines_of(node), *self._partly_torn_down(node))
             for node in nodes
             if wanted is None or node.uuid in wanted
         }
 
-    def _half_undeployed(self, node: IronicNode) -> Sequence[Machine]:
+    def _partly_torn_down(self, node: IronicNode) -> Sequence[Machine]:
         """The machine that may run on a node on which Ironic names none any more, because undeploying it failed."""
-        marks = self._records.undeploying(node.uuid) if node.is_half_undeployed else {}
-        return [Machine(node.uuid, instance, *mark, False, runs=node.runs) for instance, mark in marks.items()]
+        tags = self._records.undeploying(node.uuid) if node.is_partly_torn_down else {}
+        return [Machine(node.uuid, instance, *tag, False, runs=node.runs) for instance, tag in tags.items()]
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Nodes that came, or whose maintenance changed, as `watch` finds them."""
@@ -251,19 +251,19 @@ class BareMetal:
         while True:
             began, pause_s = self._clock.monotonic(), min(OUTAGE_RETRY_S, self._config.watch_interval_s)
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
-                await guarded(self).look()
+                await isolate_driver(self).look()
                 pause_s = max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began))
             await self._pause(pause_s)
 
     async def look(self) -> None:
         """Report the nodes that came or changed since the last look. Raises DriverUnavailable."""
         nodes, holding = await self._all_nodes(), self._holding()
-        mine = [node for node in nodes if self._is_ours(node, holding)]
-        await self._probation.note(node for node in mine if self._is_offered(node, holding))
-        offered = {host.uuid: host for node in mine if (host := self._host(node, holding)).offered}
-        known = self._offered or {}
+        owned = [node for node in nodes if self._is_owned(node, holding)]
+        await self._canary_gate.note(node for node in owned if self._is_reported(node, holding))
+        offered = {host.uuid: host for node in owned if (host := self._host(node, holding)).reported}
+        known = self._reported or {}
         changed_nodes = [uuid for uuid, host in offered.items() if known.get(uuid) != host]
-        self._offered = offered
+        self._reported = offered
         if changed_nodes and self._changed is not None:
             self._changed(changed_nodes)
 
@@ -278,13 +278,13 @@ class BareMetal:
         self.ring.changed.clear()
 
     def _deployment(self, build: Build) -> NodeDeployment:
-        if build.deployment is None:
-            raise Reschedule("spawn.unmarked", "the command names no deployment, so the node could not be given back")
+        if build.database_id is None:
+            raise Reschedule("spawn.untagged", "the command names no database, so the node could not be given back")
         instance = build.spec.instance_uuid
-        mark = Mark(build.deployment, self._cell, self._service, instance, build.attempt)
+        tag = OwnerTag(build.database_id, self._cell, self._service, instance, build.attempt)
         return NodeDeployment(
             build,
-            mark,
+            tag,
             api=self._api,
             network=self._network,
             volumes=self._volumes,
@@ -295,11 +295,11 @@ class BareMetal:
     async def _nodes(self) -> builtins.list[IronicNode]:
         """The nodes that this service announces, by uuid."""
         nodes, holding = await self._all_nodes(), self._holding()
-        return [node for node in nodes if self._is_ours(node, holding) and self._is_offered(node, holding)]
+        return [node for node in nodes if self._is_owned(node, holding) and self._is_reported(node, holding)]
 
     async def _hosts(self) -> builtins.list[DriverHost]:
         nodes, holding = await self._all_nodes(), self._holding()
-        return [self._host(node, holding) for node in nodes if self._is_ours(node, holding)]
+        return [self._host(node, holding) for node in nodes if self._is_owned(node, holding)]
 
     def _holding(self) -> Collection[str]:
         return self._records.holding_hosts()
@@ -316,22 +316,22 @@ class BareMetal:
             enabled=not node.disabled_reason,
             disabled_reason=node.disabled_reason,
             attributes=attributes,
-            offered=self._is_offered(node, holding),
+            reported=self._is_reported(node, holding),
         )
 
     async def _all_nodes(self) -> builtins.list[IronicNode]:
         return sorted(await self._api.nodes(), key=lambda node: node.uuid)
 
-    def _is_ours(self, node: IronicNode, holding: Collection[str]) -> bool:
-        """Whether this service, or one of its ring, announces the node. Shares decide about those without a mark.
+    def _is_owned(self, node: IronicNode, holding: Collection[str]) -> bool:
+        """Whether this service, or one of its ring, announces the node. Shares decide about those without a tag.
 
-        holding: of nodes without a mark, those whose machine the cell has not ended. No other service's word that it
+        holding: of nodes without a tag, those whose machine the cell has not ended. No other service's word that it
         is gone counts for certain: its reads are distinguished from the build by clocks only.
         """
-        mark = node.mark
-        if mark is not None:
-            return mark.cell == self._cell and mark.service in self._services
-        if self._carries_ours(node, holding):
+        tag = node.owner_tag
+        if tag is not None:
+            return tag.cell == self._cell and tag.service in self._services
+        if self._has_recorded_machine(node, holding):
             return True
         config = self._config
         if config.conductor_group is not None and node.conductor_group.lower() != config.conductor_group.lower():
@@ -340,25 +340,25 @@ class BareMetal:
             return False
         return zlib.crc32(node.uuid.encode()) % config.shares == config.share
 
-    def _is_offered(self, node: IronicNode, holding: Collection[str]) -> bool:
-        """Of a node of ours, whether this service announces it: the ring decides about nodes without a mark only."""
-        if self.ring is None or node.mark is not None or self._carries_ours(node, holding):
+    def _is_reported(self, node: IronicNode, holding: Collection[str]) -> bool:
+        """Of a node of ours, whether this service announces it: the ring decides about nodes without a tag only."""
+        if self.ring is None or node.owner_tag is not None or self._has_recorded_machine(node, holding):
             return True
         return self.ring.owns(node.uuid)
 
-    def _carries_ours(self, node: IronicNode, holding: Collection[str]) -> bool:
+    def _has_recorded_machine(self, node: IronicNode, holding: Collection[str]) -> bool:
         if node.uuid in holding:
             return True
         return node.instance is not None and self._records.is_live(node.uuid, node.instance)
 
 
-def _may_undeploy(node: IronicNode, attempt: int, deployment: str | None) -> bool:
-    """Whether the node's instance was put there by this attempt or an earlier one. Raises NotOurs, MachineProtected."""
-    mark = node.mark
-    if mark is None or mark.deployment != deployment:
-        named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
-        raise NotOurs(f"node {node.uuid} carries instance {node.instance} with {named}")
-    if mark.attempt > attempt:
+def _may_undeploy(node: IronicNode, attempt: int, database_id: str | None) -> bool:
+    """Whether this attempt or an earlier one has put the node's instance there. Raises NotOwned, MachineProtected."""
+    tag = node.owner_tag
+    if tag is None or tag.database_id != database_id:
+        named = "no tag of ours" if tag is None else f"the tag of database {tag.database_id}"
+        raise NotOwned(f"node {node.uuid} carries instance {node.instance} with {named}")
+    if tag.attempt > attempt:
         return False
     if node.protected:
         why = f" ({node.protected_reason})" if node.protected_reason else ""

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.moves import MACHINE_ABSENT, RESCUE_FAILED, UNSUPPORTED, ChangeKind
 from compute_sim.config import IronicConfig
-from compute_sim.driver import BuildAbort, ChangeFault, ChangeOrder, ChangeResult, DriverUnavailable, NotOurs
+from compute_sim.driver import BuildAbort, ChangeFault, ChangeOrder, ChangeResult, DriverUnavailable, NotOwned
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.deployment import VALIDATED
-from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, MARK, IronicNode, Mark
+from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, OWNER_TAG, IronicNode, OwnerTag
 from compute_sim.drivers.ironic.request import IMAGE_ENTRIES, config_drive, image_of, instance_info
 
 POWER = {ChangeKind.START: "power on", ChangeKind.STOP: "power off"}
@@ -36,7 +36,7 @@ class NodeChange:
         self._requested = False  # this run has requested it of the node, and Ironic has not refused
 
     async def run(self) -> ChangeResult:
-        """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was requested)."""
+        """Change it. Raises ChangeFault, NotOwned, or DriverUnavailable (only before anything was requested)."""
         if self._change.kind not in CHANGES:
             raise ChangeFault(UNSUPPORTED, f"bare metal has no {self._change.kind.value} here")
         began = self._clock.monotonic()
@@ -49,10 +49,10 @@ class NodeChange:
     async def _pass(self) -> bool:
         try:
             node = await self._api.node(self._change.host_uuid)
-            mark = self._checked(node)
+            tag = self._checked(node)
             assert node is not None
             if self._change.kind is ChangeKind.REBUILD:
-                return await self._rebuild(node, mark)
+                return await self._rebuild(node, tag)
             if self._change.kind in RESCUES:
                 return await self._rescue(node)
             return await self._power(node, POWER[self._change.kind])
@@ -61,17 +61,17 @@ class NodeChange:
                 raise
             return False
 
-    def _checked(self, node: IronicNode | None) -> Mark:
-        """The mark of the machine that the order means."""
+    def _checked(self, node: IronicNode | None) -> OwnerTag:
+        """The tag of the machine that the order means."""
         if node is None or node.instance != self._change.spec.instance_uuid:
             raise ChangeFault(MACHINE_ABSENT, "the node does not carry this instance", runs=False)
-        mark = node.mark
-        if mark is None or mark.deployment != self._change.deployment:
-            named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
-            raise NotOurs(f"node {node.uuid} carries instance {node.instance} with {named}")
-        if mark.attempt != self._change.attempt:
+        tag = node.owner_tag
+        if tag is None or tag.database_id != self._change.database_id:
+            named = "no tag of ours" if tag is None else f"the tag of database {tag.database_id}"
+            raise NotOwned(f"node {node.uuid} carries instance {node.instance} with {named}")
+        if tag.attempt != self._change.attempt:
             raise ChangeFault("machine.other", "another attempt's machine is here", runs=False)
-        return mark
+        return tag
 
     async def _power(self, node: IronicNode, wanted: str) -> bool:
         if node.provision_state not in BUILT:
@@ -110,8 +110,8 @@ class NodeChange:
         self._requested = refused is None
         return False
 
-    async def _rebuild(self, node: IronicNode, mark: Mark) -> bool:
-        begun = mark.order == self._change.order
+    async def _rebuild(self, node: IronicNode, tag: OwnerTag) -> bool:
+        begun = tag.order == self._change.order
         if node.provision_state in DEPLOYING and begun:
             self._requested = True
             return False
@@ -122,7 +122,7 @@ class NodeChange:
         if self._requested and begun:
             raise ChangeFault("node.rebuild_failed", f"the node is {node.condition}", runs=False)
         if not begun:
-            self._check_answer(await self._api.patch(node.uuid, self._image_patch(node, mark)), "to the new image")
+            self._check_answer(await self._api.patch(node.uuid, self._image_patch(node, tag)), "to the new image")
             return False
         if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
             raise ChangeFault("node.invalid", "; ".join(refusals))
@@ -133,8 +133,8 @@ class NodeChange:
         self._requested = refused is None
         return False
 
-    def _image_patch(self, node: IronicNode, mark: Mark) -> list[dict[str, object]]:
-        """The new image instead of the old one, and the order in our mark, all or none."""
+    def _image_patch(self, node: IronicNode, tag: OwnerTag) -> list[dict[str, object]]:
+        """The new image instead of the old one, and the order in our tag, all or none."""
         try:
             image = image_of(self._change.spec, self._config.images)
         except BuildAbort as fault:
@@ -144,8 +144,8 @@ class NodeChange:
         }
         gone = [name for name in node.info_entries if name in IMAGE_ENTRIES and name not in wanted]
         return [
-            # The mark first: when the node is not ours any more, this fails, and with it all of it.
-            {"op": "replace", "path": MARK, "value": to_builtins(replace(mark, order=self._change.order))},
+            # The tag first: when the node is not ours any more, this fails, and with it all of it.
+            {"op": "replace", "path": OWNER_TAG, "value": to_builtins(replace(tag, order=self._change.order))},
             *({"op": "remove", "path": f"/instance_info/{name}"} for name in gone),
             *({"op": "add", "path": f"/instance_info/{name}", "value": value} for name, value in wanted.items()),
         ]

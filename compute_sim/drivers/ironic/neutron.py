@@ -118,7 +118,7 @@ class NeutronNetwork:
             await self._check(wanted, spec, node)
         made: dict[tuple[str, str, str], str] = {}
         if any(wanted.network is not None for wanted in spec.networks):
-            ours = await self._ours(node, spec.instance_uuid)
+            ours = await self._owned_ports(node, spec.instance_uuid)
             made = {(port.name, port.network_id, port.project_id): port.id for port in ours}
         vifs: builtins.list[str] = []
         for number, wanted in enumerate(spec.networks):
@@ -133,7 +133,7 @@ class NeutronNetwork:
 
     async def release(self, node: str, instance: str) -> None:
         """Remove the ports that were made for this instance on this node. Raises DriverUnavailable."""
-        for port in await self._ours(node, instance):
+        for port in await self._owned_ports(node, instance):
             answer = await whole(self._call("DELETE", f"{PORTS}/{port.id}"))
             if answer.is_error and answer.status_code != httpx.codes.NOT_FOUND:
                 raise DriverUnavailable(f"{_words(answer)} (to removing port {port.id})")
@@ -144,7 +144,7 @@ class NeutronNetwork:
         if isinstance(self._auth, KeystoneAuth):
             await self._auth.aclose()
 
-    async def _ours(self, node: str, instance: str) -> builtins.list[Port]:
+    async def _owned_ports(self, node: str, instance: str) -> builtins.list[Port]:
         prefix = _name(node, instance, "")
         found = (await self._one(PORTS, Ports, params={"device_id": instance})).ports
         return [port for port in found if port.device_id == instance and port.name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""A node as Ironic's REST API has it, its provision states, and the mark that names the owner of the machine on it."""
+"""A node as Ironic's REST API has it, its provision states, and the tag that names the owner of the machine on it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FIELDS = (
     "uuid,name,provision_state,power_state,maintenance,instance_uuid,instance_info"
     ",conductor_group,owner,lessee,retired,retired_reason,fault"
 )
-# Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
-# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
+# Where our tag is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
+# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the tag behind: while
 # the node is deployed it still names the owner of the machine on it.
-MARK = "/instance_info/berth"
+OWNER_TAG = "/instance_info/berth"
 
-# The mark of a node that has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
+# The entry of a node that has failed and not been tried since. Ironic keeps `extra` whatever becomes of the node.
 UNPROVEN_ENTRY = "berth_unproven"
 UNPROVEN = f"/extra/{UNPROVEN_ENTRY}"
 
@@ -71,10 +71,10 @@ BUILT = frozenset(
 DEPLOYED = BUILT | DELETABLE
 
 
-class Mark(Struct, frozen=True, omit_defaults=True):
+class OwnerTag(Struct, frozen=True, omit_defaults=True):
     """The proof that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
 
-    deployment: Uuid
+    database_id: Uuid
     cell: Word
     service: Word
     instance: Uuid
@@ -83,10 +83,10 @@ class Mark(Struct, frozen=True, omit_defaults=True):
 
 
 class Unproven(Struct, frozen=True):
-    """A failure that no build has disproved. since: seconds since the epoch; why: in Ironic's words."""
+    """A failure that no build has disproved. since: seconds since the epoch; reason: in Ironic's words."""
 
     since: float
-    why: Annotated[str, Bound(max_length=500)] = ""
+    reason: Annotated[str, Bound(max_length=500)] = ""
 
 
 class NodeExtra(Struct, frozen=True):
@@ -98,7 +98,7 @@ class NodeExtra(Struct, frozen=True):
 class InstanceInfo(Struct, frozen=True):
     """Our entry of a node's `instance_info`; the others are not ours to read."""
 
-    berth: Mark | None = None
+    berth: OwnerTag | None = None
 
 
 class IronicNode(Struct, frozen=True):
@@ -164,7 +164,7 @@ class IronicNode(Struct, frozen=True):
         return self.power_state != "power off"
 
     @property
-    def is_half_undeployed(self) -> bool:
+    def is_partly_torn_down(self) -> bool:
         """Whether Ironic has failed to undeploy it, or is trying again: it carries no instance then, and may run."""
         return self.machine is None and self.provision_state in {"error", "deleting"}
 
@@ -186,8 +186,8 @@ class IronicNode(Struct, frozen=True):
         return self.instance_uuid
 
     @property
-    def mark(self) -> Mark | None:
-        """Our mark for the machine that is on it. An instance of another form is another's, and no fault.
+    def owner_tag(self) -> OwnerTag | None:
+        """Our tag for the machine that is on it. An instance of another form is another's, and no fault.
 
         Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
         operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
@@ -195,16 +195,16 @@ class IronicNode(Struct, frozen=True):
         if self.instance_uuid is None and self.provision_state not in DEPLOYED:
             return None
         try:
-            mark = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
+            tag = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return mark if mark is not None and self.instance in (None, mark.instance) else None
+        return tag if tag is not None and self.instance in (None, tag.instance) else None
 
     @property
     def machine(self) -> str | None:
-        """The uuid of the instance whose machine is on it: by Ironic's word, else by our mark."""
-        mark = self.mark
-        return self.instance if self.instance is not None or mark is None else mark.instance
+        """The uuid of the instance whose machine is on it: by Ironic's word, else by our tag."""
+        tag = self.owner_tag
+        return self.instance if self.instance is not None or tag is None else tag.instance
 
     @property
     def condition(self) -> str:
@@ -256,14 +256,14 @@ class History(Struct, frozen=True):
 
 def machines_of(node: IronicNode) -> tuple[Machine, ...]:
     """The machine on the node; a text that is no uuid names no instance that a report could name."""
-    machine, mark = node.machine, node.mark
+    machine, tag = node.machine, node.owner_tag
     if machine is None or not _is_uuid(machine):
         return ()
     built = node.provision_state in BUILT
-    if mark is None:
+    if tag is None:
         return (Machine(node.uuid, machine, None, None, built, runs=node.runs),)
     left = node.instance is None  # an operator has cleared `instance_uuid` alone: nothing is done to such a node
-    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built, runs=node.runs, left=left),)
+    return (Machine(node.uuid, machine, tag.attempt, tag.database_id, built, runs=node.runs, tag_only=left),)
 
 
 def _is_uuid(text: str) -> bool:

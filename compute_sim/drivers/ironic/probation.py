@@ -17,7 +17,7 @@ from compute_sim.drivers.ironic.node import UNPROVEN, IronicNode, Unproven
 
 log = structlog.get_logger(__name__)
 
-MAX_MARKED = 50  # in one look; the rest with the next one
+MAX_WRITTEN = 50  # in one look; the rest with the next one
 # Of hardware, or of an operator's own steps. A failed deployment or rescue is none: a customer's image can cause it,
 # and any customer could have every node put aside.
 FAILED_STATES = frozenset({"clean failed", "inspect failed", "adopt failed", "service failed", "error"})
@@ -33,7 +33,7 @@ def failure_of(node: IronicNode) -> str:
     return f"the node was {node.condition}" if node.provision_state in FAILED_STATES else ""
 
 
-class Probation:
+class CanaryGate:
     """Writes failures on nodes, and takes them away. project: the canary's; empty: nothing is written."""
 
     def __init__(self, api: IronicApi, *, project: str, clock: Clock) -> None:
@@ -48,11 +48,11 @@ class Probation:
         """
         if not self._project:
             return
-        free = (node for node in nodes if node.instance is None and node.mark is None and node.unproven is None)
+        free = (node for node in nodes if node.instance is None and node.owner_tag is None and node.unproven is None)
         failed = [(node, why) for node in free if (why := failure_of(node))]
-        for node, why in failed[:MAX_MARKED]:
-            mark = to_builtins(Unproven(since=self._clock.time(), why=why[:500]))
-            refused = await self._api.patch(node.uuid, [{"op": "add", "path": UNPROVEN, "value": mark}])
+        for node, why in failed[:MAX_WRITTEN]:
+            entry = to_builtins(Unproven(since=self._clock.time(), reason=why[:500]))
+            refused = await self._api.patch(node.uuid, [{"op": "add", "path": UNPROVEN, "value": entry}])
             log.warning("ironic.node_unproven", node=node.uuid, why=why, refused=str(refused or ""))
 
     async def proved(self, uuid: str, project: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ImageSource
 from compute_sim.driver import BuildAbort
-from compute_sim.drivers.ironic.node import MARK, Mark
+from compute_sim.drivers.ironic.node import OWNER_TAG, OwnerTag
 from compute_sim.drivers.ironic.volume import boots_from_volume
 
 MAX_HOSTNAME = 63
@@ -82,11 +82,11 @@ def is_of_request(words: str, image: ImageSource | None) -> bool:
     return any(form.format(name) in words for form in _NAMING for name in names)
 
 
-def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> list[dict[str, Any]]:
-    """The PATCH that takes a node for an instance: its uuid, our mark, and what its deployment goes by, at once."""
+def take_patch(spec: InstanceSpec, tag: OwnerTag, image: ImageSource | None) -> list[dict[str, Any]]:
+    """The PATCH that takes a node for an instance: its uuid, our tag, and what its deployment goes by, at once."""
     return [
         {"op": "add", "path": "/instance_uuid", "value": spec.instance_uuid},
-        {"op": "add", "path": MARK, "value": msgspec.to_builtins(mark)},
+        {"op": "add", "path": OWNER_TAG, "value": msgspec.to_builtins(tag)},
         *(
             {"op": "add", "path": f"/instance_info/{name}", "value": value}
             for name, value in instance_info(spec, image).items()
@@ -97,13 +97,13 @@ def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> lis
 def free_patch() -> list[dict[str, Any]]:
     """The PATCH that gives a node back that was taken and not deployed.
 
-    It fails as a whole when the node has no mark any more; whose mark it is, its caller has read just before.
+    It fails as a whole when the node has no tag any more; whose tag it is, its caller has read just before.
     """
-    return [{"op": "remove", "path": path} for path in (MARK, "/instance_info", "/instance_uuid")]
+    return [{"op": "remove", "path": path} for path in (OWNER_TAG, "/instance_info", "/instance_uuid")]
 
 
 def instance_info(spec: InstanceSpec, image: ImageSource | None) -> dict[str, Any]:
-    """The entries beside our mark. Ironic makes `project_id` the node's lessee, until it is undeployed."""
+    """The entries beside our tag. Ironic makes `project_id` the node's lessee, until it is undeployed."""
     info: dict[str, Any] = {"project_id": spec.project_id}
     if spec.name:
         info["display_name"] = spec.name

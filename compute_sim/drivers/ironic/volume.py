@@ -11,7 +11,7 @@ from bus.contracts.base import GivenAttempt, Uuid
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import VolumeRequest
 from compute_sim.driver import BuildAbort
-from compute_sim.drivers.ironic.node import Mark
+from compute_sim.drivers.ironic.node import OwnerTag
 
 # With these a node attaches none; Ironic's others (`cinder`, `external`) read the node's volume targets.
 WITHOUT_VOLUMES = frozenset({None, "noop"})
@@ -69,10 +69,10 @@ def boots_from_volume(spec: InstanceSpec) -> bool:
     return True
 
 
-class TargetMark(Struct, frozen=True):
+class TargetOwnerTag(Struct, frozen=True):
     """The proof that a volume target is ours, in its `extra`: for which attempt of which instance it was made."""
 
-    deployment: Uuid
+    database_id: Uuid
     instance: Uuid
     attempt: GivenAttempt
 
@@ -80,7 +80,7 @@ class TargetMark(Struct, frozen=True):
 class TargetExtra(Struct, frozen=True):
     """Our entry of a target's `extra`."""
 
-    berth: TargetMark | None = None
+    berth: TargetOwnerTag | None = None
 
 
 class VolumeTarget(Struct, frozen=True):
@@ -91,8 +91,8 @@ class VolumeTarget(Struct, frozen=True):
     extra: msgspec.Raw = msgspec.Raw(b"{}")
 
     @property
-    def mark(self) -> TargetMark | None:
-        """Our mark; a target without it is another's."""
+    def owner_tag(self) -> TargetOwnerTag | None:
+        """Our tag; a target without it is another's."""
         try:
             return msgspec.json.decode(self.extra, type=TargetExtra).berth
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -105,9 +105,9 @@ class Targets(Struct, frozen=True):
     targets: list[VolumeTarget] = []
 
 
-def target_body(node: str, volume: VolumeRequest, mark: Mark) -> dict[str, Any]:
+def target_body(node: str, volume: VolumeRequest, tag: OwnerTag) -> dict[str, Any]:
     """The body that makes a volume a target of the node."""
-    ours = TargetMark(mark.deployment, mark.instance, mark.attempt)
+    ours = TargetOwnerTag(tag.database_id, tag.instance, tag.attempt)
     return {
         "node_uuid": node,
         "volume_type": volume.type,

@@ -18,11 +18,11 @@ from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState
 from bus.contracts.queues import BY_QUEUE, COMMANDS, EVENTS, QueueKind, QueueRow, Where, project_bus
 from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
-from bus.port import BusError, BusMarked, BusUnavailable, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
+from bus.port import BusError, BusOwned, BusUnavailable, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
 from bus.wire import BATCH
 from tests.contract.rig import (
     EVERY_ADAPTER,
@@ -199,15 +199,15 @@ async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(h
     await bus.publish_all([(event(number), "") for number in range(2, 2 + count)])
     assert await bus.publish_each([(event(2 + count), ""), (event(3 + count), "")]) == [None, None]
     await until(lambda: set(sequences(client.got)) == set(range(1, 4 + count)))
-    move = MoveEvent(
+    action = ActionEvent(
         request_id=boot().instance_uuid,
         instance_uuid=boot().instance_uuid,
         project_id="p",
-        kind=MoveKind.STOP,
-        state=MoveState.DONE,
+        kind=ActionKind.STOP,
+        state=ActionState.DONE,
         sequence=1,
     )
-    await bus.publish(move)
+    await bus.publish(action)
     assert 0 < await bus.transport.depth("client.record.full") < 4 + count  # a quorum queue's bound is not exact
 
 
@@ -260,8 +260,8 @@ LOOK_AGAIN_S = 0.01
 
 
 async def is_refused(transport: Transport, owner: str) -> str:
-    with pytest.raises(BusMarked) as refused:
-        await transport.mark("scheduler", owner)
+    with pytest.raises(BusOwned) as refused:
+        await transport.set_owner("scheduler", owner)
     return str(refused.value)
 
 
@@ -269,23 +269,23 @@ async def is_refused(transport: Transport, owner: str) -> str:
 async def test_a_mark_has_one_owner(rig: Rig) -> None:
     one, other = await rig.transport(), await rig.transport()
     assert await other.owner_of("scheduler") == ""
-    await one.mark("scheduler", MINE)
-    await one.mark("scheduler", MINE)
-    await other.mark("scheduler", MINE)
+    await one.set_owner("scheduler", MINE)
+    await one.set_owner("scheduler", MINE)
+    await other.set_owner("scheduler", MINE)
     assert await is_refused(other, THEIRS) == MINE
     assert await other.owner_of("scheduler") == await one.owner_of("scheduler") == MINE
-    await other.mark("placement", THEIRS)
+    await other.set_owner("placement", THEIRS)
     assert await one.owner_of("placement") == THEIRS
 
 
 @EVERY_ADAPTER
 async def test_a_mark_that_was_removed_can_be_anothers(rig: Rig) -> None:
     one, other = await rig.transport(), await rig.transport()
-    await one.unmark("scheduler")
-    await one.mark("scheduler", MINE)
-    await other.unmark("scheduler")
+    await one.clear_owner("scheduler")
+    await one.set_owner("scheduler", MINE)
+    await other.clear_owner("scheduler")
     assert await one.owner_of("scheduler") == ""
-    await other.mark("scheduler", THEIRS)
+    await other.set_owner("scheduler", THEIRS)
     assert await is_refused(one, MINE) == THEIRS
 
 
@@ -294,20 +294,21 @@ async def test_of_two_that_come_first_at_once_one_has_the_bus(rig: Rig) -> None:
     transports = [await rig.transport() for _ in range(6)]
     owners = [MINE, THEIRS] * 3
     tried = await asyncio.gather(
-        *(one.mark("scheduler", owner) for one, owner in zip(transports, owners, strict=True)), return_exceptions=True
+        *(one.set_owner("scheduler", owner) for one, owner in zip(transports, owners, strict=True)),
+        return_exceptions=True,
     )
     has = await transports[0].owner_of("scheduler")
     assert has in (MINE, THEIRS)
     for owner, result in zip(owners, tried, strict=True):
         assert (result is None) == (owner == has), (owner, result)
-        assert result is None or (isinstance(result, BusMarked) and str(result) == has)
+        assert result is None or (isinstance(result, BusOwned) and str(result) == has)
 
 
 @EVERY_ADAPTER
 async def test_a_bus_of_another_prefix_is_another_bus(rig: Rig) -> None:
     one, other = await rig.transport(), await rig.transport(prefix="second.")
-    await one.mark("scheduler", MINE)
-    await other.mark("scheduler", THEIRS)
+    await one.set_owner("scheduler", MINE)
+    await other.set_owner("scheduler", THEIRS)
     assert (await one.owner_of("scheduler"), await other.owner_of("scheduler")) == (MINE, THEIRS)
 
 
@@ -333,19 +334,19 @@ async def test_a_queue_whose_consumption_has_ended_is_not_declared_anew(rig: Rig
 @EVERY_ADAPTER_THAT_RECONNECTS
 async def test_a_connection_does_not_come_back_to_a_bus_that_has_become_anothers(rig: Rig) -> None:
     one = await rig.transport()
-    await one.mark("scheduler", MINE)
+    await one.set_owner("scheduler", MINE)
     await rig.part(one)
     other = rig.outside("other")
     await other.open()
-    await other.unmark("scheduler")
-    await other.mark("scheduler", THEIRS)
+    await other.clear_owner("scheduler")
+    await other.set_owner("scheduler", THEIRS)
     came: list[bool] = []
     one.on_reconnect(lambda: came.append(True))
     await rig.rejoin(one)
     for _ in range(20):  # nothing is announced that does not happen; a slow machine looks for longer, and fails nothing
         await asyncio.sleep(LOOK_AGAIN_S)
         assert not one.connected
-    await other.unmark("scheduler")
+    await other.clear_owner("scheduler")
     await until(lambda: came)
     assert await other.owner_of("scheduler") == MINE
     await other.close()
@@ -354,7 +355,7 @@ async def test_a_connection_does_not_come_back_to_a_bus_that_has_become_anothers
 @pytest.mark.parametrize("kind", [pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 async def test_a_connection_that_is_lost_while_the_owner_is_read_does_not_end_the_worker(rig: Rig) -> None:
     one = await rig.transport()
-    await one.mark("scheduler", MINE)
+    await one.set_owner("scheduler", MINE)
     await rig.part(one)
     await until(lambda: not one.connected)
     reading = asyncio.create_task(one.owner_of("scheduler"))

@@ -16,7 +16,7 @@ from bus.clock import SystemClock
 from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, Wait
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry, RetryWhenAvailable
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import CellDelete
@@ -41,7 +41,7 @@ async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     handler = await house.answer(bus, REQUESTS, lambda _: Retry("not.yet", "come back"))
     await bus.publish(boot(1), cause="why")
     await settled(bus, dead=1)
-    assert [one.meta.attempt for one in handler.got] == [0, 1, 2]
+    assert [one.meta.delivery_attempt for one in handler.got] == [0, 1, 2]
     assert len({one.meta.id for one in handler.got}) == 1
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert (letter.code, letter.reason, letter.cause, letter.type) == (
@@ -98,7 +98,7 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House) 
             await bus.publish(boot(number))
             await handler.wait(number)
             letter = await the_only_letter(bus)
-            assert (letter.code, letter.body, letter.cut_from) == (code, body, 0)
+            assert (letter.code, letter.body, letter.truncated_from) == (code, body, 0)
             assert handler.uuids == [boot(one).instance_uuid for one in range(1, number + 1)]
 
 
@@ -201,10 +201,10 @@ CANNOT_TRAVEL: list[dict[str, object]] = [
     {"id": "1", "reply_to": "r" * 256},
     {"id": "1", "correlation_id": "c" * 300},
     {"id": "1", "sent_at": 1e308},
-    {"id": "1", "patience_s": 1e308},
+    {"id": "1", "timeout_s": 1e308},
     {"id": "1", "waited_s": 1e308},
-    {"id": "1", "attempt": 10**24},
-    {"id": "1", "attempt": -1},
+    {"id": "1", "delivery_attempt": 10**24},
+    {"id": "1", "delivery_attempt": -1},
 ]
 
 
@@ -260,7 +260,7 @@ async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
     await settled(bus)
     assert all(call[0].message == calls[0][0].message and call[0].meta == calls[0][0].meta for call in calls)
     assert [call[0].redelivered for call in calls] == [False, True, True, True], "the first may have begun it"
-    assert calls[3][0].meta.attempt == 0
+    assert calls[3][0].meta.delivery_attempt == 0
     assert consumer.ready
 
 
@@ -272,12 +272,12 @@ async def test_a_message_that_waits_for_a_server_holds_up_no_other_of_its_batch(
     async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
         uuids = [str(one.message.instance_uuid) for one in received if isinstance(one.message, BuildRequest)]
         calls.append(uuids)
-        waits = Wait("placement.unavailable", "no answer")
+        waits = RetryWhenAvailable("placement.unavailable", "no answer")
         return [waits if uuid == boot(1).instance_uuid and not is_back.is_set() else Done() for uuid in uuids]
 
     consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
     await asyncio.gather(*(bus.publish(boot(number)) for number in (1, 2, 3)))
-    await until(lambda: consumer.in_hand == 1 and len(calls) > 3)
+    await until(lambda: consumer.in_flight == 1 and len(calls) > 3)
     is_back.set()
     await settled(bus)
     assert Counter(uuid for call in calls for uuid in call)[boot(2).instance_uuid] == 1
@@ -523,9 +523,9 @@ async def test_a_message_is_acknowledged_after_what_its_handler_names(house: Hou
     await handler.wait(1)
     await bus.publish(boot(2))
     await handler.wait(2)  # it goes on meanwhile
-    assert len(consumer._in_hand) == 2
+    assert len(consumer._in_flight_deliveries) == 2
     flushed.set_result(None)
-    await until(lambda: not consumer._in_hand)
+    await until(lambda: not consumer._in_flight_deliveries)
     assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
 
 

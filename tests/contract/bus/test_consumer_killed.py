@@ -11,7 +11,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.consuming import consumer as consuming
-from bus.consuming.consumer import SUSPECT_WAIT_S, Consumer
+from bus.consuming.consumer import POISON_RETRY_S, Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
@@ -19,7 +19,7 @@ from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import DatabaseUnavailable
 from bus.gather import SLOW_S
 from bus.port import BusUnavailable, Delivery
-from bus.published_key import letters_code
+from bus.published_key import dead_letter_code_of
 from bus.wire import batch, pack
 from tests.contract.rig import KINDS, REQUESTS, Answering, House, Rig, boot, collect, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
@@ -28,7 +28,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 
 POISON = boot(999)
-GIVEN_UP = "scheduler.given_up"
+GIVEN_UP = "scheduler.dead_letters"
 
 
 class Mortal:
@@ -144,7 +144,7 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
     assert handled == {one.instance_uuid for one in good}
     assert deaths == BY_QUEUE[REQUESTS].delivery_limit + 1
     letter = await watching.transport.get(GIVEN_UP)
-    assert letter is not None and letters_code(letter) == "broker.delivery_limit"
+    assert letter is not None and dead_letter_code_of(letter) == "broker.delivery_limit"
     assert POISON.instance_uuid in letter.body.decode()
 
 
@@ -190,7 +190,7 @@ async def test_a_flapping_bus_exhausts_nothing_that_no_handler_ever_had(house: H
     async def is_over() -> bool:
         """Nothing waits here or in the queue, and nothing was on its way in between."""
         for _ in range(2):
-            if consumer.in_hand or consumer._waiting() or not watching.transport.connected:
+            if consumer.in_flight or consumer._waiting() or not watching.transport.connected:
                 return False
             with contextlib.suppress(BusUnavailable):
                 if not (await depth_is(bus, REQUESTS, 0) and await depth_is(watching, REQUESTS, 0)):
@@ -199,7 +199,7 @@ async def test_a_flapping_bus_exhausts_nothing_that_no_handler_ever_had(house: H
 
     await until(is_over)
     await settled(watching)
-    assert not any(one.exhausted for one in handler.got), handler.cuts
+    assert not any(one.at_delivery_limit for one in handler.got), handler.cuts
     assert handler.cuts < BY_QUEUE[REQUESTS].delivery_limit - 5, "each connection settles what it has had time for"
 
 
@@ -215,7 +215,7 @@ async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House
     delivery.nack(requeue=False)
     await until(lambda: depth_is(bus, GIVEN_UP, 1))
     letter = await bus.transport.get(GIVEN_UP)
-    assert letter is not None and letters_code(letter) == "broker.rejected"
+    assert letter is not None and dead_letter_code_of(letter) == "broker.rejected"
 
 
 # --- A hung batch holds up only itself, also after a further batch has come and gone.
@@ -302,14 +302,14 @@ async def test_no_suspect_is_taken_before_the_wait_for_others_is_over(house: Hou
     try:
         await until(lambda: taken)
         waited = taken[0] - arrived[0]
-        assert waited >= SUSPECT_WAIT_S * 0.9, f"the first suspect was taken after {waited:.4f} s"
+        assert waited >= POISON_RETRY_S * 0.9, f"the first suspect was taken after {waited:.4f} s"
     finally:
         await consumer.drain(1.0)
 
 
 @pytest.mark.parametrize("kind", ["memory"])
 async def test_suspects_have_their_turn_however_many_others_wait(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consuming, "MAX_PASSED_OVER", 3)
+    monkeypatch.setattr(consuming, "MAX_SKIPPED", 3)
     bus = await house.bus()
     await returned_twice(bus)
     for number in range(SUSPECTS, SUSPECTS + 100):

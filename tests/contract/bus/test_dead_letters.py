@@ -18,7 +18,7 @@ from bus.contracts.cell import CellDelete, Destroy
 from bus.contracts.queues import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
 from bus.port import UNREAD, Delivery, Outgoing, PublishRefused, Transport
 from bus.topology import delay_exchange
-from bus.wire import MAX_LETTER_BYTES, SENT_AT
+from bus.wire import MAX_DEAD_LETTER_BYTES, SENT_AT
 from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled
 from tests.kit.cases import case
 from tests.kit.waiting import until
@@ -92,7 +92,7 @@ async def test_a_notification_of_another_system_that_is_given_back_often_stays(r
     """The queue that is bound to Ironic's exchange: its consumer ends, or loses its connection, again and again."""
     transport = await rig.transport()
     await rig.foreign_exchange("foreign.notifications")  # type: ignore[attr-defined]
-    await transport.bind_foreign("ironic.notifications", "foreign.notifications", ["#"])
+    await transport.bind_external("ironic.notifications", "foreign.notifications", ["#"])
     await transport.publish(Outgoing(exchange="", routing_key="ironic.notifications", body=b"{}", mandatory=True))
 
     async def there() -> bool:
@@ -229,7 +229,9 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     handler.got.clear()
     one = letters[3]
     assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
-    again = [(one.meta.cause, one.meta.attempt, one.meta.database_incarnation) for one in await handler.wait(1)]
+    again = [
+        (one.meta.cause, one.meta.delivery_attempt, one.meta.database_incarnation) for one in await handler.wait(1)
+    ]
     assert again == [(one.cause, 0, 3)]
     await settled(bus, dead=4)
     assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
@@ -345,8 +347,8 @@ async def test_the_letter_of_a_body_beyond_the_bound_is_cut_and_is_not_sent_back
     await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=body))
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.body, letter.cut_from) == (body[:MAX_LETTER_BYTES], size)
-    assert letter.bars_replay == dead_letters.CUT
+    assert (letter.body, letter.truncated_from) == (body[:MAX_DEAD_LETTER_BYTES], size)
+    assert letter.blocks_replay == dead_letters.TRUNCATED
     assert await dead_letters.replay(bus.transport, REQUESTS) == []
     await settled(bus, dead=1)
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
@@ -356,10 +358,10 @@ async def test_the_letter_of_a_body_beyond_the_bound_is_cut_and_is_not_sent_back
 async def test_a_letter_that_has_all_of_a_clients_message_is_sent_back(house: House) -> None:
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{" * MAX_LETTER_BYTES))
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{" * MAX_DEAD_LETTER_BYTES))
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.cut_from, letter.bars_replay) == (0, "")
+    assert (letter.truncated_from, letter.blocks_replay) == (0, "")
     assert await dead_letters.replay(bus.transport, REQUESTS) == [letter.id]
     await settled(bus, dead=1)
 
@@ -368,12 +370,12 @@ async def test_a_letter_that_has_all_of_a_clients_message_is_sent_back(house: Ho
 async def test_what_the_broker_gives_up_of_requests_ends_and_becomes_one_letter(house: House) -> None:
     bus = await house.bus()
     await bus.declare(REQUESTS)
-    ended = await house.answer(bus, "scheduler.given_up")
+    ended = await house.answer(bus, "scheduler.dead_letters")
     request = boot(1, name="n" * 200)
     sound = Outgoing(exchange=COMMANDS, routing_key=KEY, body=encode(request), message_id="sound", expiration_s=0.0)
     await bus.transport.publish(sound)
     (got,) = await ended.wait(1)
-    assert (got.message, got.given_up) == (request, "broker.expired")
+    assert (got.message, got.dead_letter_code) == (request, "broker.expired")
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert (letter.code, letter.routing_key, letter.body) == ("broker.expired", KEY, encode(request))

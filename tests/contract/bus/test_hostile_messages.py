@@ -20,7 +20,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
 from bus.contracts.queues import COMMANDS, DEAD_LETTERS
-from bus.published_key import letters_code
+from bus.published_key import dead_letter_code_of
 from bus.rabbitmq.transport import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, boot, collect
@@ -67,8 +67,8 @@ HOSTILE: dict[str, dict[str, bytes]] = {
         for name in (
             "berth-cause",
             "berth-sent-at-ms",
-            "berth-attempt",
-            "berth-patience-ms",
+            "berth-delivery-attempt",
+            "berth-timeout-ms",
             "berth-key",
             "berth-database-incarnation",
             "berth-sent-sequences",
@@ -205,7 +205,7 @@ async def test_a_retry_keeps_the_bytes_of_its_properties(watched: Watched) -> No
     await watched.publish(REQUEST, correlation_id=FULL, message_id=FF)
     got = await watched.handler.wait(2)
     assert [one.meta.correlation_id for one in got[:2]] == [FULL.decode(errors="surrogateescape")] * 2
-    assert [one.meta.attempt for one in got[:2]] == [0, 1]
+    assert [one.meta.delivery_attempt for one in got[:2]] == [0, 1]
 
 
 BAD_ITEMS = (
@@ -257,7 +257,7 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 
     monkeypatch.setattr(OutcomeHandler, "_retry", breaks)
     await watched.bus.publish_all([(boot(number), "") for number in (3, 1, 4)])
-    await until(lambda: sum(one.meta.attempt == 1 for one in watched.handler.got) >= 2)
+    await until(lambda: sum(one.meta.delivery_attempt == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
     await settled_with(watched, dead=1)
     (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
@@ -272,18 +272,18 @@ async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     def breaks(*_: object, **__: object) -> OutcomeMessage:
         raise ValueError("cannot be written")
 
-    monkeypatch.setattr(OutcomeHandler, "_letter", breaks)
+    monkeypatch.setattr(OutcomeHandler, "_pack_dead_letter", breaks)
     transport = watched.bus.transport
-    await watched.bus.declare("scheduler.given_up")
+    await watched.bus.declare("scheduler.dead_letters")
     await watched.publish(b"{")
 
     async def was_given_up() -> bool:
-        return await transport.depth("scheduler.given_up") == 1
+        return await transport.depth("scheduler.dead_letters") == 1
 
     await until(was_given_up)
-    delivery = await transport.get("scheduler.given_up")
+    delivery = await transport.get("scheduler.dead_letters")
     assert delivery is not None
-    assert (letters_code(delivery), delivery.body) == ("broker.rejected", b"{")
+    assert (dead_letter_code_of(delivery), delivery.body) == ("broker.rejected", b"{")
     delivery.ack()
 
 

@@ -41,7 +41,7 @@ from bus.topology import (
     NEVER_GIVEN_UP,
     delay_exchange,
     delayed_queue,
-    foreign_plan,
+    external_plan,
     plan,
     shared_queues,
 )
@@ -246,7 +246,7 @@ def test_every_consumed_queue_states_how_often_a_message_may_be_given_back() -> 
     """RabbitMQ 4 gives up a message of any other after 20 times. -1 gives up all at once in RabbitMQ 3.10."""
     delayed = {planned.name for planned in shared_queues() if planned.ttl_s is not None}
     assert all(name.startswith(delayed_queue(0).removesuffix("0")) for name in delayed)
-    planned = (*shared_queues(), *(plan(row, row.name, row.bindings) for row in QUEUES), foreign_plan(FOREIGN))
+    planned = (*shared_queues(), *(plan(row, row.name, row.bindings) for row in QUEUES), external_plan(FOREIGN))
     for one in planned:
         if one.durable and one.name not in delayed:
             assert one.delivery_limit is not None and one.delivery_limit > 0, one.name
@@ -270,7 +270,7 @@ async def test_a_queue_of_an_earlier_berth_is_used_with_what_it_holds_and_named(
             await transport.declare_queue(EXPIRING, EXPIRING.name, EXPIRING.bindings)
             async with channel_on(url) as channel:  # the exchange of another system has no prefix
                 await channel.exchange_declare(NOTIFIES, exchange_type="topic", auto_delete=True)
-                await transport.bind_foreign(FOREIGN, NOTIFIES, ["#"])
+                await transport.bind_external(FOREIGN, NOTIFIES, ["#"])
                 await channel.basic_publish(b"{}", exchange=NOTIFIES, routing_key="baremetal.info")
             await until(lambda: depth_is(transport, FOREIGN, 1))
             assert await transport.depth(EXPIRING.name) == 1, "a queue of requests was deleted"
@@ -390,7 +390,7 @@ async def test_a_retry_of_a_full_queue_comes_back(house: House, bus: Bus) -> Non
     await bus.publish(boot(1))
     await began.wait()
     await handler.wait(1)
-    assert handler.uuids == [boot(1).instance_uuid] and consumer.in_hand <= 1
+    assert handler.uuids == [boot(1).instance_uuid] and consumer.in_flight <= 1
 
 
 @KINDS
@@ -399,7 +399,7 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
 ) -> None:
     """A scheduler grew from 140 to 605 MB: 512 messages of a megabyte, and each was in bounds."""
     size, bound = 50_000, 200_000
-    monkeypatch.setattr(in_flight, "MAX_HELD_BYTES", bound)
+    monkeypatch.setattr(in_flight, "MAX_BUFFERED_BYTES", bound)
     await bus.declare(REQUESTS)
     handler = Gated()
     consumer = await house.consume(bus, REQUESTS, handler, max_batch=1, concurrency=1)
@@ -410,13 +410,13 @@ async def test_a_consumers_hands_hold_few_bytes_however_large_the_bodies_are(
         body = b'{"instance_uuid":"%d' % number + b"x" * size
         await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=body, mandatory=True))
         await asyncio.sleep(0.01)
-        most = max(most, consumer._held.held)
+        most = max(most, consumer._buffered.buffered)
     assert most <= bound + 8 * size, "what is on its way when it is paused comes, too"
     await until(lambda: not_all_taken(bus))
     handler.gate.set()
     await until(lambda: len(handler.batches) == 30)
     await until(lambda: depth_is(bus, REQUESTS, 0))
-    await until(lambda: consumer._held.held == 0)
+    await until(lambda: consumer._buffered.buffered == 0)
 
 
 @KINDS
@@ -433,7 +433,7 @@ async def test_a_consumer_whose_deliveries_were_lost_holds_none_of_them(house: H
     await back.wait()
     handler.gate.set()
     await settled(bus)
-    await until(lambda: consumer._held.held == 0)
+    await until(lambda: consumer._buffered.buffered == 0)
     assert len(handler.batches) >= 3
 
 

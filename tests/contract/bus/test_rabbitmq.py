@@ -48,7 +48,7 @@ from bus.rabbitmq.patches import has_ended
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitSubscription, RabbitTransport
 from bus.service.health import Health
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.topology import QueueNames, plan, shared_queues
 from tests.contract.rig import Collector, Rig, collect, command, declare, row, with_queue
 from tests.kit.waiting import until
@@ -132,7 +132,7 @@ async def test_a_broker_short_of_memory_shows_on_readyz_and_what_waits_for_it_le
 ) -> None:
     """Nothing could be published for minutes, and every /readyz answered 200."""
     bus = bus_on(own_broker.url())
-    service = Service("p", clock=SystemClock())
+    service = WorkerRuntime("p", clock=SystemClock())
     service.add_resource(bus.open, bus.close)
     service.add_bus_check("bus api", lambda: bus.unavailable_reason)
     health = Health(service.not_ready)

@@ -16,8 +16,8 @@ from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import DatabaseMark, Message, Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
-from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell
-from bus.contracts.operations import ForgetHost, HostForgotten
+from bus.contracts.cell import CellServiceDelete, CellServiceDeleted
+from bus.contracts.operations import DeleteHost, HostDeleted
 from bus.contracts.queues import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
@@ -205,7 +205,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare(REQUESTS)
-    await bus.transport.publish(delete({**late_by(), "berth-attempt": int(how == "retried")}))
+    await bus.transport.publish(delete({**late_by(), "berth-delivery-attempt": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
         taken = await collect(other.transport, REQUESTS, 1, ack=False)
@@ -219,10 +219,10 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
 async def test_an_expiration_alone_is_the_patience_of_its_publisher(house: House) -> None:
     bus = await house.bus()
     handler = await house.answer(bus, REQUESTS)
-    for expiration_s, headers in ((600.0, {}), (600.0, {"berth-patience-ms": 60_000}), (None, {})):
+    for expiration_s, headers in ((600.0, {}), (600.0, {"berth-timeout-ms": 60_000}), (None, {})):
         await bus.transport.publish(replace(delete(headers), expiration_s=expiration_s))
-    assert [received.meta.patience_s for received in await handler.wait(3)] == [600.0, 60.0, None]
-    assert all(received.left_s() <= (received.meta.patience_s or math.inf) for received in handler.got)
+    assert [received.meta.timeout_s for received in await handler.wait(3)] == [600.0, 60.0, None]
+    assert all(received.remaining_s() <= (received.meta.timeout_s or math.inf) for received in handler.got)
 
 
 async def test_an_expired_query_is_skipped(house: House) -> None:
@@ -254,7 +254,7 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
         got = Collector()
         await asker.transport.declare_reply_queue("client.reply.asker")
         await asker.transport.consume("client.reply.asker", got, prefetch=10)
-        last = {"berth-attempt": len(BY_QUEUE[REQUESTS].retry_s)}
+        last = {"berth-delivery-attempt": len(BY_QUEUE[REQUESTS].retry_s)}
         await asker.transport.publish(replace(delete(last), reply_to="client.reply.asker"))
         (reply,) = await got.wait(1)
         assert json.loads(reply.body)["code"] == "not.yet"
@@ -267,15 +267,15 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
     assert letter.code == ("handler.crashed" if how == "crash" else "not.yet")
 
 
-FORGET_SERVICE = ForgetServiceInCell(service="s", reason="r", by="o")
-FORGET_HOST = ForgetHost(host="h", reason="r", by="o")
+FORGET_SERVICE = CellServiceDelete(service="s", reason="r", by="o")
+FORGET_HOST = DeleteHost(host="h", reason="r", by="o")
 
 
 @pytest.mark.parametrize(
     ("bus", "queue", "message", "reply"),
     [
-        ("api", "scheduler.changes", FORGET_HOST, HostForgotten),
-        ("c1", "conductor.requests", FORGET_SERVICE, ServiceForgottenInCell),
+        ("api", "scheduler.changes", FORGET_HOST, HostDeleted),
+        ("c1", "conductor.requests", FORGET_SERVICE, CellServiceDeleted),
     ],
 )
 async def test_a_request_without_an_event_is_refused_alone(
@@ -296,11 +296,11 @@ async def test_a_request_without_an_event_is_refused_alone(
 async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
-    queue = await bus.declare("scheduler.given_up")
+    queue = await bus.declare("scheduler.dead_letters")
     await bus.transport.publish(replace(delete({**late_by(), "berth-code": "c"}), exchange=DEAD, routing_key=REQUESTS))
-    await house.consume(bus, "scheduler.given_up", handler)
+    await house.consume(bus, "scheduler.dead_letters", handler)
     await settled(bus, queue, dead=1)
-    assert [received.given_up for received in await handler.wait(1)] == ["c"]
+    assert [received.dead_letter_code for received in await handler.wait(1)] == ["c"]
 
 
 async def test_a_request_that_was_begun_goes_on_when_its_client_has_stopped_waiting(house: House) -> None:
@@ -342,7 +342,7 @@ async def test_a_query_that_cannot_be_served_is_given_up_when_its_client_has_sto
 
 def late_by(s: float = 1.0) -> dict[str, int]:
     """The headers of a message whose requester has stopped waiting so long ago."""
-    return {"berth-patience-ms": 0, "berth-waited-ms": int(s * 1000)}
+    return {"berth-timeout-ms": 0, "berth-waited-ms": int(s * 1000)}
 
 
 def delete(headers: Mapping[str, int | str]) -> Outgoing:

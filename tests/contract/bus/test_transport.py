@@ -223,10 +223,10 @@ async def test_a_foreign_exchange_is_bound_and_never_declared(rig: Rig) -> None:
     transport = await rig.transport()
     exchange = f"ironic.{id(rig)}"
     with pytest.raises(QueueMissing):
-        await transport.bind_foreign("ours", exchange, ["info.#"])
+        await transport.bind_external("ours", exchange, ["info.#"])
     await rig.foreign_exchange(exchange)  # type: ignore[attr-defined]
-    await transport.bind_foreign("ours", exchange, ["info.#"])
-    await transport.bind_foreign("ours", exchange, ["info.#"])
+    await transport.bind_external("ours", exchange, ["info.#"])
+    await transport.bind_external("ours", exchange, ["info.#"])
     assert await transport.depth("ours") == 0
 
 

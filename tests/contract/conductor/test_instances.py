@@ -14,7 +14,7 @@ from bus.clock import SystemClock
 from bus.contracts.base import SENT_SLOTS, DatabaseMark
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, InstanceSpec, Running, Selection
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.faults import DatabaseReplaced, DatabaseUnavailable, Transient
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
@@ -22,14 +22,14 @@ from bus.persistence.outbox import OutboxMessage, Sweep
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.desires import PURGED, PURGED_FAILED
 from cell_conductor.domain.events import InstanceEvent, ServiceLost
-from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, Move, State
+from cell_conductor.domain.instance import MACHINE_EXISTS, ActionInProgress, Instance, State
 from cell_conductor.domain.marks import NOTHING, Stated, is_behind
-from cell_conductor.domain.report import Differences, Unexplained, UnexplainedKind, differences
+from cell_conductor.domain.report import Differences, UnknownMachine, UnknownMachineKind, differences
 from cell_conductor.store.keyed import DatabaseOutdated, Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, UnreadableRecords
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
-from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
+from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine
 from lab.simulation.watch import failed_steps
 from tests.kit.waiting import until
 from tests.unit.conductor.world import Queried, Relay, engine_of
@@ -67,11 +67,18 @@ async def store(make: Make) -> InstanceStore:
 
 
 def instance(
-    uuid: str, state: State = State.BUILDING, deadline: float | None = None, then: State | None = None
+    uuid: str, state: State = State.BUILDING, deadline: float | None = None, next_state: State | None = None
 ) -> Instance:
     here = Selection(host_uuid=HOST, host="h", service="s", allocations={HOST: {"VCPU": 1}})
     return Instance(
-        uuid=uuid, state=state, then=then, spec=SPEC, selections=(here,), attempt=1, deadline=deadline, since=3.0
+        uuid=uuid,
+        state=state,
+        next_state=next_state,
+        spec=SPEC,
+        selections=(here,),
+        attempt=1,
+        deadline=deadline,
+        since=3.0,
     )
 
 
@@ -110,7 +117,7 @@ async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Ma
     await store.open()
     failed = AttemptRecord(attempt=1, host="h", outcome="failed", code="x", reason="disk\x00 \\u0000", at=1.0)
     await insert(store, replace(instance(A), history=(failed,)), instance(B, State.ACTIVE))
-    assert {one.uuid for one in await store.briefs([], [A, B])} == {A, B}
+    assert {one.uuid for one in await store.summaries([], [A, B])} == {A, B}
     await restored(store)
     async with store.transaction() as transaction:
         assert await transaction.recognise() is not None
@@ -132,22 +139,22 @@ async def test_a_set_back_begins_an_incarnation_above_every_known_one(make: Make
     one, other = make(), make()
     await one.open()
     await other.open()
-    assert one.set_back.incarnation == 1
+    assert one.incarnation == 1
     await restored(one)
     with pytest.raises(Unrecognised):  # it is not known yet which ones there were
         async with one.transaction() as transaction:
             await transaction.recognise(replace(stated, is_known=False))
     async with one.transaction() as transaction:
         change = await transaction.recognise(stated)
-        assert one.set_back.incarnation == 1, "it is none before it is on record"
-    assert change is not None and change.incarnation == one.set_back.incarnation == begun
+        assert one.incarnation == 1, "it is none before it is on record"
+    assert change is not None and change.incarnation == one.incarnation == begun
     assert await other.has_due(0.0)
     with pytest.raises(Recovering):
         async with other.transaction() as transaction:
             await transaction.recognise(stated)
     third = make()
     await third.open()
-    assert (other.set_back.incarnation, third.set_back.incarnation) == (begun, begun)
+    assert (other.incarnation, third.incarnation) == (begun, begun)
     assert other.is_recovering
     await restored(one)
     async with third.transaction() as transaction:
@@ -165,7 +172,7 @@ async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make
     for store in (one, other, one):  # what has begun goes on
         async with store.transaction() as transaction:
             assert await transaction.begin_recovery(Stated((DatabaseMark(6),))) == 7
-    assert one.is_recovering and one.set_back.incarnation == 7
+    assert one.is_recovering and one.incarnation == 7
     assert await one.outbox.claim_stale(Sweep(0.0, 10)) == []
     assert await other.has_due(0.0)
     for store in (one, other):
@@ -188,7 +195,7 @@ async def test_a_cell_that_recovers_takes_no_step_but_those_of_its_recovery(make
     for store in (one, other):
         async with store.transaction() as transaction:
             assert await transaction.recognise() is None
-        assert not store.is_recovering and store.set_back.incarnation == 7
+        assert not store.is_recovering and store.incarnation == 7
     assert (await recorded(other))[A].state is State.ACTIVE
 
 
@@ -200,7 +207,7 @@ async def test_a_recovery_waits_for_the_word_on_what_it_would_lose(make: Make) -
 
     async def accepts(losses: Losses) -> bool:
         async with operator.transaction() as transaction:
-            return await transaction.accept_losses(losses, one.set_back.incarnation)
+            return await transaction.accept_losses(losses, one.incarnation)
 
     async def accepted() -> int:
         async with one.transaction() as transaction:
@@ -255,7 +262,7 @@ async def test_services_that_have_not_listed_are_kept_until_they_have(make: Make
     async with operator.transaction() as transaction:
         assert await transaction.state_without("s1")
     async with one.transaction() as transaction:
-        await transaction.note_listed({"s2", "s9"})
+        await transaction.record_listed({"s2", "s9"})
     assert await absent() == {"s1": True, "s3": True, "s4": True}
     await restored(one)
     async with one.transaction() as transaction:
@@ -284,7 +291,7 @@ async def changed(store: InstanceStore, uuid: str, *, durable: bool = True, lock
     async with store.transaction() if locking else store.optimistic(()) as transaction:
         known = (await transaction.lock([uuid]))[uuid]
         transaction.durable = durable or locking
-        await transaction.update([replace(known, attempt=known.attempt + 1, newest=known.attempt + 1)])
+        await transaction.update([replace(known, attempt=known.attempt + 1, highest_attempt=known.attempt + 1)])
         await transaction.send_later(MESSAGES)
 
 
@@ -383,7 +390,7 @@ async def test_an_old_copy_of_the_database_is_left_where_another_conductor_goes_
             await transaction.recognise(Stated(marks, conductor=2))
     async with store.transaction() as transaction:
         assert await transaction.recognise(Stated(conductor=1)) is None
-    assert store.set_back.incarnation == 1
+    assert store.incarnation == 1
 
 
 @pytest.mark.parametrize("mark", [DatabaseMark(1, (2,)), DatabaseMark(1, (0, 1)), DatabaseMark(5, (1,))])
@@ -444,7 +451,7 @@ async def test_another_server_that_lacks_nothing_goes_on_under_the_next_incarnat
         async with one.transaction() as transaction:
             await transaction.begin_recovery()
     await restored(one)
-    number = one.set_back.incarnation + 1
+    number = one.incarnation + 1
     known = Stated(is_whole=True)
     async with one.transaction() as transaction:
         change = await transaction.recognise(known)
@@ -456,7 +463,7 @@ async def test_another_server_that_lacks_nothing_goes_on_under_the_next_incarnat
     for store in (one, other):
         async with store.transaction() as transaction:
             assert await transaction.recognise(known) is None
-        assert store.set_back.incarnation == number and not store.is_recovering
+        assert store.incarnation == number and not store.is_recovering
     assert not is_behind(other.recorded, DatabaseMark(1, (1,))) and is_behind(other.recorded, DatabaseMark(1, (2,)))
 
 
@@ -482,7 +489,7 @@ async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_recovers
     await restored(store)
     async with store.transaction() as transaction:
         await transaction.recognise()
-    assert store.set_back.incarnation == 2
+    assert store.incarnation == 2
     if isinstance(store, PostgresInstances):
         async with store._database.raw() as connection:
             await connection.execute("UPDATE identity SET database_incarnation = 1")
@@ -495,7 +502,7 @@ async def test_a_copy_put_back_under_a_conductor_that_knows_a_later_one_recovers
     with pytest.raises(Unrecognised) if not is_known else contextlib.nullcontext():
         async with store.transaction() as transaction:
             await transaction.recognise(Stated(is_known=is_known))
-    assert store.set_back.incarnation == 2 + is_known
+    assert store.incarnation == 2 + is_known
 
 
 async def test_a_copy_that_lacks_what_a_conductor_has_read_is_one_that_was_set_back(make: Make) -> None:
@@ -562,18 +569,18 @@ async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make,
 async def test_a_schema_that_was_made_anew_is_reported_and_not_taken_for_its_own(store: InstanceStore) -> None:
     """A conductor that stayed connected went on there, under the new identity."""
     await insert(store, instance(A))
-    known = store.deployment
+    known = store.database_id
     if isinstance(store, MemoryInstances):
-        store._table.deployment = C
+        store._table.database_id = C
     else:
         assert isinstance(store, PostgresInstances)
         async with store._database.raw() as connection:
-            await connection.execute("UPDATE identity SET deployment = $1::uuid", C)
+            await connection.execute("UPDATE identity SET database_id = $1::uuid", C)
     assert await store.has_due(0.0)
     with pytest.raises(DatabaseReplaced, match=f"{C} now and was {known}"):
         async with store.transaction() as transaction:
             await transaction.recognise()
-    assert store.deployment == known
+    assert store.database_id == known
     assert not store.is_recovering
 
 
@@ -591,21 +598,21 @@ async def test_an_operators_word_ends_with_the_history_that_it_was_given_in(stor
     """Another one may have come since, which the backup has not: but what is kept is kept. No process records anything
     before it has recognised the set-back.
     """
-    machines = [Unexplained(one, 3, HOST, UnexplainedKind.QUARANTINED, "newer") for one in (A, B, C)]
-    words = dict(zip((A, B, C), (DESTROY, ADOPT, KEEP), strict=True))
+    machines = [UnknownMachine(one, 3, HOST, UnknownMachineKind.QUARANTINED, "newer") for one in (A, B, C)]
+    words = dict(zip((A, B, C), (DESTROY, ADOPT, PROTECT), strict=True))
     await store.safety.record("s", machines, 1.0)
     for uuid, word in words.items():
         await store.safety.decide([DecidedMachine(uuid)], word, "ann", 2.0)
-    assert {one.machine.uuid: one.verdict for one in await store.safety.record("s", machines, 3.0)} == words
+    assert {one.machine.uuid: one.decision for one in await store.safety.record("s", machines, 3.0)} == words
     await restored(store)
     with pytest.raises(Transient, match="recognised"):
         await store.safety.record("s", machines, 4.0)
     async with store.transaction() as transaction:
         assert await transaction.recognise() is not None
-    left = {one.machine.uuid: one.verdict for one in await store.safety.record("s", machines, 5.0)}
-    assert left == {A: "", B: "", C: KEEP}
+    left = {one.machine.uuid: one.decision for one in await store.safety.record("s", machines, 5.0)}
+    assert left == {A: "", B: "", C: PROTECT}
     await store.safety.decide([DecidedMachine(A)], DESTROY, "ann", 6.0)
-    assert [one.verdict for one in await store.safety.record("s", machines[:1], 7.0)] == [DESTROY]
+    assert [one.decision for one in await store.safety.record("s", machines[:1], 7.0)] == [DESTROY]
 
 
 async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> None:
@@ -656,20 +663,22 @@ async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
 
 async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store: InstanceStore) -> None:
     await insert(store, instance(A, State.ACTIVE), instance(B, State.FAILED), instance(C, State.BUILDING))
-    found = {brief.uuid: brief for brief in await store.briefs([HOST], [B])}
+    found = {brief.uuid: brief for brief in await store.summaries([HOST], [B])}
     assert sorted(found) == [A, B]
     assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
 
 
 async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> None:
-    moved = instance(A, State.DESTROYING, then=State.ACTIVE)
-    source = replace(moved.here, host_uuid=B)
-    move = Move(request_id=C, kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
-    moved = replace(moved, selections=(source, moved.here), position=1, attempt=2, newest=4, move=move)
+    moved = instance(A, State.DESTROYING, next_state=State.ACTIVE)
+    source = replace(moved.current, host_uuid=B)
+    action = ActionInProgress(request_id=C, kind=ActionKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
+    moved = replace(
+        moved, selections=(source, moved.current), selection_index=1, attempt=2, highest_attempt=4, action=action
+    )
     await insert(store, moved)
     for hosts, named in (([B], []), ([], [A])):
-        (found,) = await store.briefs(hosts, named)
+        (found,) = await store.summaries(hosts, named)
         assert (found.host_uuid, found.source_host_uuid, found.source_attempt) == (HOST, B, 1)
         assert (found.attempt, found.last_attempt) == (2, 4)
 
@@ -677,7 +686,7 @@ async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> 
 async def test_a_brief_has_why_what_no_client_wants_any_more_has_failed(store: InstanceStore) -> None:
     refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
     await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
-    found = {brief.uuid: brief.code for brief in await store.briefs([], [A, B, C])}
+    found = {brief.uuid: brief.code for brief in await store.summaries([], [A, B, C])}
     assert found == {A: MACHINE_EXISTS, B: "", C: ""}
 
 
@@ -854,7 +863,7 @@ async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make,
                 known = await transaction.lock([A])
                 await transaction.update([replace(known[A], attempt=2)])
                 seen = await optimistic.lock([A])
-                assert [brief.attempt for brief in await other.briefs([], [A])] == [1]
+                assert [brief.attempt for brief in await other.summaries([], [A])] == [1]
             assert seen[A].attempt == 1
             await optimistic.update([replace(seen[A], attempt=7)])
     assert (await recorded(store))[A].attempt == 2
@@ -966,17 +975,20 @@ async def test_an_unreadable_record_stops_no_step_of_another_and_its_messages_ar
     before = failed_steps()
     await engine.take([InstanceEvent(A, lost), InstanceEvent(B, lost)], source="leases")
     assert await engine.effective([InstanceEvent(A, lost), InstanceEvent(B, lost)]) == [], "done"
-    assert [(one.uuid, one.state is State.ABSENT) for one in await store.briefs([], [A, B])] == [(B, False), (A, True)]
+    assert [(one.uuid, one.state is State.ABSENT) for one in await store.summaries([], [A, B])] == [
+        (B, False),
+        (A, True),
+    ]
     assert failed_steps() > before
-    assert (await engine.known([B]))[B].state is not State.BUILDING, "it has failed over"
+    assert (await engine.recorded([B]))[B].state is not State.BUILDING, "it has failed over"
     with pytest.raises(UnreadableRecords):
         await engine.take([InstanceEvent(A, lost, "m1"), InstanceEvent(B, lost, "m2")], source="requests")
     with pytest.raises(UnreadableRecords):
-        await engine.known([A, B])
+        await engine.recorded([A, B])
     await store.close()
 
 
-OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
+OUR_MACHINE = UnknownMachine(A, 1, HOST, UnknownMachineKind.QUARANTINED, "newer")
 
 
 @pytest.mark.postgres
@@ -986,8 +998,8 @@ OUR_MACHINE = Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "newer")
         '{"blocked_reason": 7}',
         '{"proves_from": "many"}',
         '{"proves_from": 1e99}',
-        '{"history": [{"outcome": "not_tried", "attempt": {}}]}',
-        '{"history": [{"outcome": "not_tried"}]}',
+        '{"history": [{"outcome": "not_commanded", "attempt": {}}]}',
+        '{"history": [{"outcome": "not_commanded"}]}',
         '{"sequence": 1e300}',
         '"x"',
         "[]",
@@ -999,11 +1011,11 @@ async def test_a_record_of_another_type_costs_no_other_its_comparison(postgres_u
     await store.open()
     await insert(store, instance(A), instance(B))
     await store.safety.record("s", [OUR_MACHINE], 1.0)
-    await store.safety.decide([DecidedMachine(A)], KEEP, "op", 2.0)
+    await store.safety.decide([DecidedMachine(A)], PROTECT, "op", 2.0)
     async with database.raw() as connection:
         await connection.execute("UPDATE instances SET record = $2::text::json WHERE uuid = $1", A, record)
-    found = {one.uuid: one for one in await store.briefs([HOST], [A, B])}
-    assert set(found) == {A, B} and found[B].state is State.BUILDING and list(found[A].kept) == [HOST]
+    found = {one.uuid: one for one in await store.summaries([HOST], [A, B])}
+    assert set(found) == {A, B} and found[B].state is State.BUILDING and list(found[A].protected_hosts) == [HOST]
     await restored(store)
     async with store.transaction() as transaction:
         assert await transaction.recognise() is not None
@@ -1018,11 +1030,11 @@ async def test_a_machine_whose_record_cannot_be_read_is_neither_explained_nor_ov
     await insert(store, instance(A, State.DELETED))
     async with database.raw() as connection:
         await connection.execute("UPDATE instances SET state = 'later' WHERE uuid = $1", A)
-    runs = Running(instance_uuid=A, attempt=1, deployment="d")
+    runs = Running(instance_uuid=A, attempt=1, database_id="d")
     host = HostReport(uuid=HOST, name="h", running=(runs,))
     report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
-    found = differences(report, await store.briefs([HOST], [A]), deployment="d", now=9.0, grace_s=1.0)
+    found = differences(report, await store.summaries([HOST], [A]), database_id="d", now=9.0, grace_s=1.0)
     assert found == Differences(
-        unexplained=(Unexplained(A, 1, HOST, UnexplainedKind.QUARANTINED, "its record cannot be read"),)
+        unknown_machines=(UnknownMachine(A, 1, HOST, UnknownMachineKind.QUARANTINED, "its record cannot be read"),)
     )
     await store.close()

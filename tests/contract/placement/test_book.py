@@ -33,13 +33,13 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
 from placement_worker import book as resource_book
-from placement_worker.book import Published, ResourceBook
+from placement_worker.book import PlacementService, Published
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresBookRows
-from tests.contract.books import HOSTS, VMS, Books, roomy_host
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
+from placement_worker.store.postgres_rows import PostgresPlacementRows
+from tests.contract.books import HOSTS, VMS, Placements, roomy_host
 
 # --- One suite for both books; and whatever one answers to a random history, the other answers too.
 
@@ -51,7 +51,7 @@ CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
 
 
 @pytest.fixture
-async def store(make: Books) -> ResourceBook:
+async def store(make: Placements) -> PlacementService:
     made = make()
     await made.open()
     return made
@@ -61,7 +61,7 @@ def report(host: str, version: int, *, child: bool = False, source: str = "s", *
     root = ProviderReport(uuid=host, name=f"host-{host[0]}", inventories=_inventories(amounts), traits=("CUSTOM_X",))
     children = [ProviderReport(uuid=CHILD, name="child", parent_uuid=host, inventories=_inventories({"VGPU": 2}))]
     return InventoryUpdate(
-        source=source, version=version, root_uuid=host, providers=(root, *(children if child else ()))
+        reporter=source, version=version, root_uuid=host, providers=(root, *(children if child else ()))
     )
 
 
@@ -74,80 +74,80 @@ def claim(consumer: str, *hosts: str, attempt: int = 1, vcpus: int = 1, **fields
     return Claim(consumer=consumer, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
 
 
-async def outcomes(store: ResourceBook, *items: ClaimItem) -> list[str]:
+async def outcomes(store: PlacementService, *items: ClaimItem) -> list[str]:
     return [str(reply.outcome) for reply in await store.apply(items)]
 
 
-async def feed(store: ResourceBook) -> list[Change]:
+async def feed(store: PlacementService) -> list[Change]:
     return list((await store.changes(0, 1000)).changes)
 
 
-async def test_what_is_reported_can_be_claimed_and_released(store: ResourceBook) -> None:
-    (result,) = await store.report([report(FOUR[0], 1, VCPU=2)])
+async def test_what_is_reported_can_be_claimed_and_released(store: PlacementService) -> None:
+    (result,) = await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
     assert isinstance(result, InventoryResult)
     assert result.outcome == "applied"
     first, second = CONSUMERS[:2]
-    assert await outcomes(store, claim(first, FOUR[0], vcpus=2), claim(second, FOUR[0])) == ["claimed", "full"]
+    assert await outcomes(store, claim(first, FOUR[0], vcpus=2), claim(second, FOUR[0])) == ["claimed", "no_capacity"]
     assert await outcomes(store, Release(consumer=first)) == ["released"]
     assert await outcomes(store, claim(second, FOUR[0]), Release(consumer=first)) == ["claimed", "absent"]
 
 
-async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: ResourceBook) -> None:
-    await store.report([report(FOUR[0], 1, VCPU=2)])
+async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: PlacementService) -> None:
+    await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
     (first,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])
     (again,) = await store.apply([claim(CONSUMERS[0], FOUR[0], attempt=2)])
     assert isinstance(first, ClaimResult)
     assert isinstance(again, ClaimResult)
     assert (again.outcome, again.consumer_generation) == (first.outcome, first.consumer_generation)
     assert await outcomes(store, Release(consumer=CONSUMERS[0], attempt=3)) == ["released"]
-    assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=3)) == ["consumer_changed"]
+    assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=3)) == ["consumer_conflict"]
     assert await outcomes(store, claim(CONSUMERS[0], FOUR[0], attempt=4)) == ["claimed"]
 
 
-async def test_a_release_by_a_run_fences_no_run_after_it(store: ResourceBook) -> None:
+async def test_a_release_by_a_run_fences_no_run_after_it(store: PlacementService) -> None:
     """The Release of a run whose record was lost was on its way; the build of the record after it failed."""
-    await store.report([report(FOUR[0], 1, VCPU=2)])
-    lost, later = (partial(claim, CONSUMERS[0], FOUR[0], by=run) for run in ("lost", "later"))
-    release = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", by="lost")
+    await store.apply_reports([report(FOUR[0], 1, VCPU=2)])
+    lost, later = (partial(claim, CONSUMERS[0], FOUR[0], owner=run) for run in ("lost", "later"))
+    release = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", owner="lost")
     assert await outcomes(store, lost(), release, lost(), later()) == [
         "claimed",
         "released",
-        "consumer_changed",
+        "consumer_conflict",
         "claimed",
     ]
-    assert await outcomes(store, release, lost()) == ["consumer_changed"] * 2, "by now it is the later one's"
-    other = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", by="later")
+    assert await outcomes(store, release, lost()) == ["consumer_conflict"] * 2, "by now it is the later one's"
+    other = Release(consumer=CONSUMERS[0], attempt=1, project_id="p", owner="later")
     assert await outcomes(store, other, release, later(), lost(), claim(CONSUMERS[0], FOUR[0])) == [
         "released",
         "absent",
-        *["consumer_changed"] * 3,
+        *["consumer_conflict"] * 3,
     ]
     unclaimed = replace(release, consumer=CONSUMERS[1])
-    of_unclaimed = [claim(CONSUMERS[1], FOUR[0], by=run) for run in ("lost", "later")]
-    assert await outcomes(store, unclaimed, *of_unclaimed) == ["absent", "consumer_changed", "claimed"]
+    of_unclaimed = [claim(CONSUMERS[1], FOUR[0], owner=run) for run in ("lost", "later")]
+    assert await outcomes(store, unclaimed, *of_unclaimed) == ["absent", "consumer_conflict", "claimed"]
 
 
-async def test_an_older_report_loses_whichever_source_sends_it(make: Books, store: ResourceBook) -> None:
+async def test_an_older_report_loses_whichever_source_sends_it(make: Placements, store: PlacementService) -> None:
     other = make()
     await other.open()
-    await store.report([report(FOUR[0], 5, VCPU=2)])
-    (stale,) = await other.report([report(FOUR[0], 4, VCPU=9)])
-    (repeat,) = await other.report([report(FOUR[0], 5, VCPU=2)])
-    (same,) = await other.report([report(FOUR[0], 6, VCPU=2)])
+    await store.apply_reports([report(FOUR[0], 5, VCPU=2)])
+    (stale,) = await other.apply_reports([report(FOUR[0], 4, VCPU=9)])
+    (repeat,) = await other.apply_reports([report(FOUR[0], 5, VCPU=2)])
+    (same,) = await other.apply_reports([report(FOUR[0], 6, VCPU=2)])
     assert [getattr(one, "outcome", one) for one in (stale, repeat, same)] == ["stale", "unchanged", "unchanged"]
 
 
-async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: ResourceBook) -> None:
+async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: PlacementService) -> None:
     flawed = replace(report(FOUR[0], 1, VCPU=1), root_uuid=FOUR[1])
-    refused, applied = await store.report([flawed, report(FOUR[2], 1, VCPU=1)])
+    refused, applied = await store.apply_reports([flawed, report(FOUR[2], 1, VCPU=1)])
     assert isinstance(refused, ReportRefusal)
     assert isinstance(applied, InventoryResult)
 
 
-async def test_the_feed_replays_to_the_snapshot(store: ResourceBook) -> None:
-    await store.report([report(FOUR[0], 1, child=True, VCPU=4), report(FOUR[1], 1, VCPU=4)])
+async def test_the_feed_replays_to_the_snapshot(store: PlacementService) -> None:
+    await store.apply_reports([report(FOUR[0], 1, child=True, VCPU=4), report(FOUR[1], 1, VCPU=4)])
     await store.apply([claim(CONSUMERS[0], FOUR[0]), claim(CONSUMERS[1], FOUR[1])])
-    await store.report([report(FOUR[0], 2, VCPU=3)])
+    await store.apply_reports([report(FOUR[0], 2, VCPU=3)])
     changes = await feed(store)
     assert [change.sequence for change in changes] == list(range(1, (await store.head()).sequence + 1))
     assert changes[-1].removed
@@ -158,8 +158,8 @@ async def test_the_feed_replays_to_the_snapshot(store: ResourceBook) -> None:
     assert used == {FOUR[0]: {"VCPU": 1}, FOUR[1]: {"VCPU": 1}}
 
 
-async def test_publishing_repeats_what_failed_and_skips_nothing(store: ResourceBook) -> None:
-    await store.report([report(host, 1, VCPU=1) for host in FOUR])
+async def test_publishing_repeats_what_failed_and_skips_nothing(store: PlacementService) -> None:
+    await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     sent: list[int] = []
 
     async def send(published: FeedChanges) -> None:
@@ -190,7 +190,7 @@ class Sends:
         await self.confirmed.wait()
 
 
-async def publish_when_free(store: ResourceBook, limit: int) -> list[int]:
+async def publish_when_free(store: PlacementService, limit: int) -> list[int]:
     """A store's messages once no other worker publishes."""
     sends = Sends()
     sends.confirmed.set()
@@ -201,12 +201,12 @@ async def publish_when_free(store: ResourceBook, limit: int) -> list[int]:
 
 
 async def test_while_one_publishes_the_others_find_it_taken(
-    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
     other, sends = make(), Sends()
     await other.open()
-    await store.report([report(host, 1, VCPU=1) for host in FOUR])
+    await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     first = asyncio.create_task(store.publish(sends, 2))
     await sends.sending.wait()
     assert (await other.publish(sends, 2)) == Published(0, True, taken=True)
@@ -218,11 +218,11 @@ async def test_while_one_publishes_the_others_find_it_taken(
 
 
 async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process(
-    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
     sends = Sends()
-    await store.report([report(host, 1, VCPU=1) for host in FOUR])
+    await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     cut = asyncio.create_task(store.publish(sends, 10))
     await sends.sending.wait()
     cut.cancel()
@@ -232,29 +232,29 @@ async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process
 
 
 async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_comes_to(
-    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
     other, sends = make(), Sends()
     await other.open()
-    await store.report([report(host, 1, VCPU=1) for host in FOUR])
+    await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     hung = asyncio.create_task(store.publish(sends, 2))
     await sends.sending.wait()
     assert await publish_when_free(other, 10) == [1, 2, 3, 4]
     sends.confirmed.set()
     await hung
-    await store.report([report(FOUR[0], 2, VCPU=2)])
+    await store.apply_reports([report(FOUR[0], 2, VCPU=2)])
     assert await publish_when_free(other, 10) == [5]
 
 
 async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
-    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    make: Placements, store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
     other, third, late, now = make(), make(), Sends(), Sends()
     await other.open()
     await third.open()
-    await store.report([report(host, 1, VCPU=1) for host in FOUR])
+    await store.apply_reports([report(host, 1, VCPU=1) for host in FOUR])
     hung = asyncio.create_task(store.publish(late, 2))
     await late.sending.wait()
     monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
@@ -275,28 +275,28 @@ async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
     assert await publish_when_free(third, 10) == [4]
 
 
-async def test_trimming_leaves_what_was_not_published(store: ResourceBook) -> None:
+async def test_trimming_leaves_what_was_not_published(store: PlacementService) -> None:
     async def send(published: FeedChanges) -> None:
         del published
 
     for host in FOUR:
-        await store.report([report(host, 1, VCPU=1)])
+        await store.apply_reports([report(host, 1, VCPU=1)])
     await store.publish(send, 2)
-    await store.trim(keep_changes=0, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=1000)
+    await store.trim(keep_changes=0, keep_ended_attempts_s=3600.0, keep_reporters_s=3600.0, limit=1000)
     assert (await store.changes(0, 10)).too_old
     left = (await store.changes(2, 10)).changes
     assert left[-1].sequence == 4
 
 
-async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, store: ResourceBook) -> None:
-    await store.report([report(host, 1, VCPU=5) for host in FOUR])
+async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Placements, store: PlacementService) -> None:
+    await store.apply_reports([report(host, 1, VCPU=5) for host in FOUR])
     stores = [store, make(), make()]
     for one in stores[1:]:
         await one.open()
     rng = random.Random(3)
     wanted = [claim(new_uuid(rng), *rng.sample(FOUR, 2)) for _ in range(60)]
 
-    async def work(mine: ResourceBook, items: Sequence[Claim]) -> list[str]:
+    async def work(mine: PlacementService, items: Sequence[Claim]) -> list[str]:
         published: list[str] = []
         for at in range(0, len(items), 5):
             published += await outcomes(mine, *items[at : at + 5])
@@ -343,7 +343,7 @@ def _any_item(rng: random.Random) -> ClaimItem:
         )
         return Swap(consumers=(entry,))
     hosts = rng.sample(FOUR, rng.randint(1, 2))
-    shapes = {hosts[0]: rng.randint(1, 3)} if rng.random() < 0.3 else {}
+    spec_generations = {hosts[0]: rng.randint(1, 3)} if rng.random() < 0.3 else {}
     made = claim(
         consumer,
         *hosts,
@@ -352,52 +352,52 @@ def _any_item(rng: random.Random) -> ClaimItem:
         consumer_generation=rng.choice((None, 1, 2)),
         release_first=rng.random() < 0.5,
     )
-    return replace(made, options=(replace(made.options[0], shapes=shapes), *made.options[1:]))
+    return replace(made, options=(replace(made.options[0], spec_generations=spec_generations), *made.options[1:]))
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("seed", range(4))
 async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
-    stores: list[ResourceBook] = [
-        ResourceBook(PostgresBookRows(Database(postgres_url, "placement"))),
-        ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session(turn))),
+    stores: list[PlacementService] = [
+        PlacementService(PostgresPlacementRows(Database(postgres_url, "placement"))),
+        PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session(turn))),
     ]
     for store in stores:
         await store.open()
     for group in history(random.Random(seed)):
         answers = [
-            await store.report(group) if isinstance(group[0], InventoryUpdate) else await store.apply(group)  # type: ignore[arg-type]
+            await store.apply_reports(group) if isinstance(group[0], InventoryUpdate) else await store.apply(group)  # type: ignore[arg-type]
             for store in stores
         ]
         assert answers[0] == answers[1], group
     feeds = [[replace(change, sequence=0) for change in await feed(store)] for store in stores]
     assert sorted(map(str, feeds[0])) == sorted(map(str, feeds[1]))
     pages = [await store.snapshot(None, 100) for store in stores]
-    assert replace(pages[0], history=pages[1].history) == pages[1], "each has a history of its own"
+    assert replace(pages[0], incarnation=pages[1].incarnation) == pages[1], "each has a history of its own"
     await stores[0].close()
 
 
-# --- An operator's reads of the book, on both books: a host's tree with its holders, and what projects hold.
+# --- An operator's reads of placement, on both books: a host's tree with its holders, and what projects hold.
 
 
 @pytest.fixture
-async def nested(store: ResourceBook) -> ResourceBook:
+async def nested(store: PlacementService) -> PlacementService:
     root = ProviderReport(uuid=HOSTS[0], name="nested", inventories={"VCPU": Inventory(total=10, reserved=2)})
     child = ProviderReport(
         uuid=CHILD, name="nested-numa", parent_uuid=HOSTS[0], inventories={"MEMORY_MB": Inventory(total=100)}
     )
-    tree = InventoryUpdate(source="s", version=1, root_uuid=HOSTS[0], providers=(root, child))
-    await store.report([tree, roomy_host(HOSTS[1])])
+    tree = InventoryUpdate(reporter="s", version=1, root_uuid=HOSTS[0], providers=(root, child))
+    await store.apply_reports([tree, roomy_host(HOSTS[1])])
     return store
 
 
-async def hold(nested: ResourceBook, vm: int, project: str, allocations: dict[str, dict[str, int]]) -> None:
+async def hold(nested: PlacementService, vm: int, project: str, allocations: dict[str, dict[str, int]]) -> None:
     claim = Claim(consumer=VMS[vm], options=(ClaimOption(allocations=allocations),), project_id=project)
     (reply,) = await nested.apply([claim])
     assert isinstance(reply, ClaimResult) and reply.outcome == "claimed"
 
 
-async def test_a_tree_has_its_providers_and_who_holds_what_of_it(nested: ResourceBook) -> None:
+async def test_a_tree_has_its_providers_and_who_holds_what_of_it(nested: PlacementService) -> None:
     await hold(nested, 1, "p", {HOSTS[0]: {"VCPU": 2}, CHILD: {"MEMORY_MB": 30}})
     await hold(nested, 0, "q", {HOSTS[0]: {"VCPU": 1}})
     await hold(nested, 2, "q", {HOSTS[1]: {"VCPU": 5}})
@@ -405,37 +405,37 @@ async def test_a_tree_has_its_providers_and_who_holds_what_of_it(nested: Resourc
         tree = await nested.reads.tree(HostTreeQuery(provider=looked_up))
         assert [(one.uuid, one.parent_uuid) for one in tree.providers] == [(HOSTS[0], None), (CHILD, HOSTS[0])]
         assert tree.providers[0].inventories["VCPU"][0] == 8 and tree.providers[0].used == {"VCPU": 3}
-        assert [(one.consumer, one.project_id, one.holding) for one in tree.holders] == [
+        assert [(one.consumer, one.project_id, one.allocations) for one in tree.consumers] == [
             (VMS[0], "q", {HOSTS[0]: {"VCPU": 1}}),
             (VMS[1], "p", {HOSTS[0]: {"VCPU": 2}, CHILD: {"MEMORY_MB": 30}}),
         ]
-        assert tree.holders[0].consumer_type == "INSTANCE" and not tree.more
+        assert tree.consumers[0].consumer_type == "INSTANCE" and not tree.more
     cut = await nested.reads.tree(HostTreeQuery(provider=HOSTS[0], limit=1))
-    assert [one.consumer for one in cut.holders] == [VMS[0]] and cut.more
+    assert [one.consumer for one in cut.consumers] == [VMS[0]] and cut.more
     rest = await nested.reads.tree(HostTreeQuery(provider=HOSTS[0], limit=1, after=VMS[0]))
-    assert [one.consumer for one in rest.holders] == [VMS[1]] and not rest.more
-    assert (await nested.reads.tree(HostTreeQuery(provider=HOSTS[0], after=VMS[1]))).holders == ()
+    assert [one.consumer for one in rest.consumers] == [VMS[1]] and not rest.more
+    assert (await nested.reads.tree(HostTreeQuery(provider=HOSTS[0], after=VMS[1]))).consumers == ()
     unknown = await nested.reads.tree(HostTreeQuery(provider=VMS[0]))
-    assert unknown.providers == unknown.holders == () and not unknown.more
+    assert unknown.providers == unknown.consumers == () and not unknown.more
 
 
 async def test_who_holds_something_of_a_large_tree_is_listed_with_all_of_it(
-    nested: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    nested: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "MAX_TREE", 1)
     await hold(nested, 1, "p", {CHILD: {"MEMORY_MB": 30}})
     tree = await nested.reads.tree(HostTreeQuery(provider=HOSTS[0]))
     assert [one.uuid for one in tree.providers] == [HOSTS[0]] and tree.more
-    assert [(one.consumer, one.holding) for one in tree.holders] == [(VMS[1], {CHILD: {"MEMORY_MB": 30}})]
+    assert [(one.consumer, one.allocations) for one in tree.consumers] == [(VMS[1], {CHILD: {"MEMORY_MB": 30}})]
 
 
-async def test_who_has_released_holds_nothing_of_a_tree(nested: ResourceBook) -> None:
+async def test_who_has_released_holds_nothing_of_a_tree(nested: PlacementService) -> None:
     await hold(nested, 0, "p", {HOSTS[0]: {"VCPU": 2}})
     await nested.apply([Release(consumer=VMS[0])])
-    assert (await nested.reads.tree(HostTreeQuery(provider=HOSTS[0]))).holders == ()
+    assert (await nested.reads.tree(HostTreeQuery(provider=HOSTS[0]))).consumers == ()
 
 
-async def test_what_projects_hold_is_returned_in_order_and_in_pages(nested: ResourceBook) -> None:
+async def test_what_projects_hold_is_returned_in_order_and_in_pages(nested: PlacementService) -> None:
     for vm, project in enumerate(("q", "B", "a", "q")):
         await hold(nested, vm, project, {HOSTS[1]: {"VCPU": vm + 1, "DISK_GB": 1}})
     page = await nested.reads.usage(ProjectUsageQuery())
@@ -450,7 +450,7 @@ async def test_what_projects_hold_is_returned_in_order_and_in_pages(nested: Reso
     assert list((await nested.reads.usage(ProjectUsageQuery(projects=("a",)))).usage) == []
 
 
-async def test_members_of_a_group_are_those_that_hold_something_with_their_hosts(nested: ResourceBook) -> None:
+async def test_members_of_a_group_are_those_that_hold_something_with_their_hosts(nested: PlacementService) -> None:
     group = ServerGroup(uuid=CHILD, policy=GroupPolicy.SOFT_AFFINITY)
     for vm, host in ((0, HOSTS[1]), (1, HOSTS[0]), (2, HOSTS[1])):
         option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)

@@ -12,7 +12,7 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.book import CellConsumersPage, CellConsumersQuery
 from bus.contracts.placement import ClaimOutcome, Release
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store import port
@@ -20,17 +20,17 @@ from tests.contract.books import HOSTS, KINDS, MOVE, VMS, books, build, claimed,
 
 
 @pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementService]:
     """Hosts 0 and 1 are of c1, 2 is of c2, and 3 was reported above cells."""
     async with books(request) as make:
         made = make()
         await made.open()
         for at, cell in enumerate(("c1", "c1", "c2", ABOVE_CELLS)):
-            await made.report([replace(roomy_host(HOSTS[at]), source=f"s{at}")], bus=cell)
+            await made.apply_reports([replace(roomy_host(HOSTS[at]), reporter=f"s{at}")], bus=cell)
         yield made
 
 
-async def page(store: ResourceBook, cell: str = "c1", **more: object) -> tuple[list[str], str]:
+async def page(store: PlacementService, cell: str = "c1", **more: object) -> tuple[list[str], str]:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     query = CellConsumersQuery(cell=cell, **more)  # type: ignore[arg-type]
     (done,) = await handlers.reads([Received(query, Meta(id="q"), ABOVE_CELLS, "placement.reads")])
@@ -38,7 +38,7 @@ async def page(store: ResourceBook, cell: str = "c1", **more: object) -> tuple[l
     return list(done.reply.consumers), done.reply.last
 
 
-async def test_a_cell_has_what_holds_something_there_or_above_all_cells(store: ResourceBook) -> None:
+async def test_a_cell_has_what_holds_something_there_or_above_all_cells(store: PlacementService) -> None:
     results = await claimed(store, *(build(vm, at) for vm, at in enumerate((0, 2, 3, 1))))
     assert {one.outcome for one in results} == {ClaimOutcome.CLAIMED}
     assert await page(store) == ([VMS[0], VMS[2], VMS[3]], "")
@@ -46,7 +46,7 @@ async def test_a_cell_has_what_holds_something_there_or_above_all_cells(store: R
     assert await page(store, "nobody") == ([VMS[2]], "")
 
 
-async def test_a_migration_is_a_consumer_of_its_own_and_what_is_released_is_none(store: ResourceBook) -> None:
+async def test_a_migration_is_a_consumer_of_its_own_and_what_is_released_is_none(store: PlacementService) -> None:
     await claimed(store, build(0, 0), build(1, 1))
     moved = await claimed(store, move(option(1), source=option(0)))
     assert moved[0].outcome is ClaimOutcome.CLAIMED
@@ -55,7 +55,7 @@ async def test_a_migration_is_a_consumer_of_its_own_and_what_is_released_is_none
     assert await page(store) == (sorted([VMS[0], MOVE]), "")
 
 
-async def test_one_that_holds_something_in_two_cells_is_of_both(store: ResourceBook) -> None:
+async def test_one_that_holds_something_in_two_cells_is_of_both(store: PlacementService) -> None:
     both = {HOSTS[0]: {"VCPU": 1}, HOSTS[2]: {"VCPU": 1}}
     (result,) = await claimed(store, replace(build(0, 0), options=(replace(option(0), allocations=both, host=None),)))
     assert result.outcome is ClaimOutcome.CLAIMED
@@ -63,7 +63,7 @@ async def test_one_that_holds_something_in_two_cells_is_of_both(store: ResourceB
 
 
 async def test_pages_follow_each_other_and_none_looks_at_more_than_so_many(
-    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await claimed(store, *(build(vm, 0 if vm % 3 == 0 else 2) for vm in range(12)))
     for most in (100, 3):

@@ -33,17 +33,17 @@ from bus.contracts.placement import (
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import total_of
 from placement_worker.domain.server_groups import counted_by_class
-from placement_worker.domain.values import Holding
+from placement_worker.domain.values import ProviderAllocations
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, MOVE, VMS, at, build, claimed, move, option, revert, reverted, roomy_host, used
-from tests.kit.claims import BookClaims
+from tests.kit.claims import PlacementClaims
 from tests.kit.waiting import PATIENCE_S
 
 # --- One suite for the scheduler's port to placement: over the bus, and the fake that the unit tests use.
@@ -59,14 +59,14 @@ class Rig:
         self.port = port
 
     async def stop_placement(self) -> None:
-        assert isinstance(self.port, BookClaims)
+        assert isinstance(self.port, PlacementClaims)
         self.port.unavailable = True
 
 
 class BusRig(Rig):
     """Placement's handlers on a bus in memory."""
 
-    def __init__(self, book: ResourceBook) -> None:
+    def __init__(self, book: PlacementService) -> None:
         clock = SystemClock()
         broker = MemoryBroker(clock)
         self.buses = [
@@ -103,10 +103,10 @@ class BusRig(Rig):
 
 @pytest.fixture(params=["fake", "bus"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
-    await book.report([roomy_host(HOST)])
+    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
+    await book.apply_reports([roomy_host(HOST)])
     if request.param == "fake":
-        yield Rig(BookClaims(book))
+        yield Rig(PlacementClaims(book))
         return
     over_bus = BusRig(book)
     await over_bus.open()
@@ -127,7 +127,7 @@ async def outcomes(port: ClaimPort, *claims: Claim) -> list[ClaimOutcome]:
 
 async def test_each_claim_has_its_own_result_in_order(rig: Rig) -> None:
     results = await outcomes(rig.port, claim(VMS[0]), claim(VMS[1], 101), claim(VMS[2], 99), claim(VMS[3]))
-    assert results == [ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.CLAIMED, ClaimOutcome.FULL]
+    assert results == [ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY, ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY]
     assert await rig.port.submit([]) == []
 
 
@@ -143,14 +143,14 @@ async def test_a_gang_is_claimed_whole_or_not_at_all(rig: Rig) -> None:
     gangs = [ClaimAll(claims=(claim(VMS[0], 60), claim(VMS[1], 60))), ClaimAll(claims=(claim(VMS[2]), claim(VMS[3])))]
     partial, whole = await rig.port.submit_gangs(gangs)
     assert isinstance(partial, ClaimAllResult) and isinstance(whole, ClaimAllResult)
-    assert [one.outcome for one in partial.results] == [ClaimOutcome.INCOMPLETE, ClaimOutcome.FULL]
+    assert [one.outcome for one in partial.results] == [ClaimOutcome.INCOMPLETE, ClaimOutcome.NO_CAPACITY]
     assert [one.outcome for one in whole.results] == [ClaimOutcome.CLAIMED, ClaimOutcome.CLAIMED]
     assert await rig.port.submit_gangs([]) == []
 
 
 async def test_instances_are_located_by_what_they_hold(rig: Rig) -> None:
     await rig.port.submit([claim(VMS[0])])
-    requests = [LocateRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
+    requests = [LocateRequest(project_id=p, excluding=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
     mine, another = await rig.port.locate(requests)
     assert isinstance(mine, LocatePage) and isinstance(another, LocatePage)
     assert (dict(mine.hosts), dict(another.hosts)) == ({VMS[0]: (HOST,)}, {})
@@ -161,12 +161,12 @@ async def test_without_an_answer_each_message_has_a_transient_fault(rig: Rig) ->
     answers = [
         *await rig.port.submit([claim(VMS[0]), claim(VMS[1])]),
         *await rig.port.submit_gangs([ClaimAll(claims=(claim(VMS[2]),))]),
-        *await rig.port.locate([LocateRequest(project_id="p", besides=VMS[2], consumers=(VMS[0],))]),
+        *await rig.port.locate([LocateRequest(project_id="p", excluding=VMS[2], consumers=(VMS[0],))]),
     ]
     assert [isinstance(answer, Transient) for answer in answers] == [True] * 4
 
 
-# --- Whatever sequence of claims, moves, reverts, releases and swaps is sent, each has an outcome and the book
+# --- Whatever sequence of claims, moves, reverts, releases and swaps is sent, each has an outcome and placement
 # stays true. A client may name any source, attempt and generation, those of other consumers too.
 
 
@@ -183,8 +183,8 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.table = MemoryBookTable(SystemClock())
-        self.store = ResourceBook(MemoryBookRows(self.table.session()))
+        self.table = MemoryPlacementTable(SystemClock())
+        self.store = PlacementService(MemoryPlacementRows(self.table.session()))
         self.version = 0
 
     def amounts(self) -> Amounts:
@@ -201,9 +201,9 @@ class Walk:
         consumer, migration = draw.choice(VMS[:6]), draw.choice(MOVES)
         state = known.get(consumer)
         attempt = (state.attempt if state else 0) + draw.choice((0, 1, 1, 1))
-        generation = state.generation if state and state.holding else None
-        sources: list[Holding] = [self.amounts()]
-        sources += [known[one].holding for one in (consumer, migration) if one in known and known[one].holding]
+        generation = state.generation if state and state.allocations else None
+        sources: list[ProviderAllocations] = [self.amounts()]
+        sources += [known[one].allocations for one in (consumer, migration) if one in known and known[one].allocations]
         moved = Migration(uuid=migration, source=total_of([draw.choice(sources)]))
         limits = draw.choice(({}, {"VCPU": draw.randint(4, 30), "INSTANCES": 5}))
         claim = Claim(
@@ -231,7 +231,7 @@ class Walk:
                 consumers=(
                     ConsumerAllocations(
                         consumer=swapped,
-                        consumer_generation=before.generation if before and before.holding else None,
+                        consumer_generation=before.generation if before and before.allocations else None,
                         project_id="p",
                         allocations=self.amounts(),
                     ),
@@ -247,18 +247,22 @@ class Walk:
         providers = [ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventories)]
         if uuid == ROOTS[0]:
             child = ProviderReport(
-                uuid=CHILD, name="child", parent_uuid=uuid, inventories={"VCPU": inventories["VCPU"]}, takes_from=uuid
+                uuid=CHILD,
+                name="child",
+                parent_uuid=uuid,
+                inventories={"VCPU": inventories["VCPU"]},
+                receives_from=uuid,
             )
             providers.append(child)
             if self.random.random() < 0.5:
                 providers[0] = ProviderReport(uuid=uuid, name="host-1", inventories={"DISK_GB": inventories["DISK_GB"]})
-        update = InventoryUpdate(source="s", version=self.version, root_uuid=uuid, providers=tuple(providers))
-        await self.store.report([update])
+        update = InventoryUpdate(reporter="s", version=self.version, root_uuid=uuid, providers=tuple(providers))
+        await self.store.apply_reports([update])
 
     def check(self) -> None:
         """Usage is the sum of what is held, and a project's the sum of what counts."""
         states = [row.consumer for row in self.table.consumers.values()]
-        held = total_of(state.holding for state in states)
+        held = total_of(state.allocations for state in states)
         for uuid, provider in self.table.providers.items():
             assert {name: used for name, used in provider.used.items() if used} == held.get(uuid, {})
         by_project: Amounts = {}
@@ -287,7 +291,7 @@ async def test_each_item_of_a_hostile_client_has_an_outcome(seed: int) -> None:
 # --- An instance that a client has built under the uuid of a move's request: its allocation is not the migration's.
 
 
-async def resized_and_built(pooled: ResourceBook, project: str) -> None:
+async def resized_and_built(pooled: PlacementService, project: str) -> None:
     """A resize in place, whose migration holds nothing; then a build under the request's uuid."""
     await claimed(pooled, build(0, 0))
     (resized,) = await claimed(pooled, move(option(0, 6), source=option(0)))
@@ -296,11 +300,11 @@ async def resized_and_built(pooled: ResourceBook, project: str) -> None:
 
 
 @pytest.mark.parametrize("project", ["p", "q"])
-async def test_the_end_of_a_move_does_not_release_it(pooled: ResourceBook, project: str) -> None:
+async def test_the_end_of_a_move_does_not_release_it(pooled: PlacementService, project: str) -> None:
     await resized_and_built(pooled, project)
     (reply,) = await pooled.apply([Release(consumer=MOVE, project_id="p", of_migration=True)])
     assert isinstance(reply, ReleaseResult)
-    assert reply.outcome == "consumer_changed"
+    assert reply.outcome == "consumer_conflict"
     assert await used(pooled) == at(0, 6) | at(1, 4)
     (reply,) = await pooled.apply([Release(consumer=MOVE, project_id=project)])
     assert isinstance(reply, ReleaseResult)
@@ -309,7 +313,7 @@ async def test_the_end_of_a_move_does_not_release_it(pooled: ResourceBook, proje
 
 
 @pytest.mark.parametrize("project", ["p", "q"])
-async def test_a_revert_does_not_take_it(pooled: ResourceBook, project: str) -> None:
+async def test_a_revert_does_not_take_it(pooled: PlacementService, project: str) -> None:
     await resized_and_built(pooled, project)
     requested: Revert = revert(option(0), 3)
     for _ in range(2):  # also when it is repeated after a lost answer
@@ -319,9 +323,9 @@ async def test_a_revert_does_not_take_it(pooled: ResourceBook, project: str) -> 
         assert await used(pooled) == at(0, 4) | at(1, 4)
 
 
-async def test_an_alternate_does_not_take_it(pooled: ResourceBook) -> None:
+async def test_an_alternate_does_not_take_it(pooled: PlacementService) -> None:
     await resized_and_built(pooled, "p")
     (refused,) = await claimed(pooled, move(option(2), source=option(0), attempt=3, generation=2, again=True))
-    assert (refused.outcome, refused.reason.split(":")[0]) == ("consumer_changed", "claim.migration_in_use")
+    assert (refused.outcome, refused.reason.split(":")[0]) == ("consumer_conflict", "claim.migration_in_use")
     assert await used(pooled) == at(0, 6) | at(1, 4)
     assert HOSTS[2] not in await used(pooled)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import (
-    MAX_HOLDERS,
+    MAX_CONFLICTING_CONSUMERS,
     MAX_LOST_NAMED,
     Claim,
     ClaimAll,
@@ -25,9 +25,9 @@ from bus.contracts.placement import (
     ServerGroup,
 )
 from placement_worker import book as resource_book
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.store import claims
-from tests.contract.books import HOSTS, VMS, Books, at, build, claimed, used
+from tests.contract.books import HOSTS, VMS, Placements, at, build, claimed, used
 
 # --- The claims of a gang, on both books: all of them or none, whatever else is claimed at once.
 
@@ -40,23 +40,23 @@ def member(vm: int, at: int = 0, vcpu: int = 1, **fields: object) -> Claim:
     return Claim(consumer=VMS[vm], options=(option,), project_id="p", **fields)  # type: ignore[arg-type]
 
 
-async def claim_all(store: ResourceBook, *claims: Claim) -> list[ClaimResult]:
+async def claim_all(store: PlacementService, *claims: Claim) -> list[ClaimResult]:
     (reply,) = await store.apply([ClaimAll(claims=claims)])
     assert isinstance(reply, ClaimAllResult)
     return list(reply.results)
 
 
-async def outcomes(store: ResourceBook, *claims: Claim) -> list[str]:
+async def outcomes(store: PlacementService, *claims: Claim) -> list[str]:
     return [result.outcome.value for result in await claim_all(store, *claims)]
 
 
-async def holders(store: ResourceBook, *vms: int) -> set[int]:
+async def holders(store: PlacementService, *vms: int) -> set[int]:
     """Which of these hold something."""
     (page,) = await store.reads.locate([LocateRequest(project_id="p", consumers=tuple(VMS[vm] for vm in vms))])
     return {vm for vm in vms if VMS[vm] in page.hosts}
 
 
-async def test_all_members_are_claimed_at_once(store: ResourceBook) -> None:
+async def test_all_members_are_claimed_at_once(store: PlacementService) -> None:
     results = await claim_all(store, member(0, 0), member(1, 1), member(2, 0))
     assert [result.outcome for result in results] == ["claimed"] * 3
     assert results[0].sequence == results[1].sequence == results[2].sequence > 0
@@ -64,56 +64,66 @@ async def test_all_members_are_claimed_at_once(store: ResourceBook) -> None:
     assert await holders(store, 0, 1, 2) == {0, 1, 2}
 
 
-async def test_one_that_does_not_fit_leaves_all_of_them_unclaimed(store: ResourceBook) -> None:
+async def test_one_that_does_not_fit_leaves_all_of_them_unclaimed(store: PlacementService) -> None:
     """The answer names what stood in the way, and nothing is used: the same room is claimed afterwards."""
-    assert await outcomes(store, member(0, 0, 100), member(1, 1), member(2, 0)) == ["incomplete", "incomplete", "full"]
+    assert await outcomes(store, member(0, 0, 100), member(1, 1), member(2, 0)) == [
+        "incomplete",
+        "incomplete",
+        "no_capacity",
+    ]
     assert await holders(store, 0, 1, 2) == set()
     assert await outcomes(store, member(0, 0, 100), member(1, 1)) == ["claimed", "claimed"]
 
 
-async def test_members_are_counted_together_against_the_limit(store: ResourceBook) -> None:
+async def test_members_are_counted_together_against_the_limit(store: PlacementService) -> None:
     limits = {"INSTANCES": 2}
     assert await outcomes(store, *(member(n, n, limits=limits) for n in range(3))) == [
-        *("incomplete", "incomplete", "over_limit")
+        *("incomplete", "incomplete", "over_quota")
     ]
     assert await outcomes(store, *(member(n, n, limits=limits) for n in range(2))) == ["claimed", "claimed"]
-    assert await outcomes(store, member(2, 2, limits=limits)) == ["over_limit"]
+    assert await outcomes(store, member(2, 2, limits=limits)) == ["over_quota"]
 
 
-async def test_members_keep_the_rule_of_their_server_group_among_themselves(store: ResourceBook) -> None:
+async def test_members_keep_the_rule_of_their_server_group_among_themselves(store: PlacementService) -> None:
     """Where the gang's own members were tried is no place of the group: the answer does not name it."""
     results = await claim_all(store, *(member(n, n // 2, server_group=APART) for n in range(3)))
-    assert [result.outcome for result in results] == ["incomplete", "ruled_out", "incomplete"]
+    assert [result.outcome for result in results] == ["incomplete", "policy_violated", "incomplete"]
     assert results[1].members == {}
     assert await outcomes(store, *(member(n, n, server_group=APART) for n in range(3))) == ["claimed"] * 3
     (refused,) = await claim_all(store, member(3, 0, server_group=APART))
-    assert (refused.outcome, refused.members) == ("ruled_out", {HOSTS[0]: 1})
+    assert (refused.outcome, refused.members) == ("policy_violated", {HOSTS[0]: 1})
 
 
-async def test_a_repeat_is_answered_with_what_is_held(store: ResourceBook) -> None:
+async def test_a_repeat_is_answered_with_what_is_held(store: PlacementService) -> None:
     first = await claim_all(store, member(0, 0), member(1, 1))
     again = await claim_all(store, member(0, 0), member(1, 1))
     assert [one.generations for one in again] == [one.generations for one in first]
     assert [one.option for one in again] == [0, 0]
 
 
-async def test_a_member_of_an_earlier_run_keeps_what_it_holds_when_the_rest_does_not_fit(store: ResourceBook) -> None:
+async def test_a_member_of_an_earlier_run_keeps_what_it_holds_when_the_rest_does_not_fit(
+    store: PlacementService,
+) -> None:
     assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
-    assert await outcomes(store, member(0, 2), member(1, 2), member(2, 0, 1000)) == ["claimed", "claimed", "full"]
+    assert await outcomes(store, member(0, 2), member(1, 2), member(2, 0, 1000)) == [
+        "claimed",
+        "claimed",
+        "no_capacity",
+    ]
     assert await holders(store, 0, 1, 2) == {0, 1}
 
 
-async def test_a_fenced_member_stands_in_the_way_of_all(store: ResourceBook) -> None:
+async def test_a_fenced_member_stands_in_the_way_of_all(store: PlacementService) -> None:
     await store.apply([Release(consumer=VMS[1], attempt=1)])
-    assert await outcomes(store, member(0), member(1)) == ["incomplete", "consumer_changed"]
+    assert await outcomes(store, member(0), member(1)) == ["incomplete", "consumer_conflict"]
     assert await holders(store, 0, 1) == set()
 
 
-async def test_what_stands_beside_a_gang_in_one_transaction_is_decided_in_order(store: ResourceBook) -> None:
+async def test_what_stands_beside_a_gang_in_one_transaction_is_decided_in_order(store: PlacementService) -> None:
     gang = ClaimAll(claims=(member(1, 0, 50), member(2, 0, 50)))
     before, all_or_none, after = await store.apply([member(0, 0), gang, member(3, 0, 99)])
     assert isinstance(all_or_none, ClaimAllResult)
-    assert [one.outcome for one in all_or_none.results] == ["incomplete", "full"]
+    assert [one.outcome for one in all_or_none.results] == ["incomplete", "no_capacity"]
     assert [str(one.outcome) for one in (before, after) if isinstance(one, ClaimResult)] == ["claimed", "claimed"]
 
 
@@ -124,12 +134,14 @@ async def test_what_stands_beside_a_gang_in_one_transaction_is_decided_in_order(
         (member(0), member(1, release_first=True, attempt=2, consumer_generation=1)),
     ],
 )
-async def test_a_gang_that_is_none_is_invalid(store: ResourceBook, claims: tuple[Claim, ...]) -> None:
+async def test_a_gang_that_is_none_is_invalid(store: PlacementService, claims: tuple[Claim, ...]) -> None:
     assert await outcomes(store, *claims) == ["invalid", "invalid"]
     assert await holders(store, 0, 1) == set()
 
 
-async def test_processes_that_claim_for_gangs_at_once_leave_no_partial_one(make: Books, store: ResourceBook) -> None:
+async def test_processes_that_claim_for_gangs_at_once_leave_no_partial_one(
+    make: Placements, store: PlacementService
+) -> None:
     """Gangs of four on two hosts, each wanting a quarter of both: four fit in all, and no fifth in part."""
     stores = [store, make(), make(), make()]
     for other in stores[1:]:
@@ -157,102 +169,102 @@ INSTANCE = build(0, 0).consumer
 
 
 def release(by: str | None, attempt: int | None = 1) -> Release:
-    return Release(consumer=INSTANCE, attempt=attempt, project_id="p", by=by)
+    return Release(consumer=INSTANCE, attempt=attempt, project_id="p", owner=by)
 
 
-async def released(pooled: ResourceBook, by: str | None, attempt: int | None = 1) -> str:
+async def released(pooled: PlacementService, by: str | None, attempt: int | None = 1) -> str:
     (reply,) = await pooled.apply([release(by, attempt)])
     assert isinstance(reply, ReleaseResult)
     return reply.outcome
 
 
 @pytest.mark.parametrize("by", [MINE, ANOTHER, None])
-async def test_a_run_releases_its_own_allocation_and_no_other(pooled: ResourceBook, by: str | None) -> None:
-    await claimed(pooled, build(0, 0, by=MINE))
+async def test_a_run_releases_its_own_allocation_and_no_other(pooled: PlacementService, by: str | None) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
     is_kept = by == ANOTHER
-    assert await released(pooled, by) == ("consumer_changed" if is_kept else "released")
+    assert await released(pooled, by) == ("consumer_conflict" if is_kept else "released")
     assert await used(pooled) == (at(0, 4) if is_kept else {})
-    (again,) = await claimed(pooled, build(0, 0, by=MINE))
-    assert again.outcome == ("claimed" if is_kept else "consumer_changed"), "only a release fences"
+    (again,) = await claimed(pooled, build(0, 0, owner=MINE))
+    assert again.outcome == ("claimed" if is_kept else "consumer_conflict"), "only a release fences"
 
 
-async def test_a_release_by_name_of_nothing_fences_the_claim_that_is_still_in_flight(pooled: ResourceBook) -> None:
+async def test_a_release_by_name_of_nothing_fences_the_claim_that_is_still_in_flight(pooled: PlacementService) -> None:
     assert await released(pooled, MINE) == "absent"
-    (late,) = await claimed(pooled, build(0, 0, by=MINE))
-    assert (late.outcome, late.consumer_generation, await used(pooled)) == ("consumer_changed", None, {})
+    (late,) = await claimed(pooled, build(0, 0, owner=MINE))
+    assert (late.outcome, late.consumer_generation, await used(pooled)) == ("consumer_conflict", None, {})
 
 
-async def test_an_allocation_without_a_known_owner_is_released_by_no_name(pooled: ResourceBook) -> None:
+async def test_an_allocation_without_a_known_owner_is_released_by_no_name(pooled: PlacementService) -> None:
     await claimed(pooled, build(0, 0))
-    assert (await released(pooled, MINE), await used(pooled)) == ("consumer_changed", at(0, 4))
+    assert (await released(pooled, MINE), await used(pooled)) == ("consumer_conflict", at(0, 4))
 
 
-async def test_a_claim_of_another_run_is_shown_what_is_held_and_gets_none_of_it(pooled: ResourceBook) -> None:
-    await claimed(pooled, build(0, 0, by=MINE))
-    (again,) = await claimed(pooled, build(0, 1, by=MINE))
-    assert (again.outcome, again.holding, again.attempt) == ("claimed", at(0, 4), 0)
-    (another,) = await claimed(pooled, build(0, 1, by=ANOTHER))
-    assert (another.outcome, another.holding, another.attempt) == ("consumer_changed", at(0, 4), 1)
+async def test_a_claim_of_another_run_is_shown_what_is_held_and_gets_none_of_it(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
+    (again,) = await claimed(pooled, build(0, 1, owner=MINE))
+    assert (again.outcome, again.allocations, again.attempt) == ("claimed", at(0, 4), 0)
+    (another,) = await claimed(pooled, build(0, 1, owner=ANOTHER))
+    assert (another.outcome, another.allocations, another.attempt) == ("consumer_conflict", at(0, 4), 1)
     assert another.consumer_generation == 1 and await used(pooled) == at(0, 4)
 
 
-async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: ResourceBook) -> None:
+async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(pooled: PlacementService) -> None:
     """As after a restore, when the record of the other is lost; its Release may still be on its way."""
-    await claimed(pooled, build(0, 0, by=MINE))
-    (wrong,) = await claimed(pooled, build(0, 0, by=ANOTHER, takes_over="run-3"))
-    (later,) = await claimed(pooled, build(0, 0, by=ANOTHER, takes_over=MINE, attempt=2))
-    assert [wrong.outcome, later.outcome] == ["consumer_changed", "consumer_changed"]
-    (taken,) = await claimed(pooled, build(0, 0, by=ANOTHER, takes_over=MINE))
+    await claimed(pooled, build(0, 0, owner=MINE))
+    (wrong,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from="run-3"))
+    (later,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from=MINE, attempt=2))
+    assert [wrong.outcome, later.outcome] == ["consumer_conflict", "consumer_conflict"]
+    (taken,) = await claimed(pooled, build(0, 0, owner=ANOTHER, transfers_from=MINE))
     assert (taken.outcome, taken.consumer_generation, await used(pooled)) == ("claimed", 1, at(0, 4))
-    (held,) = await pooled.reads.holding([INSTANCE])
-    assert (held.run, held.attempt, held.holding) == (ANOTHER, 1, at(0, 4))
-    assert [await released(pooled, by) for by in (MINE, ANOTHER)] == ["consumer_changed", "released"]
+    (held,) = await pooled.reads.allocations([INSTANCE])
+    assert (held.claim_owner, held.attempt, held.allocations) == (ANOTHER, 1, at(0, 4))
+    assert [await released(pooled, by) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
 
 
-async def test_a_claim_of_the_cell_leaves_the_owner_whose_it_was(pooled: ResourceBook) -> None:
-    await claimed(pooled, build(0, 0, by=MINE))
+async def test_a_claim_of_the_cell_leaves_the_owner_whose_it_was(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
     (later,) = await claimed(pooled, build(0, 1, attempt=2, consumer_generation=1))
     assert later.outcome == "claimed"
-    assert await released(pooled, MINE) == "consumer_changed", "of an older attempt"
-    assert await released(pooled, ANOTHER, attempt=None) == "consumer_changed"
+    assert await released(pooled, MINE) == "consumer_conflict", "of an older attempt"
+    assert await released(pooled, ANOTHER, attempt=None) == "consumer_conflict"
     assert await released(pooled, MINE, attempt=2) == "released"
 
 
-async def test_a_new_claim_of_an_instance_belongs_to_the_run_that_makes_it(pooled: ResourceBook) -> None:
-    await claimed(pooled, build(0, 0, by=MINE))
+async def test_a_new_claim_of_an_instance_belongs_to_the_run_that_makes_it(pooled: PlacementService) -> None:
+    await claimed(pooled, build(0, 0, owner=MINE))
     await released(pooled, MINE)
-    (anew,) = await claimed(pooled, build(0, 0, attempt=2, by=ANOTHER))
+    (anew,) = await claimed(pooled, build(0, 0, attempt=2, owner=ANOTHER))
     assert anew.outcome == "claimed"
-    assert [await released(pooled, by, attempt=2) for by in (MINE, ANOTHER)] == ["consumer_changed", "released"]
+    assert [await released(pooled, by, attempt=2) for by in (MINE, ANOTHER)] == ["consumer_conflict", "released"]
 
 
-async def test_in_one_group_a_release_takes_what_its_run_has_just_claimed(pooled: ResourceBook) -> None:
-    _, kept, gone = await pooled.apply([build(0, 0, by=MINE), release(ANOTHER), release(MINE)])
+async def test_in_one_group_a_release_takes_what_its_run_has_just_claimed(pooled: PlacementService) -> None:
+    _, kept, gone = await pooled.apply([build(0, 0, owner=MINE), release(ANOTHER), release(MINE)])
     assert isinstance(kept, ReleaseResult) and isinstance(gone, ReleaseResult)
-    assert (kept.outcome, gone.outcome, await used(pooled)) == ("consumer_changed", "released", {})
+    assert (kept.outcome, gone.outcome, await used(pooled)) == ("consumer_conflict", "released", {})
 
 
-async def test_the_query_names_the_owner_the_attempt_and_the_place_and_fences_nothing(pooled: ResourceBook) -> None:
-    assert await pooled.reads.holding([INSTANCE]) == []
-    (claim,) = await claimed(pooled, build(0, 0, by=MINE))
+async def test_the_query_names_the_owner_the_attempt_and_the_place_and_fences_nothing(pooled: PlacementService) -> None:
+    assert await pooled.reads.allocations([INSTANCE]) == []
+    (claim,) = await claimed(pooled, build(0, 0, owner=MINE))
     assert claim.outcome == "claimed"
-    (held,) = await pooled.reads.holding([INSTANCE, build(1, 1).consumer])
-    assert (held.consumer, held.project_id, held.run, held.attempt) == (INSTANCE, "p", MINE, 1)
-    assert (held.consumer_generation, held.holding, held.hosts) == (1, at(0, 4), (HOSTS[0],))
+    (held,) = await pooled.reads.allocations([INSTANCE, build(1, 1).consumer])
+    assert (held.consumer, held.project_id, held.claim_owner, held.attempt) == (INSTANCE, "p", MINE, 1)
+    assert (held.consumer_generation, held.allocations, held.hosts) == (1, at(0, 4), (HOSTS[0],))
     await released(pooled, MINE)
-    assert await pooled.reads.holding([INSTANCE]) == []
+    assert await pooled.reads.allocations([INSTANCE]) == []
 
 
-async def test_the_query_shows_a_migration_and_another_client_as_no_build(pooled: ResourceBook) -> None:
+async def test_the_query_shows_a_migration_and_another_client_as_no_build(pooled: PlacementService) -> None:
     """A client may request a build under the uuid of its move."""
     request = build(1, 1).consumer
-    await claimed(pooled, build(0, 0, by=MINE))
+    await claimed(pooled, build(0, 0, owner=MINE))
     move = Migration(uuid=request, source={HOSTS[0]: {"VCPU": 4}})
     (reply,) = await claimed(pooled, build(0, 1, attempt=2, consumer_generation=1, migration=move))
     await claimed(pooled, replace(build(2, 2, attempt=0), user_id="u"))
     assert reply.outcome == "claimed"
-    held = {one.consumer: one for one in await pooled.reads.holding([INSTANCE, request, build(2, 2).consumer])}
-    assert [(held[uuid].attempt, held[uuid].run) for uuid in (INSTANCE, request)] == [(2, MINE), (0, "")]
+    held = {one.consumer: one for one in await pooled.reads.allocations([INSTANCE, request, build(2, 2).consumer])}
+    assert [(held[uuid].attempt, held[uuid].claim_owner) for uuid in (INSTANCE, request)] == [(2, MINE), (0, "")]
     assert held[build(2, 2).consumer].attempt == 0
 
 
@@ -267,31 +279,31 @@ def wants(vm: int, *taken: dict[str, dict[str, int]], project: str = "p", **fiel
     return Claim(consumer=VMS[vm], options=options, project_id=project, **fields)  # type: ignore[arg-type]
 
 
-async def apply(store: ResourceBook, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
+async def apply(store: PlacementService, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
     return [reply for reply in await store.apply(claims, bus=bus) if isinstance(reply, ClaimResult)]
 
 
-async def lost_to(store: ResourceBook, claim: Claim, bus: str = "api") -> list[str]:
+async def lost_to(store: PlacementService, claim: Claim, bus: str = "api") -> list[str]:
     (reply,) = await apply(store, claim, bus=bus)
-    assert reply.outcome is ClaimOutcome.FULL
-    return [one.consumer for one in reply.holders]
+    assert reply.outcome is ClaimOutcome.NO_CAPACITY
+    return [one.consumer for one in reply.conflicting_consumers]
 
 
-async def test_a_full_claim_names_who_took_it_and_for_which_project(store: ResourceBook) -> None:
+async def test_a_full_claim_names_who_took_it_and_for_which_project(store: PlacementService) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 90}}, project="first"))
     (reply,) = await apply(store, wants(1, {HOST: {"VCPU": 20}}, project="second"))
-    assert reply.outcome is ClaimOutcome.FULL
-    assert [(one.consumer, one.project_id) for one in reply.holders] == [(VMS[0], "first")]
+    assert reply.outcome is ClaimOutcome.NO_CAPACITY
+    assert [(one.consumer, one.project_id) for one in reply.conflicting_consumers] == [(VMS[0], "first")]
 
 
-async def test_the_newest_come_first_and_there_are_few(store: ResourceBook) -> None:
-    for vm in range(MAX_HOLDERS + 2):
+async def test_the_newest_come_first_and_there_are_few(store: PlacementService) -> None:
+    for vm in range(MAX_CONFLICTING_CONSUMERS + 2):
         await apply(store, wants(vm, {HOST: {"VCPU": 20}}))
-    newest = [VMS[vm] for vm in range(MAX_HOLDERS + 1, 1, -1)]
+    newest = [VMS[vm] for vm in range(MAX_CONFLICTING_CONSUMERS + 1, 1, -1)]
     assert await lost_to(store, wants(30, {HOST: {"VCPU": 1}})) == newest
 
 
-async def test_only_holders_of_what_was_lacking_are_named(store: ResourceBook) -> None:
+async def test_only_holders_of_what_was_lacking_are_named(store: PlacementService) -> None:
     """Neither those of the host's other classes, nor of other hosts, nor the claimant, nor those that are gone."""
     await apply(store, wants(0, {HOST: {"VCPU": 60}}))
     await apply(store, wants(1, {HOST: {"DISK_GB": 100}}), wants(2, {OTHER: {"VCPU": 100}}))
@@ -302,55 +314,55 @@ async def test_only_holders_of_what_was_lacking_are_named(store: ResourceBook) -
     assert await lost_to(store, grown) == []
 
 
-async def test_of_one_group_the_winner_is_named(store: ResourceBook) -> None:
+async def test_of_one_group_the_winner_is_named(store: PlacementService) -> None:
     """Two claims that came together: nothing of the first was written when the second was decided."""
     for first, second in ((0, 1), (3, 2)):
         host = HOSTS[first]
         won, lost = await apply(store, wants(first, {host: {"VCPU": 80}}), wants(second, {host: {"VCPU": 80}}))
-        assert (won.outcome, lost.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.FULL)
-        assert [one.consumer for one in lost.holders] == [VMS[first]]
+        assert (won.outcome, lost.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY)
+        assert [one.consumer for one in lost.conflicting_consumers] == [VMS[first]]
 
 
-async def of_gang(store: ResourceBook, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
+async def of_gang(store: PlacementService, *claims: Claim, bus: str = "api") -> list[tuple[str, list[str]]]:
     """The outcome of each member's claim, and whom it names."""
     (reply,) = await store.apply([ClaimAll(claims=claims)], bus=bus)
     assert isinstance(reply, ClaimAllResult)
-    return [(one.outcome.value, [holder.consumer for holder in one.holders]) for one in reply.results]
+    return [(one.outcome.value, [holder.consumer for holder in one.conflicting_consumers]) for one in reply.results]
 
 
-async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: ResourceBook) -> None:
+async def test_the_member_of_a_gang_that_lost_names_who_took_it(store: PlacementService) -> None:
     """The other members would have fitted: they lost nothing."""
     await apply(store, wants(0, {HOST: {"VCPU": 60}}), wants(1, {OTHER: {"VCPU": 60}}))
     members = [wants(2, {OTHER: {"VCPU": 40}}), wants(3, {HOST: {"VCPU": 50}}), wants(4, {HOST: {"VCPU": 30}})]
-    assert await of_gang(store, *members) == [("incomplete", []), ("full", [VMS[0]]), ("incomplete", [])]
+    assert await of_gang(store, *members) == [("incomplete", []), ("no_capacity", [VMS[0]]), ("incomplete", [])]
 
 
-async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: ResourceBook) -> None:
+async def test_a_gang_and_claims_beside_it_name_the_winner_of_their_group(store: PlacementService) -> None:
     gang = ClaimAll(claims=(wants(1, {OTHER: {"VCPU": 10}}), wants(2, {HOST: {"VCPU": 80}})))
     items = [wants(0, {HOST: {"VCPU": 80}}), gang, wants(3, {OTHER: {"VCPU": 5}}), wants(4, {HOST: {"VCPU": 90}})]
     _, lost, won, last = await store.apply(items)
     assert isinstance(lost, ClaimAllResult) and isinstance(won, ClaimResult) and isinstance(last, ClaimResult)
-    named = [[holder.consumer for holder in one.holders] for one in (*lost.results, won, last)]
+    named = [[holder.consumer for holder in one.conflicting_consumers] for one in (*lost.results, won, last)]
     assert named == [[], [VMS[0]], [], [VMS[0]]]
 
 
-async def test_a_cell_learns_nothing_of_others_consumers(store: ResourceBook) -> None:
+async def test_a_cell_learns_nothing_of_others_consumers(store: PlacementService) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 100}}))
     assert await lost_to(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == []
-    assert await of_gang(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == [("full", [])]
+    assert await of_gang(store, wants(1, {HOST: {"VCPU": 1}}), bus="cell1") == [("no_capacity", [])]
 
 
-async def test_of_a_group_of_many_lost_claims_the_first_few_are_looked_up(store: ResourceBook) -> None:
+async def test_of_a_group_of_many_lost_claims_the_first_few_are_looked_up(store: PlacementService) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 100}}))
     replies = await apply(store, *(wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)))
-    assert [len(reply.holders) for reply in replies] == [1] * MAX_LOST_NAMED + [0] * 4
+    assert [len(reply.conflicting_consumers) for reply in replies] == [1] * MAX_LOST_NAMED + [0] * 4
     members = [wants(vm, {HOST: {"VCPU": 1}}) for vm in range(1, MAX_LOST_NAMED + 5)]
     assert [len(named) for _, named in await of_gang(store, *members)] == [1] * MAX_LOST_NAMED + [0] * 4
 
 
 @pytest.mark.parametrize("make", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True)
 async def test_a_pool_that_many_share_has_no_newest_holder(
-    store: ResourceBook, make: Books, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, make: Placements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 50}}), wants(1, {HOST: {"VCPU": 50}}))
     for most, found in ((2, 2), (1, 0)):
@@ -369,42 +381,42 @@ def claim(vm: int, at: int = 0, *, limits: dict[str, int] = FOUR, project: str =
     return Claim(consumer=VMS[vm], options=(option,), project_id=project, limits=limits)
 
 
-async def each(store: ResourceBook, *claims: Claim) -> list[str]:
+async def each(store: PlacementService, *claims: Claim) -> list[str]:
     return [str(reply.outcome) for reply in await store.apply(claims)]
 
 
-async def test_a_project_holds_no_more_than_it_may(store: ResourceBook) -> None:
+async def test_a_project_holds_no_more_than_it_may(store: PlacementService) -> None:
     assert await each(store, claim(0, VCPU=3)) == ["claimed"]
     (over,) = await store.apply([claim(1, 1, VCPU=2)])
     assert isinstance(over, ClaimResult)
-    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_LIMIT, "VCPU: 3 of 4 held, 2 more requested")
+    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_QUOTA, "VCPU: 3 of 4 held, 2 more requested")
     assert await each(store, claim(1, 1, VCPU=1), claim(2, 2, DISK_GB=50)) == ["claimed", "claimed"]
 
 
-async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gave_back(store: ResourceBook) -> None:
-    assert await each(store, *(claim(n, VCPU=2) for n in range(3))) == ["claimed", "claimed", "over_limit"]
+async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gave_back(store: PlacementService) -> None:
+    assert await each(store, *(claim(n, VCPU=2) for n in range(3))) == ["claimed", "claimed", "over_quota"]
     replies = await store.apply([Release(consumer=VMS[0]), claim(2, VCPU=2), claim(3, VCPU=1)])
-    assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_limit"]
+    assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_quota"]
 
 
-async def test_of_one_transaction_each_is_held_to_its_own_limit(store: ResourceBook) -> None:
+async def test_of_one_transaction_each_is_held_to_its_own_limit(store: PlacementService) -> None:
     claims = claim(0), claim(1, limits={"VCPU": 1}), claim(2)
-    assert await each(store, *claims) == ["claimed", "over_limit", "claimed"]
+    assert await each(store, *claims) == ["claimed", "over_quota", "claimed"]
 
 
-async def test_how_many_instances(store: ResourceBook) -> None:
+async def test_how_many_instances(store: PlacementService) -> None:
     two = {"INSTANCES": 2}
-    assert await each(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_limit"]
+    assert await each(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_quota"]
     await store.apply([Release(consumer=VMS[0])])
-    assert await each(store, claim(3, limits=two), claim(4, limits=two)) == ["claimed", "over_limit"]
+    assert await each(store, claim(3, limits=two), claim(4, limits=two)) == ["claimed", "over_quota"]
 
 
-async def test_other_projects_and_claims_without_limits_are_not_held_to_them(store: ResourceBook) -> None:
+async def test_other_projects_and_claims_without_limits_are_not_held_to_them(store: PlacementService) -> None:
     assert await each(store, claim(0, VCPU=4), claim(1, VCPU=4, project="q")) == ["claimed", "claimed"]
     assert await each(store, claim(2, VCPU=4, limits={})) == ["claimed"]
 
 
-async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(store: ResourceBook) -> None:
+async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(store: PlacementService) -> None:
     assert await each(store, claim(0, VCPU=4), claim(0, VCPU=4)) == ["claimed", "claimed"]
     option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
     alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
@@ -413,7 +425,7 @@ async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(stor
 
 
 async def test_an_alternate_that_is_requested_again_has_given_back_what_others_have_taken(
-    store: ResourceBook,
+    store: PlacementService,
 ) -> None:
     """The first asking finds no room and gives back; the second comes when there is room, and the quota is used up."""
     assert await each(store, claim(0, VCPU=4), claim(9, 1, VCPU=98, project="q", limits={})) == [
@@ -423,13 +435,13 @@ async def test_an_alternate_that_is_requested_again_has_given_back_what_others_h
     option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
     alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
                       project_id="p", limits=FOUR)  # fmt: skip
-    assert await each(store, alternate, claim(1, VCPU=4)) == ["full", "claimed"]
+    assert await each(store, alternate, claim(1, VCPU=4)) == ["no_capacity", "claimed"]
     await store.apply([Release(consumer=VMS[9])])
-    assert await each(store, alternate) == ["over_limit"]
+    assert await each(store, alternate) == ["over_quota"]
 
 
 async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
-    make: Books, store: ResourceBook
+    make: Placements, store: PlacementService
 ) -> None:
     """Nothing but the project is common to them: its lock alone keeps them apart."""
     stores = [store, make(), make(), make()]
@@ -440,11 +452,11 @@ async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it
         return [one for vm in range(10) for one in await each(stores[number], claim(10 * number + vm, number))]
 
     ended = await asyncio.gather(*(work(number) for number in range(4)))
-    assert Counter(one for part in ended for one in part) == {"claimed": 4, "over_limit": 36}
+    assert Counter(one for part in ended for one in part) == {"claimed": 4, "over_quota": 36}
 
 
 async def test_a_page_of_the_snapshot_has_no_more_bytes_than_a_message(
-    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_book, "_bytes_of", lambda _: 10)
     monkeypatch.setattr(resource_book, "MAX_PAGE_BYTES", 25)

@@ -20,10 +20,10 @@ from bus.contracts.objects import ObjectsRevision
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, InventoryReleased, Release, ReleaseResult
 from bus.persistence.marks import RECORD_S
 from placement_worker import handlers as handling
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.handlers import CellFollower, PlacementHandlers
-from placement_worker.store.memory_rows import MemoryBookRows
-from tests.contract.books import HOSTS, KINDS, VMS, Books, books, claimed, revert
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from tests.contract.books import HOSTS, KINDS, VMS, Placements, books, claimed, revert
 from tests.unit.bus.test_outbox import HandClock
 
 OPTION = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}}, host=HOSTS[0])
@@ -33,18 +33,18 @@ def claim(vm: int, attempt: int = 1) -> Claim:
     return Claim(consumer=VMS[vm], options=(OPTION,), project_id="p", attempt=attempt)
 
 
-async def requested(store: ResourceBook, *stated: tuple[Message, int], bus: str = "c1") -> list[str]:
+async def requested(store: PlacementService, *stated: tuple[Message, int], bus: str = "c1") -> list[str]:
     """The outcome of each, requested in one batch."""
     items = [item for item, _ in stated]
     replies = await store.apply(items, bus=bus, marks=[DatabaseMark(number) for _, number in stated])  # type: ignore[arg-type]
     return [one.code if isinstance(one, Refusal) else str(one.outcome) for one in replies]  # type: ignore[union-attr]
 
 
-async def held(store: ResourceBook, vm: int) -> int:
-    return sum(bool(one.holding) for one in await store.reads.holding([VMS[vm]]))
+async def held(store: PlacementService, vm: int) -> int:
+    return sum(bool(one.allocations) for one in await store.reads.allocations([VMS[vm]]))
 
 
-async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(store: ResourceBook) -> None:
+async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(store: PlacementService) -> None:
     await claimed(store, claim(0), claim(1), claim(2))
     assert await requested(store, (Release(consumer=VMS[0]), 2)) == ["released"]
     assert await requested(store, (Release(consumer=VMS[1]), 1)) == [ORDER_OUTDATED]
@@ -57,21 +57,21 @@ async def test_a_lower_incarnation_is_refused_and_an_equal_or_higher_one_taken(s
 
 
 @pytest.mark.parametrize("before", [[], [claim(0)]])
-async def test_what_states_none_is_lower_than_the_first(store: ResourceBook, before: list[Claim]) -> None:
+async def test_what_states_none_is_lower_than_the_first(store: PlacementService, before: list[Claim]) -> None:
     for one in before:
         assert await requested(store, (one, 0)) == ["claimed"]
     assert await requested(store, (claim(1), 1)) == ["claimed"]
     assert await requested(store, (claim(2), 0)) == [ORDER_OUTDATED]
 
 
-async def test_each_cell_has_its_own_and_the_schedulers_none(store: ResourceBook) -> None:
+async def test_each_cell_has_its_own_and_the_schedulers_none(store: PlacementService) -> None:
     assert await requested(store, (claim(0), 5)) == ["claimed"]
     assert await requested(store, (claim(1), 1), bus="c2") == ["claimed"]
     (reply,) = await store.apply([claim(2)])
     assert isinstance(reply, ClaimResult) and reply.option == 0
 
 
-async def test_of_one_batch_the_lower_ones_are_left_out(store: ResourceBook) -> None:
+async def test_of_one_batch_the_lower_ones_are_left_out(store: PlacementService) -> None:
     await claimed(store, claim(0), claim(1), claim(2))
     outcomes = await requested(
         store,
@@ -84,7 +84,7 @@ async def test_of_one_batch_the_lower_ones_are_left_out(store: ResourceBook) -> 
     assert [await held(store, vm) for vm in range(4)] == [1, 0, 0, 0]
 
 
-async def test_what_one_process_was_told_counts_in_all_of_them(make: Books, store: ResourceBook) -> None:
+async def test_what_one_process_was_told_counts_in_all_of_them(make: Placements, store: PlacementService) -> None:
     other = make()
     await other.open()
     await claimed(store, claim(0))
@@ -96,10 +96,10 @@ async def test_what_one_process_was_told_counts_in_all_of_them(make: Books, stor
     assert await requested(again, (Release(consumer=VMS[0]), 1)) == [ORDER_OUTDATED]
 
 
-async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_it(store: ResourceBook) -> None:
+async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_it(store: PlacementService) -> None:
     await claimed(store, claim(0), claim(1))
     assert await requested(store, (claim(2), 2)) == ["claimed"]
-    if isinstance(store.rows, MemoryBookRows):
+    if isinstance(store.rows, MemoryPlacementRows):
         store.rows.table.marks.clear()
     else:
         async with store.rows.transaction() as transaction:
@@ -110,7 +110,7 @@ async def test_it_is_recorded_again_where_placements_own_database_has_forgotten_
 
 
 class TimedBooks(Struct):
-    make: Books
+    make: Placements
     clock: HandClock
 
 
@@ -126,7 +126,7 @@ async def test_the_highest_mark_is_recorded_once_a_second_and_a_later_incarnatio
     await one.open()
     await other.open()
 
-    async def marks(*stated: DatabaseMark, store: ResourceBook = one) -> DatabaseMark:
+    async def marks(*stated: DatabaseMark, store: PlacementService = one) -> DatabaseMark:
         """On record, after requests with these."""
         await store.apply([Release(consumer=VMS[0])] * len(stated), bus="c1", marks=stated)
         return (await other.reads.consumers_in_cell(CellConsumersQuery(cell="c1"))).mark
@@ -145,7 +145,7 @@ async def test_the_highest_mark_is_recorded_once_a_second_and_a_later_incarnatio
     assert await marks() == DatabaseMark(3, (8,))
 
 
-async def test_many_that_raise_it_at_once_are_all_taken(make: Books, store: ResourceBook) -> None:
+async def test_many_that_raise_it_at_once_are_all_taken(make: Placements, store: PlacementService) -> None:
     others = [make() for _ in range(3)]
     for other in others:
         await other.open()
@@ -162,7 +162,7 @@ def received(message: Message, incarnation: int, bus: str) -> Received:
 
 
 @pytest.mark.parametrize(("bus", "is_taken"), [("c1", False), (API, True)])
-async def test_the_handlers_refuse_with_the_code(store: ResourceBook, bus: str, *, is_taken: bool) -> None:
+async def test_the_handlers_refuse_with_the_code(store: PlacementService, bus: str, *, is_taken: bool) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
 
     async def outcome(message: Message, incarnation: int, *, of_inventory: bool = False) -> Outcome:
@@ -175,14 +175,14 @@ async def test_the_handlers_refuse_with_the_code(store: ResourceBook, bus: str, 
     assert isinstance(await outcome(Release(consumer=VMS[0]), 3), Done) is is_taken
     if not is_taken:
         assert await outcome(Release(consumer=VMS[0]), 3) == await outcome(claim(1), 3)
-        refused = await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 3, of_inventory=True)
+        refused = await outcome(InventoryReleased(reporter="compute-s", roots=(HOSTS[0],)), 3, of_inventory=True)
         assert isinstance(refused, Refuse) and refused.code == ORDER_OUTDATED
         assert "incarnation 4 " in refused.reason, "an operator who states which one is the newest has to exceed it"
-        assert await outcome(InventoryReleased(source="compute-s", roots=(HOSTS[0],)), 4, of_inventory=True) == Done()
+        assert await outcome(InventoryReleased(reporter="compute-s", roots=(HOSTS[0],)), 4, of_inventory=True) == Done()
 
 
 async def test_a_batch_that_is_taken_in_parts_is_answered_whole_and_in_order(
-    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handling, "MAX_CLAIMED", 2)
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)

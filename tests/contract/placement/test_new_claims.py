@@ -23,10 +23,10 @@ from bus.contracts.placement import (
     ProviderReport,
 )
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.claim_group import MAX_PLAIN
 from placement_worker.operations import audit
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.contract.books import HOSTS, VMS, build, roomy_host
 from tests.kit.databases import WAITING
 
@@ -36,18 +36,19 @@ PATIENCE_S = 60.0
 ROUNDS = 400
 CLASSES = ("VCPU", "MEMORY_MB", "CUSTOM_GOLD")
 ROWS = (
-    "SELECT uuid, project_id, user_id, consumer_type, generation, attempt, run, released_at IS NULL FROM consumers",
+    "SELECT uuid, project_id, user_id, consumer_type, generation, attempt, claim_owner, released_at IS NULL"
+    " FROM consumers",
     "SELECT a.consumer, p.uuid, c.name, a.amount FROM allocations a JOIN providers p ON p.id = a.provider_id "
     "JOIN resource_classes c ON c.id = a.class_id",
     "SELECT p.uuid, c.name, i.used FROM inventories i JOIN providers p ON p.id = i.provider_id "
     "JOIN resource_classes c ON c.id = i.class_id",
-    "SELECT uuid, generation, shape FROM providers",
+    "SELECT uuid, generation, spec_generation FROM providers",
     "SELECT u.project_id, c.name, u.amount FROM project_usage u LEFT JOIN resource_classes c ON c.id = u.class_id",
     "SELECT first, last, body FROM changes",
 )
 
 
-class Counting(PostgresBookRows):
+class Counting(PostgresPlacementRows):
     """It counts the groups that it has taken, and those that it has not."""
 
     def __init__(self, database: Database) -> None:
@@ -60,7 +61,7 @@ class Counting(PostgresBookRows):
         return taken
 
 
-class Decided(PostgresBookRows):
+class Decided(PostgresPlacementRows):
     """It takes nothing at once: each group is decided."""
 
     async def take_new(self, *_: object) -> None:
@@ -78,7 +79,7 @@ def trees(rng: random.Random, uuids: Sequence[tuple[str, str]], version: int) ->
                 uuid=child, name=f"child-{number}", parent_uuid=root, inventories={"VGPU": Inventory(total=9)}
             ),
         )
-        updates.append(InventoryUpdate(source="s", version=version, root_uuid=root, providers=providers))
+        updates.append(InventoryUpdate(reporter="s", version=version, root_uuid=root, providers=providers))
     return updates
 
 
@@ -90,7 +91,7 @@ def inventory(rng: random.Random) -> Inventory:
     )
 
 
-def option(rng: random.Random, uuids: Sequence[tuple[str, str]], shapes: Mapping[str, int]) -> ClaimOption:
+def option(rng: random.Random, uuids: Sequence[tuple[str, str]], spec_generations: Mapping[str, int]) -> ClaimOption:
     """Mostly what can be claimed."""
     root, child = rng.choice(uuids)
     allocations = {root: {name: rng.randint(1, 4) for name in rng.sample(CLASSES, rng.randint(1, 2))}}
@@ -102,13 +103,13 @@ def option(rng: random.Random, uuids: Sequence[tuple[str, str]], shapes: Mapping
     elif odd < 0.27:
         allocations[new_uuid(rng)] = {"VCPU": 1}
     elif odd < 0.35:
-        allocations |= option(rng, uuids, shapes).allocations
-    seen = {uuid: shapes.get(uuid, 0) - (rng.random() < 0.05) for uuid in allocations if rng.random() < 0.7}
-    return ClaimOption(allocations=allocations, shapes=seen)
+        allocations |= option(rng, uuids, spec_generations).allocations
+    seen = {uuid: spec_generations.get(uuid, 0) - (rng.random() < 0.05) for uuid in allocations if rng.random() < 0.7}
+    return ClaimOption(allocations=allocations, spec_generations=seen)
 
 
 def some_claims(
-    rng: random.Random, uuids: Sequence[tuple[str, str]], shapes: Mapping[str, int], consumers: list[str]
+    rng: random.Random, uuids: Sequence[tuple[str, str]], spec_generations: Mapping[str, int], consumers: list[str]
 ) -> list[Claim]:
     """A small group, mostly of new consumers, now and then all for one host."""
     claims: list[Claim] = []
@@ -122,11 +123,11 @@ def some_claims(
             Claim(
                 consumer=consumers[-1],
                 attempt=rng.randint(1, 3),
-                by=rng.choice([None, "run"]),
+                owner=rng.choice([None, "run"]),
                 consumer_generation=1 if rng.random() < 0.05 else None,
                 release_first=rng.random() < 0.1,
-                foreign=rng.random() < 0.05,
-                options=tuple(option(rng, among, shapes) for _ in range(rng.choice([1, 1, 3]))),
+                external=rng.random() < 0.05,
+                options=tuple(option(rng, among, spec_generations) for _ in range(rng.choice([1, 1, 3]))),
                 project_id=rng.choice(["p", "p", "q"]),
                 consumer_type=rng.choice(["INSTANCE"] * 9 + ["MIGRATION"]),
                 limits=limits,
@@ -137,14 +138,14 @@ def some_claims(
 
 
 @pytest.fixture
-async def opened(postgres_url: str) -> AsyncIterator[list[ResourceBook]]:
+async def opened(postgres_url: str) -> AsyncIterator[list[PlacementService]]:
     """Two processes on one book, and one on a copy of it."""
     rows = [
         Counting(Database(postgres_url, "placement")),
-        PostgresBookRows(Database(postgres_url, "placement")),
+        PostgresPlacementRows(Database(postgres_url, "placement")),
         Decided(Database(postgres_url, "placement_apart")),
     ]
-    made = [ResourceBook(one) for one in rows]
+    made = [PlacementService(one) for one in rows]
     for book in made:
         await book.open()
     yield made
@@ -152,27 +153,29 @@ async def opened(postgres_url: str) -> AsyncIterator[list[ResourceBook]]:
         await book.close()
 
 
-async def rows_of(book: ResourceBook) -> list[list[str]]:
-    assert isinstance(book.rows, PostgresBookRows)
+async def rows_of(book: PlacementService) -> list[list[str]]:
+    assert isinstance(book.rows, PostgresPlacementRows)
     async with book.rows.database.raw() as connection:
         return [sorted(map(str, await connection.fetch(statement))) for statement in ROWS]
 
 
-async def test_what_is_taken_at_once_is_what_is_decided(opened: list[ResourceBook]) -> None:
+async def test_what_is_taken_at_once_is_what_is_decided(opened: list[PlacementService]) -> None:
     """The same replies, rows, and bytes in the feed."""
     rng = random.Random(1)
     book, _, copy = opened
     assert isinstance(book.rows, Counting)
     uuids = [(new_uuid(rng), new_uuid(rng)) for _ in range(24)]
     consumers: list[str] = []
-    shapes: dict[str, int] = {}
+    spec_generations: dict[str, int] = {}
     outcomes: Counter[ClaimOutcome] = Counter()
     for number in range(ROUNDS):
         if number % 50 == 0:
             updates = trees(rng, uuids, number + 1)
-            assert await book.report(updates) == await copy.report(updates)
-            shapes = {state.uuid: state.shape for state in (await copy.snapshot(None, 1000)).providers}
-        claims = some_claims(rng, uuids, shapes, consumers)
+            assert await book.apply_reports(updates) == await copy.apply_reports(updates)
+            spec_generations = {
+                state.uuid: state.spec_generation for state in (await copy.snapshot(None, 1000)).providers
+            }
+        claims = some_claims(rng, uuids, spec_generations, consumers)
         replies = await book.apply(claims)
         assert replies == await copy.apply(claims), claims
         outcomes.update(reply.outcome for reply in replies if isinstance(reply, ClaimResult))
@@ -180,16 +183,16 @@ async def test_what_is_taken_at_once_is_what_is_decided(opened: list[ResourceBoo
     async with book.rows.database.raw() as connection:
         assert await audit.findings(connection) == []
     assert book.rows.ways[True] > 40 and book.rows.ways[False] > 20, book.rows.ways
-    assert set(outcomes) == set(ClaimOutcome) - {ClaimOutcome.RULED_OUT, ClaimOutcome.INCOMPLETE}
+    assert set(outcomes) == set(ClaimOutcome) - {ClaimOutcome.POLICY_VIOLATED, ClaimOutcome.INCOMPLETE}
 
 
 async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
-    opened: list[ResourceBook], postgres_url: str
+    opened: list[PlacementService], postgres_url: str
 ) -> None:
     """It waits for the host's lock, and then sees what the lock's last holder left."""
     book = opened[0]
     assert isinstance(book.rows, Counting)
-    await book.report([roomy_host(HOSTS[0])])
+    await book.apply_reports([roomy_host(HOSTS[0])])
     holder, watcher = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     found = []
     for vm, (amount, taken) in enumerate(((40, 70), (20, 0))):
@@ -202,7 +205,7 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
                     assert not claiming.done()
         found += await claiming
     full, claimed = found
-    assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.FULL
+    assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.NO_CAPACITY
     assert isinstance(claimed, ClaimResult) and claimed.outcome is ClaimOutcome.CLAIMED
     assert claimed.generations == {HOSTS[0]: 1 + 7 + 7 + 1}
     newest = (await book.changes(0, 100)).changes[-1]
@@ -213,12 +216,12 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
 
 
 async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
-    opened: list[ResourceBook], postgres_url: str
+    opened: list[PlacementService], postgres_url: str
 ) -> None:
     """A third transaction holds the middle host until both wait; in the order of naming they would each hold one end
     by then, and deadlock when it lets go.
     """
-    await opened[0].report([roomy_host(host) for host in HOSTS[:3]])
+    await opened[0].apply_reports([roomy_host(host) for host in HOSTS[:3]])
     holder, watcher = await asyncpg.connect(postgres_url), await asyncpg.connect(postgres_url)
     async with holder.transaction():
         await holder.execute("UPDATE placement.providers SET generation = 9 WHERE uuid = $1", HOSTS[1])
@@ -233,13 +236,13 @@ async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
         await connection.close()
 
 
-async def test_two_processes_give_the_last_room_of_a_project_to_one(opened: list[ResourceBook]) -> None:
+async def test_two_processes_give_the_last_room_of_a_project_to_one(opened: list[PlacementService]) -> None:
     """Again and again, both at once, each with the whole limit: one has it, the other is answered that it is over."""
-    await opened[0].report([roomy_host(host) for host in HOSTS[:2]])
+    await opened[0].apply_reports([roomy_host(host) for host in HOSTS[:2]])
     for number in range(0, len(VMS), 2):
         wanted = [build(number + at, at, 1, limits={INSTANCES: number // 2 + 1}) for at in (0, 1)]
         replies = await asyncio.gather(*(book.apply([one]) for book, one in zip(opened, wanted, strict=False)))
         assert Counter(getattr(reply, "outcome", None) for (reply,) in replies) == {
             ClaimOutcome.CLAIMED: 1,
-            ClaimOutcome.OVER_LIMIT: 1,
+            ClaimOutcome.OVER_QUOTA: 1,
         }

@@ -25,16 +25,16 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.allocations import AllocationWrite, Remove, Replace, Reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import StoredInventory
 from placement_worker.operations import audit
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.postgres_rows import PostgresBookRows
-from tests.contract.books import HOSTS, VMS, Books, roomy_host
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
+from tests.contract.books import HOSTS, VMS, Placements, roomy_host
 
 PROJECTS = ("p", "q", "r")
 Amounts = dict[tuple[str, str], int]
@@ -50,20 +50,20 @@ JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' G
 """
 
 
-async def kept_and_held(store: ResourceBook) -> tuple[Amounts, Amounts]:
+async def kept_and_held(store: PlacementService) -> tuple[Amounts, Amounts]:
     """The total of each project and class, and its consumers' allocations."""
-    if isinstance(store.rows, PostgresBookRows):
+    if isinstance(store.rows, PostgresPlacementRows):
         async with store.rows.database.raw() as connection:
             kept, held = await connection.fetch(KEPT), await connection.fetch(HELD)
         return {(row[0], row[1]): row[2] for row in kept}, {(row[0], row[1]): row[2] for row in held}
-    assert isinstance(store.rows, MemoryBookRows)
+    assert isinstance(store.rows, MemoryPlacementRows)
     table = store.rows.table
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
         project = row.consumer.project_id
-        if row.consumer.holding and row.consumer.consumer_type != MIGRATION_TYPE:
+        if row.consumer.allocations and row.consumer.consumer_type != MIGRATION_TYPE:
             sums[project, INSTANCES] += 1
-        for resources in row.consumer.holding.values():
+        for resources in row.consumer.allocations.values():
             for name, amount in resources.items():
                 sums[project, name] += amount
     rows = {(p, name): n for p, amounts in table.project_usage.items() for name, n in amounts.items() if n}
@@ -119,14 +119,14 @@ def nested(uuid: str, version: int) -> InventoryUpdate:
     """The same host, whose disks are a child's from now on: what is held of them moves there."""
     root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories={"VCPU": Inventory(total=100)})
     child = ProviderReport(
-        uuid=uuid[:-1] + "f", name=f"child-{uuid[0]}", parent_uuid=uuid, takes_from=uuid,
+        uuid=uuid[:-1] + "f", name=f"child-{uuid[0]}", parent_uuid=uuid, receives_from=uuid,
         inventories={"DISK_GB": Inventory(total=100)},
     )  # fmt: skip
-    return InventoryUpdate(source="s", version=version, root_uuid=uuid, providers=(root, child))
+    return InventoryUpdate(reporter="s", version=version, root_uuid=uuid, providers=(root, child))
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: ResourceBook, seed: int) -> None:
+async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: PlacementService, seed: int) -> None:
     rng = random.Random(seed)
     held: Amounts = {}
     most: Counter[str] = Counter()
@@ -134,16 +134,18 @@ async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: Resou
         if turn % 13 == 12:
             host = rng.choice(HOSTS)
             update = nested(host, turn + 2) if rng.random() < 0.5 else replace(roomy_host(host), version=turn + 2)
-            await store.report([update])
+            await store.apply_reports([update])
         replies = await store.apply([item(rng, VMS[:12]) for _ in range(rng.choice((1, 1, 2, 5, 12)))])
         most.update(str(reply.outcome) for reply in replies)
         kept, held = await kept_and_held(store)
         assert kept == held
     assert held
-    assert min(most[one] for one in ("claimed", "released", "over_limit", "consumer_changed")) > 0
+    assert min(most[one] for one in ("claimed", "released", "over_quota", "consumer_conflict")) > 0
 
 
-async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: Books, store: ResourceBook) -> None:
+async def test_processes_that_move_between_projects_at_once_keep_the_sums(
+    make: Placements, store: PlacementService
+) -> None:
     """Each with consumers of its own, in another order: the projects' rows alone are common to them."""
     stores = [store, make(), make(), make()]
     for other in stores[1:]:
@@ -159,14 +161,14 @@ async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: 
     await asyncio.gather(*(work(number) for number in range(4)))
     kept, held = await kept_and_held(store)
     assert kept == held != {}
-    if isinstance(store.rows, PostgresBookRows):
+    if isinstance(store.rows, PostgresPlacementRows):
         assert await deadlocks(store) == 0
         async with store.rows.database.raw() as connection:
             assert await audit.findings(connection) == []
 
 
 async def test_processes_with_the_same_projects_in_other_orders_do_not_deadlock(
-    make: Books, store: ResourceBook
+    make: Placements, store: PlacementService
 ) -> None:
     """Each on a host of its own: nothing before the projects' rows makes one wait for the other."""
     stores = [store, make()]
@@ -185,11 +187,11 @@ async def test_processes_with_the_same_projects_in_other_orders_do_not_deadlock(
     kept, held = await kept_and_held(store)
     assert kept == held
     assert kept[projects[0], "VCPU"] == 22
-    if isinstance(store.rows, PostgresBookRows):
+    if isinstance(store.rows, PostgresPlacementRows):
         assert await deadlocks(store) == 0
 
 
-async def deadlocks(store: ResourceBook) -> int:
+async def deadlocks(store: PlacementService) -> int:
     found = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
     async with store.rows.database.raw() as connection:
         await connection.execute("SELECT pg_stat_force_next_flush()")
@@ -198,18 +200,18 @@ async def deadlocks(store: ResourceBook) -> int:
         return count
 
 
-async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: ResourceBook) -> None:
+async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: PlacementService) -> None:
     option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
     await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p"), Release(consumer=VMS[1])])
     await store.apply([Claim(consumer=VMS[1], options=(option,), project_id="q", attempt=1)])
     await store.apply([Release(consumer=VMS[0])])
-    await store.trim(keep_changes=100, keep_fences_s=1e6, keep_sources_s=1e6, limit=10)
-    if isinstance(store.rows, PostgresBookRows):
+    await store.trim(keep_changes=100, keep_ended_attempts_s=1e6, keep_reporters_s=1e6, limit=10)
+    if isinstance(store.rows, PostgresPlacementRows):
         async with store.rows.database.raw() as connection:
             rows = await connection.fetch("SELECT project_id FROM project_usage")
             assert "p" not in {row[0] for row in rows}
     else:
-        assert isinstance(store.rows, MemoryBookRows)
+        assert isinstance(store.rows, MemoryPlacementRows)
         assert "p" not in store.rows.table.project_usage
 
 
@@ -260,10 +262,10 @@ WAYS: dict[str, tuple[list[ClaimItem | AllocationWrite | Reshape], int]] = {  # 
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_project_uses_less_as_soon_as_an_instance_holds_less(store: ResourceBook, way: str) -> None:
+async def test_a_project_uses_less_as_soon_as_an_instance_holds_less(store: PlacementService, way: str) -> None:
     items, left = WAYS[way]
     await store.apply([claim(0, 4), claim(1, 2)])
-    assert isinstance(store, ResourceBook | ResourceBook)
+    assert isinstance(store, PlacementService | PlacementService)
     for one in items:
         if isinstance(one, Replace | Remove):
             assert await store.write_allocations([one]) == [None]

@@ -24,18 +24,18 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.refusal import Why, WriteRefusal
-from placement_worker.domain.report_group import one_of_each_root
+from placement_worker.domain.report_group import split_by_root
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteTree, SetTraits
 from placement_worker.domain.values import Provider
-from placement_worker.replica.book import Book
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.port import BookTransaction, Leaving
-from placement_worker.store.postgres_rows import PostgresBookRows
-from tests.contract.books import HOSTS, VMS, Books
+from placement_worker.replica.book import Replica
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
+from placement_worker.store.port import Leaving, PlacementTransaction
+from placement_worker.store.postgres_rows import PostgresPlacementRows
+from tests.contract.books import HOSTS, VMS, Placements
 from tests.kit.waiting import PATIENCE_S
 from tests.unit.replica.worlds import dump
 
@@ -47,47 +47,51 @@ CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(8)]
 
 
 @pytest.fixture
-async def store(make: Books) -> ResourceBook:
+async def store(make: Placements) -> PlacementService:
     made = make()
     await made.open()
     return made
 
 
-def node(uuid: str, parent: str | None = None, *, takes_from: str | None = None, **amounts: int) -> ProviderReport:
+def node(uuid: str, parent: str | None = None, *, receives_from: str | None = None, **amounts: int) -> ProviderReport:
     inventories = {name: Inventory(total=amount) for name, amount in amounts.items()}
-    return ProviderReport(uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, takes_from=takes_from)
+    return ProviderReport(
+        uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, receives_from=receives_from
+    )
 
 
 def report(*nodes: ProviderReport, version: int) -> InventoryUpdate:
-    return InventoryUpdate(source="s", version=version, root_uuid=nodes[0].uuid, providers=nodes)
+    return InventoryUpdate(reporter="s", version=version, root_uuid=nodes[0].uuid, providers=nodes)
 
 
 FLAT = report(node(ROOT, VCPU=8, VGPU=4), version=1)
 NESTED = report(
     node(ROOT, VCPU=8),
-    node(LEFT, ROOT, takes_from=ROOT, VGPU=2),
-    node(RIGHT, ROOT, takes_from=ROOT, VGPU=2),
+    node(LEFT, ROOT, receives_from=ROOT, VGPU=2),
+    node(RIGHT, ROOT, receives_from=ROOT, VGPU=2),
     version=2,
 )
 
 
-def claim(consumer: str, shape: int | None = None, attempt: int = 1, **amounts: int) -> Claim:
-    option = ClaimOption(allocations={ROOT: amounts}, shapes={} if shape is None else {ROOT: shape})
+def claim(consumer: str, spec_generation: int | None = None, attempt: int = 1, **amounts: int) -> Claim:
+    option = ClaimOption(
+        allocations={ROOT: amounts}, spec_generations={} if spec_generation is None else {ROOT: spec_generation}
+    )
     return Claim(consumer=consumer, attempt=attempt, options=(option,), project_id="p")
 
 
-async def used(store: ResourceBook) -> dict[str, dict[str, int]]:
+async def used(store: PlacementService) -> dict[str, dict[str, int]]:
     page = await store.snapshot(None, 100)
     return {state.uuid: dict(state.used) for state in page.providers}
 
 
-async def reported(store: ResourceBook, update: InventoryUpdate) -> InventoryResult:
-    (result,) = await store.report([update])
+async def reported(store: PlacementService, update: InventoryUpdate) -> InventoryResult:
+    (result,) = await store.apply_reports([update])
     assert isinstance(result, InventoryResult), result
     return result
 
 
-async def test_inventory_and_allocations_move_together(store: ResourceBook) -> None:
+async def test_inventory_and_allocations_move_together(store: PlacementService) -> None:
     await reported(store, FLAT)
     await reported(store, report(node(POOL, DISK_GB=10), version=1))
     three = Claim(
@@ -98,7 +102,7 @@ async def test_inventory_and_allocations_move_together(store: ResourceBook) -> N
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1), claim(CONSUMERS[1], VCPU=3), three])
     head = (await store.head()).sequence
     result = await reported(store, NESTED)
-    assert (result.outcome, result.stranded) == ("applied", ())
+    assert (result.outcome, result.orphaned) == ("applied", ())
     assert await used(store) == {ROOT: {"VCPU": 5}, LEFT: {"VGPU": 2}, RIGHT: {"VGPU": 1}, POOL: {"DISK_GB": 5}}
     changes = (await store.changes(head, 100)).changes
     assert [(change.provider, change.state is not None) for change in changes] == [
@@ -108,13 +112,13 @@ async def test_inventory_and_allocations_move_together(store: ResourceBook) -> N
     (again,) = await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
     assert isinstance(again, ClaimResult)
     assert (again.outcome, again.consumer_generation, again.option) == ("claimed", 1, None)
-    assert again.holding == {ROOT: {"VCPU": 1}, RIGHT: {"VGPU": 1}}
+    assert again.allocations == {ROOT: {"VCPU": 1}, RIGHT: {"VGPU": 1}}
     await store.apply([Release(consumer=consumer) for consumer in CONSUMERS[:3]])
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {}}
     assert (await reported(store, report(*NESTED.providers, version=3))).outcome == "unchanged"
 
 
-async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: ResourceBook) -> None:
+async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: PlacementService) -> None:
     await reported(store, FLAT)
     await reported(store, report(node(POOL, VCPU=1), version=1))
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
@@ -133,42 +137,44 @@ async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: Re
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {"VCPU": 1}}
 
 
-async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: ResourceBook) -> None:
+async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: PlacementService) -> None:
     await reported(store, FLAT)
-    shape = (await store.snapshot(None, 1)).providers[0].shape
+    spec_generation = (await store.snapshot(None, 1)).providers[0].spec_generation
     await reported(store, NESTED)
-    (late,) = await store.apply([claim(CONSUMERS[0], shape, VCPU=1, VGPU=1)])
-    assert late.outcome == "raced"
+    (late,) = await store.apply([claim(CONSUMERS[0], spec_generation, VCPU=1, VGPU=1)])
+    assert late.outcome == "conflict"
     (never,) = await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
-    assert never.outcome == "full"
+    assert never.outcome == "no_capacity"
 
 
-async def test_what_finds_no_room_goes_later(store: ResourceBook) -> None:
+async def test_what_finds_no_room_goes_later(store: PlacementService) -> None:
     await reported(store, FLAT)
     await store.apply([claim(CONSUMERS[0], VGPU=3), claim(CONSUMERS[1], VGPU=1)])
-    half = report(node(ROOT, VCPU=8), node(LEFT, ROOT, takes_from=ROOT, VGPU=3), version=2)
-    assert (await reported(store, half)).stranded == (f"{ROOT}/VGPU",)
+    half = report(node(ROOT, VCPU=8), node(LEFT, ROOT, receives_from=ROOT, VGPU=3), version=2)
+    assert (await reported(store, half)).orphaned == (f"{ROOT}/VGPU",)
     assert await used(store) == {ROOT: {"VGPU": 1}, LEFT: {"VGPU": 3}}
     await store.apply([Release(consumer=CONSUMERS[0])])
     again = await reported(store, report(*half.providers, version=3))
-    assert (again.outcome, again.stranded) == ("applied", ())
+    assert (again.outcome, again.orphaned) == ("applied", ())
     assert await used(store) == {ROOT: {}, LEFT: {"VGPU": 1}}
 
 
-async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBook) -> None:
+async def test_boots_and_deletes_go_on_beside_it(make: Placements, store: PlacementService) -> None:
     others = [make() for _ in range(3)]
     for other in others:
         await other.open()
     flat = report(node(ROOT, VCPU=80, VGPU=40), version=1)
     nested = report(
-        node(ROOT, VCPU=80), node(LEFT, ROOT, takes_from=ROOT, VGPU=20), node(RIGHT, ROOT, takes_from=ROOT, VGPU=20),
+        node(ROOT, VCPU=80),
+        node(LEFT, ROOT, receives_from=ROOT, VGPU=20),
+        node(RIGHT, ROOT, receives_from=ROOT, VGPU=20),
         version=2,
     )  # fmt: skip
     await reported(store, flat)
     held = asyncio.Event()
     done = asyncio.Event()
 
-    async def live(other: ResourceBook, number: int) -> None:
+    async def live(other: PlacementService, number: int) -> None:
         """Claims and releases the same two consumers over and over, wherever there is something."""
         attempt = 0
         while not done.is_set():
@@ -182,10 +188,10 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBoo
     async def upgrade() -> None:
         await held.wait()
         for _ in range(200):  # busy holders: the consumer of the queue would call again, too
-            (result,) = await store.report([nested])
+            (result,) = await store.apply_reports([nested])
             if isinstance(result, InventoryResult):
                 break
-            assert result.code == "inventory.holders_busy"
+            assert result.code == "inventory.consumers_busy"
         done.set()
 
     async with asyncio.timeout(PATIENCE_S):
@@ -198,28 +204,28 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBoo
 
 
 async def test_a_report_whose_holders_change_beside_it_holds_up_no_other_of_its_batch(
-    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
+    store: PlacementService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them were repeated for as long as claims came to that host."""
     await reported(store, FLAT)
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
-    other = InventoryUpdate(source="t", version=1, root_uuid=POOL, providers=(node(POOL, VCPU=8),))
+    other = InventoryUpdate(reporter="t", version=1, root_uuid=POOL, providers=(node(POOL, VCPU=8),))
     transaction, calls = store.rows.transaction, count()
 
     @asynccontextmanager
-    async def beside() -> AsyncIterator[BookTransaction]:
+    async def beside() -> AsyncIterator[PlacementTransaction]:
         async with transaction() as made:
-            holders = made.holders
+            holders = made.consumers_of
 
             async def late(leaving: Sequence[Leaving]) -> list[str]:
                 return [] if next(calls) == 0 else await holders(leaving)
 
-            monkeypatch.setattr(made, "holders", late)
+            monkeypatch.setattr(made, "consumers_of", late)
             yield made
 
     monkeypatch.setattr(store.rows, "transaction", beside)
-    busy, done = await store.report([NESTED, other])
-    assert isinstance(busy, ReportRefusal) and busy.code == "inventory.holders_busy"
+    busy, done = await store.apply_reports([NESTED, other])
+    assert isinstance(busy, ReportRefusal) and busy.code == "inventory.consumers_busy"
     assert isinstance(done, InventoryResult) and done.outcome == "applied"
     assert (await reported(store, NESTED)).outcome == "applied"
     assert await used(store) == {ROOT: {"VCPU": 1}, LEFT: {"VGPU": 1}, RIGHT: {}, POOL: {}}
@@ -235,19 +241,19 @@ def tree(version: int, *, source: str = "compute-c1", root: str = HOST) -> Inven
     host = ProviderReport(uuid=root, name=f"host-{root[0]}", inventories={"VCPU": Inventory(total=8)})
     device = ProviderReport(uuid=DEVICE, name="gpu", parent_uuid=root, inventories={"VGPU": Inventory(total=2)})
     providers = (host, device) if root == HOST else (host,)
-    return InventoryUpdate(source=source, version=version, root_uuid=root, providers=providers)
+    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=providers)
 
 
-async def outcomes(store: ResourceBook, *updates: InventoryUpdate) -> list[str]:
-    results = await store.report(updates)
+async def outcomes(store: PlacementService, *updates: InventoryUpdate) -> list[str]:
+    results = await store.apply_reports(updates)
     return [result.outcome if isinstance(result, InventoryResult) else result.code for result in results]
 
 
-async def providers(store: ResourceBook) -> list[str]:
+async def providers(store: PlacementService) -> list[str]:
     return [one.uuid for one in (await store.snapshot(None, 100)).providers]
 
 
-async def test_a_tree_is_deleted_with_what_other_sources_have_below_it(store: ResourceBook) -> None:
+async def test_a_tree_is_deleted_with_what_other_sources_have_below_it(store: PlacementService) -> None:
     await outcomes(store, tree(1))
     await outcomes(store, tree(1, root=NEIGHBOUR))
     await store.write_trees([CreateProvider(THEIRS, "agent", DEVICE)])
@@ -260,7 +266,7 @@ async def test_a_tree_is_deleted_with_what_other_sources_have_below_it(store: Re
     assert isinstance(again, WriteRefusal) and again.why is Why.NO_PROVIDER
 
 
-async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: ResourceBook) -> None:
+async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: PlacementService) -> None:
     await outcomes(store, tree(1))
     option = ClaimOption(allocations={DEVICE: {"VGPU": 2}})
     await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p")])
@@ -272,7 +278,7 @@ async def test_a_tree_stays_whole_while_a_consumer_holds_something_of_it(store: 
     assert isinstance(done, Provider)
 
 
-async def test_a_deleted_host_has_no_owner_and_no_late_report_brings_it_back(store: ResourceBook) -> None:
+async def test_a_deleted_host_has_no_owner_and_no_late_report_brings_it_back(store: PlacementService) -> None:
     await outcomes(store, tree(5))
     assert await outcomes(store, tree(1, source="compute-c2")) == ["host.other_service"]
     await store.write_trees([DeleteTree(HOST)])
@@ -283,8 +289,8 @@ async def test_a_deleted_host_has_no_owner_and_no_late_report_brings_it_back(sto
     assert sorted(await providers(store)) == sorted([HOST, DEVICE])
 
 
-async def test_a_host_that_is_reported_once_more_by_its_service_is_there_again(store: ResourceBook) -> None:
-    """The same content under a later version: what was deleted is not taken for what the book still holds."""
+async def test_a_host_that_is_reported_once_more_by_its_service_is_there_again(store: PlacementService) -> None:
+    """The same content under a later version: what was deleted is not taken for what placement still holds."""
     await outcomes(store, tree(1))
     await store.write_trees([DeleteTree(HOST)])
     assert await outcomes(store, tree(2)) == ["applied"]
@@ -306,39 +312,41 @@ def host(
     root: str, version: int, *children: ProviderReport, source: str = "s", traits: tuple[str, ...] = ()
 ) -> InventoryUpdate:
     host = ProviderReport(uuid=root, name=f"host-{root[0]}", inventories={"VCPU": Inventory(total=100)}, traits=traits)
-    return InventoryUpdate(source=source, version=version, root_uuid=root, providers=(host, *children))
+    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=(host, *children))
 
 
 def taken_out(root: str, version: int, source: str = "s") -> InventoryUpdate:
-    return InventoryUpdate(source=source, version=version, root_uuid=root)
+    return InventoryUpdate(reporter=source, version=version, root_uuid=root)
 
 
-async def follow(store: ResourceBook, book: Book) -> None:
-    """Fold in what the feed carries, and see that the book then equals the store."""
+async def follow(store: PlacementService, book: Replica) -> None:
+    """Fold in what the feed carries, and see that placement then equals the store."""
     page = await store.changes(book.sequence, 10_000)
     assert book.apply(page.changes) is None
     assert book.sequence == page.head
-    whole = Book()
+    whole = Replica()
     snapshot = await store.snapshot(None, 1000)
     whole.load(snapshot.providers, snapshot.sequence)
     assert dump(book) == dump(whole)
     assert len(book) == len(whole)
 
 
-async def shape(store: ResourceBook, uuid: str) -> int:
-    return next(state.shape for state in (await store.snapshot(None, 1000)).providers if state.uuid == uuid)
+async def spec_generation(store: PlacementService, uuid: str) -> int:
+    return next(state.spec_generation for state in (await store.snapshot(None, 1000)).providers if state.uuid == uuid)
 
 
-async def claimed(store: ResourceBook, vm: str, provider: str, **amounts: int) -> str:
-    """Claim for the shape that the provider has now."""
-    option = ClaimOption(allocations={provider: amounts}, shapes={provider: await shape(store, provider)})
+async def claimed(store: PlacementService, vm: str, provider: str, **amounts: int) -> str:
+    """Claim for the spec generation that the provider has now."""
+    option = ClaimOption(
+        allocations={provider: amounts}, spec_generations={provider: await spec_generation(store, provider)}
+    )
     (reply,) = await store.apply([Claim(consumer=vm, options=(option,), project_id="p")])
     return str(reply.outcome)
 
 
-async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: ResourceBook) -> None:
+async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: PlacementService) -> None:
     """Removed and made again in one transaction, their generations went back and replicas kept the old ones."""
-    book = Book()
+    book = Replica()
     await outcomes(store, host(A, 2, *(device(uuid, A) for uuid in DEVICES)), host(B, 2))
     for _ in range(5):  # usage moves the generations on
         assert await claimed(store, VMS[0], DEVICES[0], VGPU=1) == "claimed"
@@ -356,8 +364,8 @@ async def test_children_that_move_between_two_reports_of_one_transaction_are_fol
     assert book.inventory_of(rows[0] or 0)["VGPU"][2] == 0, "nothing of it is left"
 
 
-async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: ResourceBook) -> None:
-    book = Book()
+async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: PlacementService) -> None:
+    book = Replica()
     for version in range(2, 6):
         await outcomes(store, host(A, version, traits=(f"CUSTOM_{version}",)))
     await follow(store, book)
@@ -370,9 +378,9 @@ async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followe
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
 async def test_a_device_is_its_former_hosts_again_when_another_one_has_had_it(
-    store: ResourceBook, at_once: bool
+    store: PlacementService, at_once: bool
 ) -> None:
-    """Of one transaction the former host's report passed for what the book holds, and was not read when repeated."""
+    """Of one transaction the former host's report passed for what placement holds, and was not read when repeated."""
     ours, theirs = host(A, 2, device(DEVICES[0], A)), host(B, 2, device(DEVICES[0], B))
     for updates in [[ours, theirs]] if at_once else [[ours], [theirs]]:
         assert await outcomes(store, *updates) == ["applied"] * len(updates)
@@ -382,14 +390,14 @@ async def test_a_device_is_its_former_hosts_again_when_another_one_has_had_it(
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
-async def test_a_trait_that_a_client_has_set_ends_with_its_provider(store: ResourceBook, at_once: bool) -> None:
+async def test_a_trait_that_a_client_has_set_ends_with_its_provider(store: PlacementService, at_once: bool) -> None:
     """Of one transaction its mark stayed, and no report of the provider that followed took the trait away. A provider
     that its source has taken out waits for it to come back: it ends by an operator's delete.
     """
     assert await outcomes(store, host(A, 2, traits=("CUSTOM_OWN",))) == ["applied"]
     for traits in ((), ("CUSTOM_OWN",)):
         (written,) = await store.write_trees([SetTraits(A, traits)])
-        assert isinstance(written, Provider) and written.lasting == traits
+        assert isinstance(written, Provider) and written.own_traits == traits
     gone, back = DeleteTree(A), CreateProvider(A, "again")
     for writes in [[gone, back]] if at_once else [[gone], [back]]:
         assert all(isinstance(one, Provider) for one in await store.write_trees(writes))
@@ -401,13 +409,13 @@ async def test_a_trait_that_a_client_has_set_ends_with_its_provider(store: Resou
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one call", "later"])
 async def test_what_moves_to_a_device_that_is_taken_out_then_is_stranded_there(
-    store: ResourceBook, at_once: bool
+    store: PlacementService, at_once: bool
 ) -> None:
     """Of one transaction this broke an invariant, which ends the worker: usage past the capacity of the device."""
     flat = report(node(A, VGPU=2), version=2)
-    assert await outcomes(store, flat, replace(flat, source="other")) == ["applied", "unchanged"]
+    assert await outcomes(store, flat, replace(flat, reporter="other")) == ["applied", "unchanged"]
     assert await claimed(store, VMS[0], A, VGPU=2) == "claimed"
-    moves = report(node(A, VCPU=8), node(DEVICES[0], A, takes_from=A, VGPU=2), version=3)
+    moves = report(node(A, VCPU=8), node(DEVICES[0], A, receives_from=A, VGPU=2), version=3)
     ends = taken_out(A, 4)
     for updates in [[moves, ends]] if at_once else [[moves], [ends]]:
         assert await outcomes(store, *updates) == ["applied"] * len(updates)
@@ -417,18 +425,20 @@ async def test_what_moves_to_a_device_that_is_taken_out_then_is_stranded_there(
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
-async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(store: ResourceBook, at_once: bool) -> None:
+async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(
+    store: PlacementService, at_once: bool
+) -> None:
     """It had SGX, it went, it came back without: the claim was chosen for another host."""
     sgx, new = DEVICES[0], VMS[0]
     assert await outcomes(store, host(sgx, 1, traits=("HW_CPU_X86_SGX",))) == ["applied"]
-    option = ClaimOption(allocations={sgx: {"VCPU": 1}}, shapes={sgx: await shape(store, sgx)})
+    option = ClaimOption(allocations={sgx: {"VCPU": 1}}, spec_generations={sgx: await spec_generation(store, sgx)})
     gone, back = taken_out(sgx, 2), host(sgx, 1, source="heir")
     for updates in [[gone, back]] if at_once else [[gone], [back]]:
         assert await outcomes(store, *updates) == ["applied"] * len(updates)
     (reply,) = await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p")])
-    assert reply.outcome == "raced"
+    assert reply.outcome == "conflict"
     await outcomes(store, host(new, 1))
-    assert await shape(store, new) != await shape(store, sgx), "no two are ever given the same"
+    assert await spec_generation(store, new) != await spec_generation(store, sgx), "no two are ever given the same"
 
 
 # --- whatever is reported in one transaction
@@ -461,28 +471,28 @@ def update_of(source: str, root: str, nodes: tuple[tuple[str, int, int], ...], v
         )
         for at, (uuid, place, total) in enumerate(nodes)
     ]
-    return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
+    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=tuple(reports))
 
 
-async def check(store: ResourceBook, steps: Steps, versions: Iterator[int]) -> None:
+async def check(store: PlacementService, steps: Steps, versions: Iterator[int]) -> None:
     """After each transaction the feed has carried what the snapshot holds, and nothing has gone back."""
-    book = Book()
+    book = Replica()
     await store.open()
     snapshot = await store.snapshot(None, 1000)
     book.load(snapshot.providers, snapshot.sequence)
-    shapes: dict[str, set[int]] = {}
+    spec_generations: dict[str, set[int]] = {}
     for reports, holds in steps:
-        for part in one_of_each_root([update_of(*one, next(versions)) for one in reports]):
+        for part in split_by_root([update_of(*one, next(versions)) for one in reports]):
             before = {state.uuid: state for state in (await store.snapshot(None, 1000)).providers}
-            await store.report(part)
+            await store.apply_reports(part)
             after = {state.uuid: state for state in (await store.snapshot(None, 1000)).providers}
             for uuid in before.keys() & after.keys():
                 assert (after[uuid].generation > before[uuid].generation) is (after[uuid] != before[uuid])
-                assert after[uuid].shape >= before[uuid].shape
+                assert after[uuid].spec_generation >= before[uuid].spec_generation
             for uuid, state in after.items():
-                if uuid not in before or state.shape != before[uuid].shape:
-                    assert state.shape not in shapes.get(uuid, ()), "a shape came back"
-                    shapes.setdefault(uuid, set()).add(state.shape)
+                if uuid not in before or state.spec_generation != before[uuid].spec_generation:
+                    assert state.spec_generation not in spec_generations.get(uuid, ()), "a spec generation came back"
+                    spec_generations.setdefault(uuid, set()).add(state.spec_generation)
         for vm, provider in holds.items():
             option = ClaimOption(allocations={provider or A: {"VGPU": 1}})
             write = Release(consumer=vm) if provider is None else Claim(consumer=vm, options=(option,), project_id="p")
@@ -497,13 +507,15 @@ def versions() -> Iterator[int]:
 
 @given(steps=STEPS)
 def test_the_feed_agrees_with_the_snapshot_in_memory(steps: Steps, versions: Iterator[int]) -> None:
-    asyncio.run(check(ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session())), steps, versions))
+    asyncio.run(
+        check(PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session())), steps, versions)
+    )
 
 
 @pytest.mark.postgres
 def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, versions: Iterator[int]) -> None:
     with asyncio.Runner() as runner:
-        store = ResourceBook(PostgresBookRows(Database(postgres_url, "placement")))
+        store = PlacementService(PostgresPlacementRows(Database(postgres_url, "placement")))
         runner.run(store.open())
         try:
             replay(runner.run, store, versions)
@@ -511,7 +523,9 @@ def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, vers
             runner.run(store.close())
 
 
-def replay(run: Callable[[Coroutine[None, None, None]], None], store: ResourceBook, versions: Iterator[int]) -> None:
+def replay(
+    run: Callable[[Coroutine[None, None, None]], None], store: PlacementService, versions: Iterator[int]
+) -> None:
     @given(steps=STEPS)
     @settings(max_examples=25, deadline=None)
     def each(steps: Steps) -> None:
@@ -521,7 +535,7 @@ def replay(run: Callable[[Coroutine[None, None, None]], None], store: ResourceBo
     each()
 
 
-async def emptied(store: ResourceBook) -> None:
+async def emptied(store: PlacementService) -> None:
     async with store.rows.database.raw() as connection:
-        await connection.execute("TRUNCATE providers, sources, consumers, allocations, changes CASCADE")
+        await connection.execute("TRUNCATE providers, reporters, consumers, allocations, changes CASCADE")
         await connection.execute("UPDATE feed_head SET number = 0")

@@ -19,9 +19,9 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.domain.trees import ChangeMembership, SetTraits
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import LocalReplica
 from tests.contract.books import HOSTS, KINDS, books
 
@@ -45,7 +45,7 @@ class Ticking(SystemClock):
 
 
 @pytest.fixture(params=KINDS)
-async def ticking(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
+async def ticking(request: pytest.FixtureRequest) -> AsyncIterator[PlacementService]:
     async with books(request, Ticking()) as make:
         made = make()
         await made.open()
@@ -53,22 +53,24 @@ async def ticking(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]
 
 
 async def notify(
-    ticking: ResourceBook, root: str, source: str, version: int, *children: str, gone: bool = False, name: str = ""
+    ticking: PlacementService, root: str, source: str, version: int, *children: str, gone: bool = False, name: str = ""
 ) -> str:
     inventory = {"VCPU": Inventory(total=4)}
     reports = [ProviderReport(uuid=root, name=name or f"h-{root}", inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
-    update = InventoryUpdate(source=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
-    (result,) = await ticking.report([update])
+    update = InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
+    (result,) = await ticking.apply_reports([update])
     assert isinstance(result, InventoryResult)
     return result.outcome
 
 
-async def trim(ticking: ResourceBook, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100) -> bool:
-    return await ticking.trim(keep_changes=0, keep_fences_s=fences_s, keep_sources_s=sources_s, limit=limit)
+async def trim(
+    ticking: PlacementService, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100
+) -> bool:
+    return await ticking.trim(keep_changes=0, keep_ended_attempts_s=fences_s, keep_reporters_s=sources_s, limit=limit)
 
 
-async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(ticking: ResourceBook) -> None:
+async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(ticking: PlacementService) -> None:
     await notify(ticking, GONE, "s", 5)
     await notify(ticking, GONE, "s", 6, gone=True)
     await trim(ticking, sources_s=LONG_S)
@@ -77,7 +79,7 @@ async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(ticki
     assert await notify(ticking, GONE, "s", 4) == "applied"
 
 
-async def test_a_source_that_still_answers_for_something_is_kept(ticking: ResourceBook) -> None:
+async def test_a_source_that_still_answers_for_something_is_kept(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "rare", 5, CHILD)
     await notify(ticking, KEPT, "often", 1)
     await trim(ticking)
@@ -87,7 +89,7 @@ async def test_a_source_that_still_answers_for_something_is_kept(ticking: Resour
     assert [provider.uuid for provider in page.providers] == [KEPT]
 
 
-async def test_a_dead_source_whose_host_another_took_over_is_forgotten(ticking: ResourceBook) -> None:
+async def test_a_dead_source_whose_host_another_took_over_is_forgotten(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "dead", 5, CHILD)
     await notify(ticking, KEPT, "heir", 1, CHILD)
     await trim(ticking)
@@ -95,7 +97,7 @@ async def test_a_dead_source_whose_host_another_took_over_is_forgotten(ticking: 
     assert await notify(ticking, KEPT, "dead", 1, CHILD) == "unchanged"
 
 
-async def test_little_is_dropped_at_once_and_the_rest_is_reported(ticking: ResourceBook) -> None:
+async def test_little_is_dropped_at_once_and_the_rest_is_reported(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "s", 1)
     consumers = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
@@ -108,13 +110,13 @@ async def test_little_is_dropped_at_once_and_the_rest_is_reported(ticking: Resou
 
     assert await trim(ticking, fences_s=0.0, limit=2)
     found = await claimed(*consumers)
-    assert sorted(found.values()) == ["claimed", "claimed", "consumer_changed"]
+    assert sorted(found.values()) == ["claimed", "claimed", "consumer_conflict"]
     assert not await trim(ticking, fences_s=0.0, limit=2)
     (last,) = (uuid for uuid, outcome in found.items() if outcome != "claimed")
     assert await claimed(last) == {last: "claimed"}
 
 
-async def test_few_changes_are_forgotten_at_once(ticking: ResourceBook) -> None:
+async def test_few_changes_are_forgotten_at_once(ticking: PlacementService) -> None:
     await notify(ticking, KEPT, "s", 1)
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     for number in range(4):
@@ -133,17 +135,17 @@ async def test_few_changes_are_forgotten_at_once(ticking: ResourceBook) -> None:
     assert (await ticking.changes(head - 4, 10)).too_old
 
 
-async def hold(ticking: ResourceBook, consumer: str, provider: str) -> str:
+async def hold(ticking: PlacementService, consumer: str, provider: str) -> str:
     option = ClaimOption(allocations={provider: {"VCPU": 1}})
     (reply,) = await ticking.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     return str(reply.outcome)
 
 
-async def providers(ticking: ResourceBook) -> list[str]:
+async def providers(ticking: PlacementService) -> list[str]:
     return [provider.uuid for provider in (await ticking.snapshot(None, 10)).providers]
 
 
-async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(ticking: ResourceBook) -> None:
+async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(ticking: PlacementService) -> None:
     """Its source has left for good and never reports it again."""
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(ticking, KEPT, "s", 1)
@@ -163,7 +165,7 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(ti
     assert await notify(ticking, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
-async def test_a_host_that_another_source_reports_by_then_is_not_retired(ticking: ResourceBook) -> None:
+async def test_a_host_that_another_source_reports_by_then_is_not_retired(ticking: PlacementService) -> None:
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(ticking, GONE, "s", 1)
     await hold(ticking, user, GONE)
@@ -178,14 +180,16 @@ TRAIT = "HW_CPU_X86_AVX2"
 HOST, AGGREGATE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
 
 
-async def given(ticking: ResourceBook, root: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+async def given(ticking: PlacementService, root: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """What others gave to a provider: its aggregates and traits."""
     found = {one.uuid: one for one in (await ticking.snapshot(None, 10)).providers}
     return (found[root].aggregates, found[root].traits) if root in found else None
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_what_others_gave_a_host_outlasts_a_reporter_that_hides_it(ticking: ResourceBook, *, held: bool) -> None:
+async def test_what_others_gave_a_host_outlasts_a_reporter_that_hides_it(
+    ticking: PlacementService, *, held: bool
+) -> None:
     """Found A11: an Ironic, and a driver, that listed a part of their hosts for seconds took out the providers of the
     others, with the aggregates and traits that operators had given them.
     """
@@ -201,7 +205,7 @@ async def test_what_others_gave_a_host_outlasts_a_reporter_that_hides_it(ticking
             await ticking.apply([Release(consumer=user)])
         assert await ticking.remove_retired_trees(100, keep_given_s=LONG_S) == []
         assert await given(ticking, GONE) == ((AGGREGATE,), (TRAIT,))
-        assert await hold(ticking, user.replace("c", "d"), GONE) == "full"
+        assert await hold(ticking, user.replace("c", "d"), GONE) == "no_capacity"
     assert await notify(ticking, HOST, "compute-s", 1, name=f"h-{GONE}") == "applied", "made anew"
     await notify(ticking, HOST, "compute-s", 2, gone=True)
     assert await notify(ticking, GONE, "compute-other", 1) == "applied", "another service may have it"
@@ -211,7 +215,7 @@ async def test_what_others_gave_a_host_outlasts_a_reporter_that_hides_it(ticking
     assert await given(ticking, GONE) is None
 
 
-async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(ticking: ResourceBook) -> None:
+async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(ticking: PlacementService) -> None:
     in_use = KEPT.replace("1", "0")
     for root in (in_use, KEPT, GONE):
         await notify(ticking, root, "s", 1)
@@ -231,7 +235,7 @@ KEPT_CHANGES = 20  # changes; 1,000, the least of the setting `feed_retention`, 
 class Slow:
     """A store whose snapshot has one provider a page, and where something happens after the first page."""
 
-    def __init__(self, store: ResourceBook, meanwhile: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, store: PlacementService, meanwhile: Callable[[], Awaitable[None]]) -> None:
         self._store = store
         self._meanwhile = meanwhile
         self._done = False
@@ -239,8 +243,8 @@ class Slow:
     async def head(self) -> FeedHead:
         return await self._store.head()
 
-    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        return await self._store.changes(after, limit, history)
+    async def changes(self, after: int, limit: int, incarnation: str = "") -> ChangesPage:
+        return await self._store.changes(after, limit, incarnation)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         page = await self._store.snapshot(after, 1)
@@ -250,30 +254,34 @@ class Slow:
         return page
 
 
-async def report_total(store: ResourceBook, uuid: str, version: int, total: int) -> None:
+async def report_total(store: PlacementService, uuid: str, version: int, total: int) -> None:
     inventory = {"VCPU": Inventory(total=total), "DISK_GB": Inventory(total=100)}
     root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
-    await store.report([InventoryUpdate(source="s", version=version, root_uuid=uuid, providers=(root,))])
+    await store.apply_reports([InventoryUpdate(reporter="s", version=version, root_uuid=uuid, providers=(root,))])
 
 
-async def trimmed(store: ResourceBook) -> None:
+async def trimmed(store: PlacementService) -> None:
     async def send(changes: FeedChanges) -> None:
         del changes
 
     while (await store.publish(send, 1000)).more:
         pass
-    while await store.trim(keep_changes=KEPT_CHANGES, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=1000):
+    while await store.trim(
+        keep_changes=KEPT_CHANGES, keep_ended_attempts_s=3600.0, keep_reporters_s=3600.0, limit=1000
+    ):
         pass
 
 
-def capacity(book: Book, uuid: str) -> int:
+def capacity(book: Replica, uuid: str) -> int:
     row = book.row_of(uuid)
     assert row is not None
     return book.inventory_of(row)["VCPU"][0].capacity
 
 
 @pytest.mark.parametrize("is_trimmed", [False, True], ids=["feed reaches back", "feed does not"])
-async def test_a_book_is_of_one_number_however_long_its_snapshot_took(store: ResourceBook, is_trimmed: bool) -> None:
+async def test_a_book_is_of_one_number_however_long_its_snapshot_took(
+    store: PlacementService, is_trimmed: bool
+) -> None:
     """At each moment the first host or the last one has 100 VCPUs, and the other one has 1; never both have 100."""
     await report_total(store, LAST, 2, 1)
 
@@ -291,8 +299,8 @@ async def test_a_book_is_of_one_number_however_long_its_snapshot_took(store: Res
     assert (capacity(book, FIRST), capacity(book, LAST)) in {(100, 1), (1, 1), (1, 100)}, "a state that never was"
 
 
-async def test_a_writer_reads_its_own_write(store: ResourceBook) -> None:
-    """The other half of the claim: it wrote while another's read loaded the book, and its own read comes then."""
+async def test_a_writer_reads_its_own_write(store: PlacementService) -> None:
+    """The other half of the claim: it wrote while another's read loaded placement, and its own read comes then."""
     own = asyncio.Event()
 
     async def meanwhile() -> None:

@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.moves import CellDepart, CellMove, Condition, MoveKind, MoveQuery, MoveState
+from bus.contracts.moves import ActionKind, ActionQuery, ActionState, CellAction, CellTransferOut, Condition
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Sweep
 from bus.persistence.unit_of_work import OptimisticFirst
 from scheduler_worker.domain.builds import BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.recorded_moves import RecordedMove, Transfer
+from scheduler_worker.domain.recorded_moves import RecordedAction, Transfer
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import purge
@@ -31,7 +31,7 @@ A, B, C, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc1
 
 def new(uuid: str, digest: bytes = b"1") -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
-    line = TimelineEntry(at=1.0, who="w", what="requested")
+    line = TimelineEntry(at=1.0, actor="w", what="requested")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", digest=digest, state=BuildState.ACCEPTED, sequence=1)
     return NewBuild(request=request, build=build, timeline=(line,))
 
@@ -77,14 +77,14 @@ async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> 
 
 async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(store: SchedulerStore) -> None:
     """The record of that run is lost, and what it has claimed is none of this one's."""
-    await insert(store, replace(new(A), build=replace(new(A).build, run="later")))
+    await insert(store, replace(new(A), build=replace(new(A).build, claim_owner="later")))
     assert await decide(store, placed(A)) == set()
-    mine = replace(placed(A).build, run="later")
+    mine = replace(placed(A).build, claim_owner="later")
     async with store.unit() as unit:
-        assert ((await unit.read([A]))[A].run, (await unit.lock([A]))[A].run) == ("later", "later")
+        assert ((await unit.read([A]))[A].claim_owner, (await unit.lock([A]))[A].claim_owner) == ("later", "later")
     assert await decide(store, replace(placed(A), build=mine)) == {A}
     async with store.unit() as unit:
-        assert (await unit.lock([A]))[A].run == "later"
+        assert (await unit.lock([A]))[A].claim_owner == "later"
 
 
 async def test_two_schedulers_dispatch_a_request_once(make: Make, store: SchedulerStore) -> None:
@@ -135,11 +135,11 @@ async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store:
 
 async def test_a_record_has_its_timeline(store: SchedulerStore) -> None:
     await insert(store, new(A))
-    await decide(store, replace(placed(A), timeline=(TimelineEntry(at=2.0, who="w", what="chosen"),)))
+    await decide(store, replace(placed(A), timeline=(TimelineEntry(at=2.0, actor="w", what="chosen"),)))
     async with store.unit() as unit:
         kept = (await unit.lock([A]))[A]
         active = replace(kept, state=BuildState.ACTIVE, sequence=12, terminal=True)
-        line = TimelineEntry(at=3.0, who="conductor", what="active")
+        line = TimelineEntry(at=3.0, actor="conductor", what="active")
         await unit.update([BuildUpdate(build=active, timeline=(line,))], 3.0)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.state, record.cell, record.host, record.reason) == (BuildState.ACTIVE, "c1", "h", "r")
@@ -153,7 +153,7 @@ async def test_the_oldest_lines_of_a_timeline_go_when_it_is_long(store: Schedule
         kept = (await unit.lock([A]))[A]
     for at in range(40):
         async with store.unit() as unit:
-            line = TimelineEntry(at=float(at), who="w", what=f"line {at}", detail="\u00fc" * 2000)
+            line = TimelineEntry(at=float(at), actor="w", what=f"line {at}", detail="\u00fc" * 2000)
             await unit.update([BuildUpdate(build=kept, timeline=(line,))], 3.0)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert [entry.what for entry in record.timeline] == [f"line {at}" for at in range(27, 40)]
@@ -162,7 +162,7 @@ async def test_the_oldest_lines_of_a_timeline_go_when_it_is_long(store: Schedule
 async def test_builds_are_read_by_name_as_one_by_one(store: SchedulerStore) -> None:
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))
-    await decide(store, replace(placed(B), timeline=(TimelineEntry(at=2.0, who="w", what="chosen"),)))
+    await decide(store, replace(placed(B), timeline=(TimelineEntry(at=2.0, actor="w", what="chosen"),)))
     found = await store.builds_named([A, B, "00000000-0000-4000-8000-000000000000"])
     assert found == {uuid: (await store.builds(BuildQuery(instance_uuid=uuid)))[0] for uuid in (A, B)}
     assert await store.builds_named([]) == {}
@@ -215,9 +215,9 @@ async def test_the_members_of_a_gang_are_found_by_it(store: SchedulerStore) -> N
     gang = Gang(uuid=A, size=2, min_count=1)
     await insert(store, replace(new(A), gang=gang), replace(new(B), gang=gang), new(C))
     found = await store.builds(BuildQuery(gang=A))
-    assert {(one.instance_uuid, one.gang, one.gang_min) for one in found} == {(A, A, 1), (B, A, 1)}
+    assert {(one.instance_uuid, one.gang, one.gang_min_count) for one in found} == {(A, A, 1), (B, A, 1)}
     (alone,) = await store.builds(BuildQuery(instance_uuid=C))
-    assert (alone.gang, alone.gang_min) == (None, 0)
+    assert (alone.gang, alone.gang_min_count) == (None, 0)
 
 
 async def test_an_optimistic_unit_inserts_in_several_steps(store: SchedulerStore) -> None:
@@ -287,7 +287,7 @@ async def optimistically(
     store: SchedulerStore, work: Callable[[BuildUnit], Awaitable[T]], *, durable: bool = True
 ) -> T:
     units = OptimisticFirst(lambda optimistic: store.unit(durable=durable, optimistic=optimistic))
-    while units.go_on():
+    while units.has_next_try():
         async with units as unit:
             result = await work(unit)
     return result
@@ -431,16 +431,19 @@ async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_f
         assert await unit.first_time("h", "m2")
 
 
-NAMES: dict[str, Any] = {"request_id": B, "instance_uuid": A, "project_id": "p", "kind": MoveKind.UNSHELVE}
+NAMES: dict[str, Any] = {"request_id": B, "instance_uuid": A, "project_id": "p", "kind": ActionKind.UNSHELVE}
 LEAVING = Transfer(
-    home="c3", away="c2", build=CellMove(**NAMES, to_cell="c3"), command=CellDepart(**NAMES, to_cell="c2", attempt=1)
+    home="c3",
+    away="c2",
+    build=CellAction(**NAMES, to_cell="c3"),
+    command=CellTransferOut(**NAMES, to_cell="c2", attempt=1),
 )
 
 
-def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedMove:
-    fields: dict[str, Any] = {"state": MoveState.SCHEDULED, "sequence": 2, "cell": "c1", "created_at": 5.0, **more}
-    return RecordedMove(
-        request_id=request_id, instance_uuid=uuid, project_id="p", kind=MoveKind.MIGRATE, digest=b"d", **fields
+def moved(request_id: str = B, uuid: str = A, **more: Any) -> RecordedAction:
+    fields: dict[str, Any] = {"state": ActionState.SCHEDULED, "sequence": 2, "cell": "c1", "created_at": 5.0, **more}
+    return RecordedAction(
+        request_id=request_id, instance_uuid=uuid, project_id="p", kind=ActionKind.MIGRATE, digest=b"d", **fields
     )
 
 
@@ -450,11 +453,11 @@ async def test_a_cell_that_an_instance_moves_to_has_it(store: SchedulerStore) ->
         await unit.insert([new(A), new(C)], 1.0)
     leaving = moved(transfer=LEAVING)
     async with store.operation() as unit:
-        await unit.insert_moves([leaving, moved(FOURTH, C)], 6.0)
+        await unit.insert_actions([leaving, moved(FOURTH, C)], 6.0)
     assert [await store.machines(9, cell=cell) for cell in ("c2", "c3", "c4")] == [1, 1, 0]
     async with store.operation() as unit:
         await unit.known([(B, A)], lock=True)
-        await unit.update_moves([replace(leaving, state=MoveState.FAILED, terminal=True)], 7.0)
+        await unit.update_actions([replace(leaving, state=ActionState.FAILED, terminal=True)], 7.0)
     assert await store.machines(9, cell="c2") == 0
 
 
@@ -470,28 +473,28 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     async with store.operation() as unit:
         build = (await unit.known([(B, A)], lock=True))[B, A].build
         assert build is not None and build.instance is None
-        assert await unit.insert_moves([moved(transfer=LEAVING)], 6.0) == {B}
+        assert await unit.insert_actions([moved(transfer=LEAVING)], 6.0) == {B}
         await unit.update([BuildUpdate(build=replace(build, instance=instance))], 6.0)
     with pytest.raises(RuntimeError):
         async with store.operation() as unit:
-            await unit.update_moves([moved(state=MoveState.DONE, terminal=True)], 7.0)
+            await unit.update_actions([moved(state=ActionState.DONE, terminal=True)], 7.0)
             raise RuntimeError
     other = make()
     await other.open()
     async with other.operation() as unit:
-        assert await unit.insert_moves([moved(cell="c9")], 7.0) == set()
+        assert await unit.insert_actions([moved(cell="c9")], 7.0) == set()
         found = await unit.known([(B, A), (B, C), (C, B), (A, C)])
-    assert found[B, A].move == moved(transfer=LEAVING) and found[B, A].now == instance
+    assert found[B, A].action == moved(transfer=LEAVING) and found[B, A].now == instance
     assert not found[B, A].names_instance
     assert found[B, A].build_request == new(A).request and found[B, A].build == replace(build, instance=instance)
-    assert found[B, C] == replace(found[A, C], move=found[B, A].move, names_instance=False), "one id, two instances"
-    assert (found[C, B].move, found[C, B].build, found[C, B].names_instance) == (None, None, True)
+    assert found[B, C] == replace(found[A, C], action=found[B, A].action, names_instance=False), "one id, two instances"
+    assert (found[C, B].action, found[C, B].build, found[C, B].names_instance) == (None, None, True)
     assert found[A, C].names_instance and found[A, C].build is not None and found[A, C].build.instance_uuid == C
     (record,) = await other.builds(BuildQuery(instance_uuid=A))
     assert (record.flavor, record.condition, record.under_way) == ("f", "stopped", B)
     history = (AttemptRecord(attempt=2, host="h", outcome="failed"),)
     ended = moved(
-        state=MoveState.FAILED,
+        state=ActionState.FAILED,
         sequence=20,
         terminal=True,
         host="h\x00",
@@ -502,24 +505,24 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     )
     async with other.operation() as unit:
         await unit.known([(B, A)], lock=True)
-        await unit.update_moves([ended], 8.0)
+        await unit.update_actions([ended], 8.0)
         now = replace(instance, flavor="g", under_way=None, condition=Condition.ACTIVE)
         await unit.update([BuildUpdate(build=replace(build, instance=now))], 8.0)
     async with store.operation() as unit:
         known = (await unit.known([(B, A)]))[B, A]
-    assert known.move is not None and replace(known.move, host=None) == replace(ended, host=None)
+    assert known.action is not None and replace(known.action, host=None) == replace(ended, host=None)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.flavor, record.condition, record.under_way) == ("g", "active", None)
 
 
 async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) -> None:
     async with store.operation() as unit:
-        await unit.insert_moves([moved(A, terminal=True), moved(B), moved(C, terminal=True, created_at=50.0)], 6.0)
-    assert (await store.purge(6.0, 10)).moves == 0  # it changed last at 6
-    assert (await store.purge(10.0, 10)).moves == 1
+        await unit.insert_actions([moved(A, terminal=True), moved(B), moved(C, terminal=True, created_at=50.0)], 6.0)
+    assert (await store.purge(6.0, 10)).actions == 0  # it changed last at 6
+    assert (await store.purge(10.0, 10)).actions == 1
     async with store.operation() as unit:
         found = await unit.known([(one, A) for one in (A, B, C)])
-    assert [one for one in (A, B, C) if found[one, A].move is not None] == [B, C]
+    assert [one for one in (A, B, C) if found[one, A].action is not None] == [B, C]
 
 
 async def test_the_moves_of_an_instance_that_awaits_its_confirm_are_kept(store: SchedulerStore) -> None:
@@ -527,40 +530,40 @@ async def test_the_moves_of_an_instance_that_awaits_its_confirm_are_kept(store: 
     async with store.unit() as unit:
         await unit.insert([new(A)], 1.0)
     async with store.operation() as unit:
-        await unit.insert_moves([moved(B, terminal=True)], 2.0)
+        await unit.insert_actions([moved(B, terminal=True)], 2.0)
         known = (await unit.known([(B, A)], lock=True))[B, A]
         assert known.build is not None
         resized = replace(known.build, instance=replace(known.now, condition=Condition.RESIZED))
         await unit.update([BuildUpdate(build=resized)], 2.0)
-    assert (await store.purge(10.0, 10)).moves == 0
+    assert (await store.purge(10.0, 10)).actions == 0
     async with store.operation() as unit:
         await unit.known([(B, A)], lock=True)
         confirmed = replace(resized, instance=replace(known.now, condition=Condition.ACTIVE))
         await unit.update([BuildUpdate(build=confirmed)], 2.0)
-    assert (await store.purge(10.0, 10)).moves == 1
+    assert (await store.purge(10.0, 10)).actions == 1
 
 
 async def test_open_moves_are_those_without_an_end_that_a_cell_has_page_by_page(store: SchedulerStore) -> None:
     async with store.operation() as unit:
-        await unit.insert_moves([moved(A), moved(B, terminal=True), moved(C), moved(FOURTH, cell=None)], 6.0)
-    assert [one.request_id for one in await store.open_moves(FIRST_UUID, 10)] == sorted((A, C))
-    (first,) = await store.open_moves(FIRST_UUID, 1)
-    assert [one.request_id for one in await store.open_moves(first.request_id, 10)] == [max(A, C)]
+        await unit.insert_actions([moved(A), moved(B, terminal=True), moved(C), moved(FOURTH, cell=None)], 6.0)
+    assert [one.request_id for one in await store.open_actions(FIRST_UUID, 10)] == sorted((A, C))
+    (first,) = await store.open_actions(FIRST_UUID, 1)
+    assert [one.request_id for one in await store.open_actions(first.request_id, 10)] == [max(A, C)]
 
 
 async def test_moves_are_listed_by_their_subject(store: SchedulerStore) -> None:
     async with store.operation() as unit:
-        await unit.insert_moves([moved(A, C), moved(B, C, terminal=True, created_at=9.0)], 6.0)
-    every = await store.moves(MoveQuery())
+        await unit.insert_actions([moved(A, C), moved(B, C, terminal=True, created_at=9.0)], 6.0)
+    every = await store.actions(ActionQuery())
     assert [(one.request_id, one.terminal, one.updated_at) for one in every] == [(B, True, 6.0), (A, False, 6.0)]
     for query, found in (
-        (MoveQuery(request_id=A), [A]),
-        (MoveQuery(instance_uuid=C, limit=1), [B]),
-        (MoveQuery(instance_uuid=A), []),
-        (MoveQuery(project_id="p", under_way=True), [A]),
-        (MoveQuery(project_id="q"), []),
+        (ActionQuery(request_id=A), [A]),
+        (ActionQuery(instance_uuid=C, limit=1), [B]),
+        (ActionQuery(instance_uuid=A), []),
+        (ActionQuery(project_id="p", under_way=True), [A]),
+        (ActionQuery(project_id="q"), []),
     ):
-        assert [one.request_id for one in await store.moves(query)] == found
+        assert [one.request_id for one in await store.actions(query)] == found
 
 
 async def test_requests_about_one_instance_wait_for_each_other(make: Make, store: SchedulerStore) -> None:
@@ -575,7 +578,7 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
             if known.now.under_way is not None:
                 return False
             await asyncio.sleep(0)
-            await unit.insert_moves([moved(request_id)], 2.0)
+            await unit.insert_actions([moved(request_id)], 2.0)
             assert known.build is not None
             begun = replace(known.build, instance=replace(known.now, under_way=request_id))
             await unit.update([BuildUpdate(build=begun)], 2.0)

@@ -14,7 +14,7 @@ from bus.consuming.outcome import Refuse
 from bus.contracts.base import DatabaseMark, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainRecord, DrainTarget
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, Condition
 from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
@@ -30,10 +30,10 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
+from scheduler_worker.domain.builds import Actor, BuildUpdate, Gang, NewBuild, RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import BegunMoves, EndedRequest
-from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.objects import ChangeActor, RecordedObjects
+from scheduler_worker.domain.recorded_moves import RecordedAction
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store import memory, postgres
 from scheduler_worker.store import objects as store_module
@@ -55,16 +55,16 @@ async def built(store: SchedulerStore) -> SchedulerStore:
     """A store with one build, whose group has a policy."""
     group = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
     build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p", server_group=group)
-    pending = PendingBuild(position=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
+    pending = PendingBuild(batch_index=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
     async with store.unit() as unit:
-        await unit.insert([pending.first_record(Author("test", 1.0))], 1.0)
+        await unit.insert([pending.first_record(Actor("test", 1.0))], 1.0)
     return store
 
 
 async def write(store: SchedulerStore, *changed: ChangedObject, who: str = "me", at: float = 1.0) -> int:
     async with store.operation() as unit:
         before = await unit.lock_objects()
-        token = await unit.write_objects(changed, ChangeAuthor(who, "because", at))
+        token = await unit.write_objects(changed, ChangeActor(who, "because", at))
     found = await store.objects(unless=before.token)
     assert found is not None and found.token == token and await store.objects(unless=token) is None
     return found.revision
@@ -96,7 +96,7 @@ async def test_a_unit_that_ends_with_an_exception_has_written_and_sent_nothing(
     with pytest.raises(RuntimeError, match="on the way"):
         async with store.operation() as unit:
             await unit.lock_objects()
-            await unit.write_objects([SMALL], ChangeAuthor("me", "", 1.0))
+            await unit.write_objects([SMALL], ChangeActor("me", "", 1.0))
             unit.emit(OutboxMessage("api", ObjectsRevision(revision=1)))
             raise RuntimeError("on the way")
     found = await store.objects()
@@ -110,7 +110,7 @@ async def test_a_change_is_announced_with_its_commit(store: SchedulerStore, sent
     announcement = OutboxMessage("api", ObjectsRevision(revision=1))
     async with store.operation() as unit:
         await unit.lock_objects()
-        await unit.write_objects([SMALL], ChangeAuthor("me", "", 1.0))
+        await unit.write_objects([SMALL], ChangeActor("me", "", 1.0))
         unit.emit(announcement)
         assert sent.rows == []
     assert [messages for _, messages in sent.rows] == [[announcement]]
@@ -126,7 +126,7 @@ async def test_changes_wait_for_each_other(store: SchedulerStore) -> None:
             assert len(present.objects) == present.revision
             await asyncio.sleep(0)
             changed = ChangedObject(kind=Q, name=f"p{number}", after={})
-            await unit.write_objects([changed], ChangeAuthor("me", "", 1.0))
+            await unit.write_objects([changed], ChangeActor("me", "", 1.0))
             return present.revision
 
     assert sorted(await asyncio.gather(*map(add, range(8)))) == list(range(8))
@@ -138,9 +138,9 @@ async def test_the_log_has_author_reason_before_and_after_newest_first(store: Sc
     await write(store, SMALL, LARGE)
     await write(store, ChangedObject(kind=F, name="small", before={"vcpus": 1}, after=None), who="yo\x00u", at=2.0)
     newest, *others = await store.object_log(ObjectLogQuery())
-    assert (newest.revision, newest.name, newest.who, newest.why) == (2, "small", "you", "because")
+    assert (newest.revision, newest.name, newest.actor, newest.reason) == (2, "small", "you", "because")
     assert (newest.before, newest.after) == ({"vcpus": 1}, None)
-    assert [(one.revision, one.name, one.who) for one in others] == [(1, "large", "me"), (1, "small", "me")]
+    assert [(one.revision, one.name, one.actor) for one in others] == [(1, "large", "me"), (1, "small", "me")]
     assert [one.revision for one in await store.object_log(ObjectLogQuery(name="small"))] == [2, 1]
     assert [one.name for one in await store.object_log(ObjectLogQuery(before=2, limit=1))] == ["large"]
     assert await store.object_log(ObjectLogQuery(kind=Q)) == []
@@ -157,10 +157,10 @@ async def test_a_redelivered_change_that_was_refused_is_refused_again(store: Sch
     registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     await registry.reload()
     for _ in range(2):
-        wrong = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="gone"),))
+        wrong = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="gone"),))
         answer = await registry.change(wrong, "refused")
         assert isinstance(answer, Refusal) and answer.code == "object.unknown"
-        dry = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),), dry_run=True)
+        dry = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),), dry_run=True)
         answer = await registry.change(dry, "dry")
         assert isinstance(answer, ObjectsChanged) and [one.name for one in answer.changed] == ["new"]
     made = replace(dry, dry_run=False)
@@ -176,7 +176,7 @@ async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: Sched
     assert await refused.find("refused") is None
     for _ in range(2):
         await refused.add("refused", refusal)
-    made = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
+    made = ObjectsChange(actor="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
     assert isinstance(await registry.change(made, "made"), ObjectsChanged)
     assert [await refused.find(one) for one in ("refused", "made", "other")] == [refusal, None, None]
     elsewhere = await RefusedCommands(store).find("refused")
@@ -295,24 +295,24 @@ async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: Sched
 
 
 DRAIN, OTHER, HOST, UNKNOWN = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
-RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.MIGRATE, by="ann")
+RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=ActionKind.MIGRATE, by="ann")
 
 
 def vm(number: int) -> str:
     return f"{number:08}-0000-4000-8000-000000000000"
 
 
-def asked(at: int, number: int, state: MoveState, drain: str | None = DRAIN) -> tuple[RecordedMove, float]:
+def asked(at: int, number: int, state: ActionState, drain: str | None = DRAIN) -> tuple[RecordedAction, float]:
     """A request about an instance that was made at this time, and changed last some time later."""
-    move = RecordedMove(
+    action = RecordedAction(
         request_id=f"f{at:07}-0000-4000-8000-000000000000", instance_uuid=vm(number), project_id="p",
-        kind=MoveKind.MIGRATE, digest=b"x", state=state, sequence=3, terminal=state is not MoveState.SCHEDULED,
-        code="no_valid_host" if state is MoveState.FAILED else "", reason="why", created_at=float(at), drain=drain,
+        kind=ActionKind.MIGRATE, digest=b"x", state=state, sequence=3, terminal=state is not ActionState.SCHEDULED,
+        code="no_valid_host" if state is ActionState.FAILED else "", reason="why", created_at=float(at), drain=drain,
     )  # fmt: skip
-    return move, at + 0.5
+    return action, at + 0.5
 
 
-DONE, FAILED, GOES = MoveState.DONE, MoveState.FAILED, MoveState.SCHEDULED
+DONE, FAILED, GOES = ActionState.DONE, ActionState.FAILED, ActionState.SCHEDULED
 ASKED = [
     asked(1, 1, FAILED), asked(2, 1, DONE), asked(3, 2, DONE), asked(4, 3, FAILED), asked(5, 3, GOES),
     asked(6, 1, FAILED, None), asked(7, 4, GOES, OTHER), asked(8, 1, GOES), asked(9, 2, FAILED, OTHER),
@@ -326,10 +326,10 @@ async def drains(store: SchedulerStore) -> SchedulerStore:
     async with store.operation() as unit:
         await unit.lock_objects()
         drain = ChangedObject(kind=ObjectKind.DRAIN, name=DRAIN, after=msgspec.to_builtins(RECORD))
-        await unit.write_objects([drain], ChangeAuthor("ann", "because", 1.0))
-    for move, at in ASKED:
+        await unit.write_objects([drain], ChangeActor("ann", "because", 1.0))
+    for action, at in ASKED:
         async with store.operation() as unit:
-            assert await unit.insert_moves([move], at) == {move.request_id}
+            assert await unit.insert_actions([action], at) == {action.request_id}
     return store
 
 
@@ -350,16 +350,16 @@ async def test_evacuations_under_way_are_counted_of_whatever_fence(drains: Sched
     """Of no client, and none that has ended."""
     made = [asked(20, 5, GOES), asked(21, 6, GOES, OTHER), asked(22, 7, GOES, None), asked(23, 8, DONE)]
     async with drains.operation() as unit:
-        await unit.insert_moves([replace(one, kind=MoveKind.EVACUATE) for one, _ in made], 30.0)
+        await unit.insert_actions([replace(one, kind=ActionKind.EVACUATE) for one, _ in made], 30.0)
     async with drains.operation() as unit:
         assert await unit.begun(None) == BegunMoves(2, 0.0)
 
 
 async def test_the_requests_of_an_instance_that_have_ended_come_newest_first(drains: SchedulerStore) -> None:
     def ended(at: int) -> EndedRequest:
-        move = next(one for one, _ in ASKED if one.created_at == at)
-        fields = {name: getattr(move, name) for name in ("request_id", "instance_uuid", "state", "code", "reason")}
-        return EndedRequest(**fields, drain=move.drain, updated_at=at + 0.5)
+        action = next(one for one, _ in ASKED if one.created_at == at)
+        fields = {name: getattr(action, name) for name in ("request_id", "instance_uuid", "state", "code", "reason")}
+        return EndedRequest(**fields, drain=action.drain, updated_at=at + 0.5)
 
     async with drains.operation() as unit:
         found = await unit.ended([vm(1), vm(2), vm(4), UNKNOWN], 2)
@@ -387,7 +387,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerSto
         assert await unit.lock_object(ObjectKind.DRAIN, DRAIN) is not None
         held.set()
         await begun.wait()
-        await unit.insert_moves([asked(20, 5, GOES)[0]], 20.5)
+        await unit.insert_actions([asked(20, 5, GOES)[0]], 20.5)
         order.append("writes")
     await waiting
     assert order == ["waits", "writes", 3]
@@ -494,27 +494,27 @@ async def test_of_a_cells_database_the_highest_mark_is_kept(make: Callable[[], S
 async def test_the_newest_moves_of_an_instance_without_those_that_were_refused(
     store: SchedulerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = (MoveState.DONE, MoveState.REFUSED, MoveState.FAILED, MoveState.SCHEDULED, MoveState.REFUSED)
-    moves = [
-        RecordedMove(
+    states = (ActionState.DONE, ActionState.REFUSED, ActionState.FAILED, ActionState.SCHEDULED, ActionState.REFUSED)
+    actions = [
+        RecordedAction(
             request_id=f"{n}1000000-0000-4000-8000-000000000000",
             instance_uuid=A if n < 5 else B,
             project_id="p",
-            kind=MoveKind.MIGRATE,
+            kind=ActionKind.MIGRATE,
             digest=b"",
             state=state,
             sequence=1,
             created_at=float(n),
         )
-        for n, state in enumerate((*states, MoveState.DONE))
+        for n, state in enumerate((*states, ActionState.DONE))
     ]
     async with store.operation() as unit:
-        await unit.insert_moves(moves, 1.0)
-    found = await store.moves_of([A, B, C], 2)
+        await unit.insert_actions(actions, 1.0)
+    found = await store.actions_of([A, B, C], 2)
     assert {uuid: [one.created_at for one in theirs] for uuid, theirs in found.items()} == {A: [3.0, 2.0], B: [5.0]}
     for module in (memory, postgres):
         monkeypatch.setattr(module, "MAX_EXAMINED", 2)
-    assert [one.created_at for one in (await store.moves_of([A], 2))[A]] == [3.0]
+    assert [one.created_at for one in (await store.actions_of([A], 2))[A]] == [3.0]
 
 
 async def test_the_requests_of_builds_are_read_with_their_whole_gangs(store: SchedulerStore) -> None:
@@ -529,5 +529,7 @@ async def test_the_requests_of_builds_are_read_with_their_whole_gangs(store: Sch
 
 def _requested(uuid: str, gang: Gang | None = None) -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", image="i")
-    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run=f"run {uuid}")
+    build = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, claim_owner=f"run {uuid}"
+    )
     return NewBuild(request=request, build=build, gang=gang)

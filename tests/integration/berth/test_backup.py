@@ -301,7 +301,7 @@ async def test_a_dry_run_writes_nothing(backup: Path, postgres_server: str) -> N
 async def test_an_interrupted_backup_leaves_nothing_that_looks_like_one(
     filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("berth.backup.copying._deployment", asyncpg.connect.__class__)  # ends in the middle
+    monkeypatch.setattr("berth.backup.copying._read_database_id", asyncpg.connect.__class__)  # ends in the middle
     with pytest.raises(TypeError):
         await save(filled, tmp_path / "backup")
     assert await asyncio.to_thread(lambda: list(tmp_path.iterdir())) == []

@@ -278,7 +278,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Let these be drawn for the next ports, and then what none of the tests draws."""
     drawn = itertools.chain(numbers, itertools.count(1000))
     monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
-    monkeypatch.setattr(module, "_lowest_given_out", lambda: LOWEST_GIVEN_OUT)
+    monkeypatch.setattr(module, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
 
 
 def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ import itertools, sys
 from berth.trial.embedded import process
 drawn = itertools.count(11)
 process.secrets.randbelow = lambda _: next(drawn)
-process._lowest_given_out = lambda: 32_768
+process._lowest_allocated = lambda: 32_768
 print(process.free_port(), flush=True)
 sys.stdin.read()
 """
@@ -322,7 +322,7 @@ def bound_just_below(lowest: int) -> socket.socket:
 
 def test_a_port_in_use_is_not_given_and_another_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     lowest, drawn = LOWEST_GIVEN_OUT, secrets.randbelow
-    monkeypatch.setattr(module, "_lowest_given_out", lambda: lowest)
+    monkeypatch.setattr(module, "_lowest_allocated", lambda: lowest)
     with bound_just_below(lowest) as server:
         taken = server.getsockname()[1]
         first = [lowest - 1 - taken]
@@ -335,14 +335,14 @@ def test_a_port_in_use_is_not_given_and_another_is_drawn(monkeypatch: pytest.Mon
 def test_where_no_port_is_free_it_fails_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with bound_just_below(LOWEST_GIVEN_OUT) as server:
         taken = server.getsockname()[1]
-        monkeypatch.setattr(module, "_lowest_given_out", lambda: LOWEST_GIVEN_OUT)
+        monkeypatch.setattr(module, "_lowest_allocated", lambda: LOWEST_GIVEN_OUT)
         monkeypatch.setattr(module.secrets, "randbelow", lambda _: LOWEST_GIVEN_OUT - 1 - taken)
         with pytest.raises(ServerFailed, match="no free port"):
             free_port()
 
 
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_lowest_given_out", lambda: 1024)
+    monkeypatch.setattr(module, "_lowest_allocated", lambda: 1024)
     assert not listening(free_port())
 
 

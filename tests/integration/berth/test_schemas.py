@@ -93,7 +93,7 @@ async def test_a_schema_at_head_is_known_without_alembic(empty_database: str, wo
         "ALTER TABLE providers SET (fillfactor = 90)",
         "ALTER TABLE providers ALTER CONSTRAINT providers_parent_id_fkey DEFERRABLE",
         "DROP INDEX consumers_released; CREATE INDEX consumers_released ON consumers (released_at)",
-        "ALTER SEQUENCE shapes INCREMENT 2",
+        "ALTER SEQUENCE spec_generations INCREMENT 2",
         "ALTER FUNCTION append_changes RESET enable_seqscan",
         "CREATE OR REPLACE FUNCTION origin_of(relation regclass) RETURNS text LANGUAGE sql AS 'SELECT 1::text'",
         "CREATE TRIGGER more BEFORE UPDATE ON traits EXECUTE FUNCTION suppress_redundant_updates_trigger()",
@@ -146,7 +146,7 @@ async def test_a_revision_that_no_version_has_is_refused_and_left_as_it_was(
 
 EARLIER_TABLES = (
     "ALTER TABLE identity ADD COLUMN of_yesterday text NOT NULL DEFAULT ''",
-    "ALTER TABLE identity RENAME COLUMN deployment TO of_yesterday",
+    "ALTER TABLE identity RENAME COLUMN database_id TO of_yesterday",
     "DROP TABLE outbox",
 )
 EARLIER_FUNCTIONS = (

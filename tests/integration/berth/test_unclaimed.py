@@ -21,45 +21,45 @@ from berth.site import Site
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import InstanceSpec, Selection
-from bus.contracts.moves import CellMove, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellAction
 from bus.contracts.placement import ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
-from cell_conductor.domain.desires import DESIRES
-from cell_conductor.domain.events import MoveRequested
+from cell_conductor.domain.desires import DESIRED_STATES
+from cell_conductor.domain.events import ActionRequested
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import Unexplained, UnexplainedKind, is_over
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind, is_provably_ended
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import question_of, step
-from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
+from cell_conductor.domain.table import awaited_request_of, step
+from cell_conductor.placement_requests import PendingRequest, PlacementRequests
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
 from cell_conductor.store.safety import Safety
-from cell_conductor.store.tables import INSERT, columns, numbered
-from placement_worker.book import ResourceBook
+from cell_conductor.store.tables import INSERT, columns, with_parameters
+from placement_worker.book import PlacementService
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.audit import generations
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
     SCHEDULED,
-    Author,
+    Actor,
     BuildUpdate,
     Gang,
     NewBuild,
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from scheduler_worker.domain.recorded_moves import RecordedAction
 from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.placement.conftest import Book, claim
 from tests.kit.sent import Sent
 
-# --- An instance that runs by its cell's record and holds nothing in the book, as after a restore: it is found and
+# --- An instance that runs by its cell's record and holds nothing in placement, as after a restore: it is found and
 # claimed again.
 
 
@@ -97,15 +97,15 @@ class Restored:
         record = Instance(
             uuid=uuid,
             state=state,
-            then=then,
+            next_state=then,
             spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
             selections=(selection,),
             attempt=1,
-            newest=newest,
+            highest_attempt=newest,
             since=SystemClock().time() - age_s,
         )
         async with self.cell.raw() as connection:
-            await connection.execute(numbered(INSERT), *columns([record]))
+            await connection.execute(with_parameters(INSERT), *columns([record]))
         return uuid
 
     async def found(self) -> set[str]:
@@ -123,7 +123,7 @@ class Restored:
             return (await transaction.lock([uuid]))[uuid]
 
     async def ahead(self) -> str:
-        """An instance on the first host; the book has carried out a forgotten claim of the second one for it."""
+        """An instance on the first host; placement has carried out a forgotten claim of the second one for it."""
         uuid, [here, there] = await self.instance(newest=2), self.hosts
         later = replace(claim(uuid, {there: {"VCPU": 2}}, attempt=3), consumer_generation=1, release_first=True)
         for one in (claim(uuid, {here: {"VCPU": 2}}), later):
@@ -143,11 +143,13 @@ async def restored(empty_database: str) -> AsyncIterator[Restored]:
     await made.book.store.close()
 
 
-LEFT_ALONE = "left alone, the book has a later attempt and its host does not report it"
+LEFT_ALONE = "left alone, placement has a later attempt and its host does not report it"
 
 
 @contextlib.asynccontextmanager
-async def requests_to(store: ResourceBook, clock: SystemClock, rng: random.Random) -> AsyncIterator[PlacementRequests]:
+async def requests_to(
+    store: PlacementService, clock: SystemClock, rng: random.Random
+) -> AsyncIterator[PlacementRequests]:
     """A conductor's requests to placement, answered by this book."""
     handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda: None)
     bus = Bus("cell1", MemoryTransport(MemoryBroker(clock), "cell1"), process="both", clock=clock, rng=rng)
@@ -180,18 +182,18 @@ async def test_what_holds_another_host_gives_that_back_and_gets_its_own(restored
 async def test_where_there_is_no_room_nothing_is_claimed_and_the_audit_goes_on_saying_so(restored: Restored) -> None:
     uuid, other = await restored.instance(), new_uuid(restored.rng)
     await restored.book.store.apply([claim(other, {restored.hosts[0]: {"VCPU": 3}})])
-    assert await restored.repair() == [f"{uuid}: left alone, full"]
+    assert await restored.repair() == [f"{uuid}: left alone, no_capacity"]
     assert await restored.found() == {uuid}
     assert await restored.book.allocations() == {other: {restored.hosts[0]: {"VCPU": 3}}}
 
 
 async def test_what_runs_on_a_node_is_claimed_though_a_node_in_use_is_reserved(restored: Restored) -> None:
-    """Its project's usage was one short until the delete: `left alone, full`, for ever."""
+    """Its project's usage was one short until the delete: `left alone, no_capacity`, for ever."""
     node, gold = new_uuid(restored.rng), "CUSTOM_GOLD"
     reserved = Inventory(total=1, reserved=1, max_unit=1)
     report = ProviderReport(uuid=node, name="node", inventories={gold: reserved})
-    update = InventoryUpdate(source="ironic", version=1, root_uuid=node, providers=(report,))
-    await restored.book.store.report([update])
+    update = InventoryUpdate(reporter="ironic", version=1, root_uuid=node, providers=(report,))
+    await restored.book.store.apply_reports([update])
     restored.hosts.append(node)
     before = await restored.book.store.head()
     uuid = await restored.instance(host=2, amounts={gold: 1})
@@ -204,10 +206,10 @@ async def test_what_runs_on_a_node_is_claimed_though_a_node_in_use_is_reserved(r
         one.inventories[gold] for one in (await restored.book.store.snapshot(None, 10)).providers if one.uuid == node
     ]
     assert capacity == 0
-    again = await restored.book.store.report([replace(update, version=2)])
+    again = await restored.book.store.apply_reports([replace(update, version=2)])
     assert [getattr(one, "outcome", None) for one in again] == ["unchanged"]
     other = await restored.instance(host=2, amounts={gold: 1})
-    assert await restored.repair() == [f"{other}: left alone, full"], "one holds it"
+    assert await restored.repair() == [f"{other}: left alone, no_capacity"], "one holds it"
 
 
 async def test_what_a_pool_shares_is_of_no_host(restored: Restored) -> None:
@@ -215,7 +217,9 @@ async def test_what_a_pool_shares_is_of_no_host(restored: Restored) -> None:
     pool = new_uuid(restored.rng)
     shares = {"inventories": {"DISK_GB": Inventory(total=9)}, "traits": ("MISC_SHARES_VIA_AGGREGATE",)}
     report = ProviderReport(uuid=pool, name="pool", **shares)  # type: ignore[arg-type]
-    await restored.book.store.report([InventoryUpdate(source="p", version=1, root_uuid=pool, providers=(report,))])
+    await restored.book.store.apply_reports(
+        [InventoryUpdate(reporter="p", version=1, root_uuid=pool, providers=(report,))]
+    )
     assert await _roots(restored.book.database) == {host: host for host in restored.hosts}
 
 
@@ -223,9 +227,9 @@ async def test_what_a_hypervisor_has_reserved_is_not_claimed_for_what_runs_there
     held = restored.book.host(restored.hosts[0], VCPU=4)
     (report,) = held.providers
     kept = replace(report, inventories={"VCPU": Inventory(total=4, reserved=4)})
-    await restored.book.store.report([replace(held, providers=(kept,))])
+    await restored.book.store.apply_reports([replace(held, providers=(kept,))])
     uuid = await restored.instance()
-    assert await restored.repair() == [f"{uuid}: left alone, full"]
+    assert await restored.repair() == [f"{uuid}: left alone, no_capacity"]
 
 
 async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Restored) -> None:
@@ -233,7 +237,7 @@ async def test_what_was_deleted_while_the_audit_read_is_not_claimed(restored: Re
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
     await restored.book.store.apply([Release(consumer=uuid, attempt=2)])  # a deletion fences the last attempt
-    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
+    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_conflict"]
     assert await restored.book.allocations() == {}
 
 
@@ -246,7 +250,7 @@ async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there
     async with restored.book.database.raw() as connection:
         known = await generations(connection)
     await restored.book.store.apply([replace(refused, consumer_generation=known[uuid])])
-    assert await restored.repair() == [f"{uuid}: left alone, full"]
+    assert await restored.repair() == [f"{uuid}: left alone, no_capacity"]
     await restored.book.store.apply([Release(consumer=other)])
     assert await restored.repair() == [f"{uuid}: claimed again"]
     assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
@@ -254,25 +258,25 @@ async def test_what_was_refused_a_claim_by_a_later_attempt_is_claimed_once_there
 
 
 async def test_what_the_audit_has_claimed_can_be_moved(restored: Restored) -> None:
-    """Its record has the generation from before, by which every move was refused: `placement.consumer_changed`."""
+    """Its record has the generation from before, by which every move was refused: `placement.consumer_conflict`."""
     uuid = await restored.instance()
     [record] = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     assert await restored.repair() == [f"{uuid}: claimed again"]
     there = Selection(host_uuid=restored.hosts[1], host="h2", service="s", allocations={restored.hosts[1]: {"VCPU": 2}})
-    request = CellMove(
+    request = CellAction(
         request_id=new_uuid(restored.rng),
         instance_uuid=uuid,
         project_id="p",
-        kind=MoveKind.MIGRATE,
+        kind=ActionKind.MIGRATE,
         selections=(there,),
     )
     context, clock = StepContext(cell="cell1"), SystemClock()
-    moving = step(record.instance, MoveRequested(at=clock.time(), request=request), context).instance
+    moving = step(record.instance, ActionRequested(at=clock.time(), request=request), context).instance
     async with requests_to(restored.book.store, clock, restored.rng) as placement:
-        for _ in range(2):  # refused for its old generation, then with the book's
-            asked = question_of(moving)
+        for _ in range(2):  # refused for its old generation, then with placement's
+            asked = awaited_request_of(moving)
             assert asked is not None
-            [answer] = await placement.ask([PendingQuestion(moving, asked)])
+            [answer] = await placement.send([PendingRequest(moving, asked)])
             moving = step(moving, answer.event, context).instance
     assert moving.state is State.PREPARING
     assert await restored.book.allocations() == {
@@ -293,7 +297,7 @@ async def test_a_record_that_the_book_is_ahead_of_takes_a_later_attempt_and_is_c
     assert await restored.book.findings() == []
     record = await restored.recorded(uuid)
     assert (record.attempt, record.next_attempt, record.proves_from) == (1, 4, 4)
-    assert not is_over(record, 3, restored.hosts[1]), "a machine that the forgotten claim led to is kept"
+    assert not is_provably_ended(record, 3, restored.hosts[1]), "a machine that the forgotten claim led to is kept"
     next_claim = claim(uuid, {restored.hosts[1]: {"VCPU": 2}}, attempt=record.next_attempt, release_first=True)
     async with restored.book.database.raw() as connection:
         known = await generations(connection)
@@ -313,9 +317,9 @@ async def test_without_its_machine_on_the_host_on_record_no_record_takes_a_later
         "not listed": [RunningFact(new_uuid(restored.rng), 1, here)],
         "on the other host": [RunningFact(uuid, 3, there)],
         "another attempt": [RunningFact(uuid, 3, here)],
-        "another deployment's": [RunningFact(uuid, 1, here, has_mark=False)],
+        "another deployment's": [RunningFact(uuid, 1, here, has_owner_tag=False)],
         "stopped": [RunningFact(uuid, 1, here, is_stopped=True)],  # kept by a move, until that is confirmed
-        "on both hosts": [RunningFact(uuid, 1, here), RunningFact(uuid, 3, there, has_mark=False)],
+        "on both hosts": [RunningFact(uuid, 1, here), RunningFact(uuid, 3, there, has_owner_tag=False)],
     }
     record = await restored.recorded(uuid)
     assert await restored.repair(*machines[what]) == [f"{uuid}: {LEFT_ALONE}"]
@@ -334,7 +338,7 @@ async def test_a_host_that_the_book_has_it_on_and_that_is_silent_proves_nothing(
 async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attempt(restored: Restored) -> None:
     uuid = await restored.ahead()
     found = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
-    deleting = replace(await restored.recorded(uuid), state=State.DESTROYING, then=State.DELETED)
+    deleting = replace(await restored.recorded(uuid), state=State.DESTROYING, next_state=State.DELETED)
     store = PostgresInstances(restored.cell)
     await store.identify()
     async with store.transaction() as transaction:
@@ -350,7 +354,7 @@ async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(resto
     await restored.book.store.apply([claim(uuid, {restored.hosts[0]: {"VCPU": 2}})])
     seen = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
     seen = [replace(each, generation=(each.generation or 0) + 1) for each in seen]
-    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_changed"]
+    assert await claim_again(restored.book.store, seen) == [f"{uuid}: left alone, consumer_conflict"]
     assert await restored.book.allocations() == {uuid: {restored.hosts[0]: {"VCPU": 2}}}
 
 
@@ -369,7 +373,7 @@ async def test_what_holds_something_of_its_host_is_left_as_it_is(restored: Resto
 
 
 async def test_what_became_active_a_moment_ago_is_not_called_doubled(restored: Restored) -> None:
-    """A restored cell adopts a machine long after the book has the claim of its request, decided for another host."""
+    """A restored cell adopts a machine long after placement has the claim of its request, decided for another host."""
     for schema, migrations in (("scheduler", SCHEDULER_MIGRATIONS), ("cell_cell2", MIGRATIONS)):
         database = Database(restored.url, schema, pool_size=1)
         await database.open(migrations)
@@ -406,7 +410,7 @@ async def test_what_a_move_has_claimed_is_neither_doubled_nor_unclaimed(restored
             now = json.dumps({"condition": condition, "under_way": moving})
             await connection.execute(
                 "INSERT INTO build_requests (instance_uuid, project_id, digest, state, sequence, terminal, created_at,"
-                " updated_at, flavor, name, request, run, instance)"
+                " updated_at, flavor, name, request, claim_owner, instance)"
                 " VALUES ($1, 'p', '', 'active', 9, true, 1, 1, 'f', 'n', '{}', '', $2)",
                 uuid,
                 now,
@@ -428,27 +432,27 @@ async def test_a_repair_releases_only_the_claim_that_it_has_read(
         await database.open(migrations)
         await database.close()
     uuid, holds = new_uuid(restored.rng), {restored.hosts[0]: {"VCPU": 2}}
-    await restored.book.store.apply([claim(uuid, holds, by="lost")])
+    await restored.book.store.apply([claim(uuid, holds, owner="lost")])
     real = book.find_unclaimed
 
     async def meanwhile(*arguments: Any) -> list[Unclaimed]:
         if is_taken:
-            await restored.book.store.apply([claim(uuid, holds, by="repeated", takes_over="lost")])
+            await restored.book.store.apply([claim(uuid, holds, owner="repeated", transfers_from="lost")])
         return await real(*arguments)
 
     monkeypatch.setattr(book, "find_unclaimed", meanwhile)
     found = await audited(restored.site, repair=True, grace_s=0.0)
     assert await restored.book.allocations() == ({uuid: holds} if is_taken else {})
-    assert found["repaired"] == [f"{uuid}: {'left alone, consumer_changed' if is_taken else 'released'}"]
+    assert found["repaired"] == [f"{uuid}: {'left alone, consumer_conflict' if is_taken else 'released'}"]
 
 
-OPEN_MOVE = RecordedMove(
+OPEN_MOVE = RecordedAction(
     request_id="f0000000-0000-4000-8000-000000000000",
     instance_uuid="f0000000-0000-4000-8000-000000000001",
     project_id="p",
-    kind=MoveKind.MIGRATE,
+    kind=ActionKind.MIGRATE,
     digest=b"1",
-    state=MoveState.CLAIMING,
+    state=ActionState.CLAIMING,
     sequence=1,
 )
 
@@ -458,7 +462,9 @@ async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Rest
     """A cell was set back to before a build: its machine ran, in quarantine, and its room was offered to others."""
     uuid = new_uuid(restored.rng)
     if fact == "quarantine":
-        kept = Unexplained(uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnexplainedKind.QUARANTINED, why="w")
+        kept = UnknownMachine(
+            uuid=uuid, host_uuid=restored.hosts[0], attempt=1, kind=UnknownMachineKind.QUARANTINED, reason="w"
+        )
         await Safety(PostgresKeyed(restored.cell)).record("s", [kept], 1.0)
     released = await released_of(restored, {uuid: restored.hosts[0]}, None if fact == "quarantine" else fact)
     assert released == ({uuid} if fact == "deleted" else set())
@@ -466,19 +472,19 @@ async def test_a_repair_keeps_the_claim_of_a_machine_that_may_run(restored: Rest
 
 @pytest.mark.parametrize("request_state", ["active", "offloaded", "deleted"])
 async def test_a_repair_releases_what_by_its_cells_record_is_over(restored: Restored, request_state: str) -> None:
-    """The book was set back to before an offload: `berth audit` proposed a repair, which repaired nothing. Of what has
+    """Placement was set back to before an offload: `berth audit` proposed a repair, which repaired nothing. Of what has
     left its cell that record is none: the next cell may have lost its own. Nor is that of an offload, where the
     instance has a machine by the schedulers' record: the cell was set back to before it was unshelved.
     """
-    restored.hosts = await restored.book.hosts(len(DESIRES), restored.rng, VCPU=2)
+    restored.hosts = await restored.book.hosts(len(DESIRED_STATES), restored.rng, VCPU=2)
     phases = {
         await restored.instance(host=host, state=state, then=then): (state, then)
-        for host, (state, then) in enumerate(DESIRES)
+        for host, (state, then) in enumerate(DESIRED_STATES)
     }
     released = await released_of(restored, dict(zip(phases, restored.hosts, strict=True)), request_state)
     over = {(one, None) for one in (State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED)}
     over -= {(State.OFFLOADED, None)} if request_state == "active" else set()
-    left = {one for one in DESIRES if one[0] is State.DEPARTED}
+    left = {one for one in DESIRED_STATES if one[0] is State.TRANSFERRED}
     assert {phases[uuid] for uuid in released} == (over | left if request_state == "deleted" else over)
 
 
@@ -490,14 +496,14 @@ async def released_of(restored: Restored, holders: Mapping[str, str], request: s
     store = PostgresBuilds(scheduler)
     store.publish_through(Sent())  # type: ignore[arg-type]
     for uuid, host in holders.items():
-        await restored.book.store.apply([claim(uuid, {host: {"VCPU": 2}}, by="run")])
+        await restored.book.store.apply([claim(uuid, {host: {"VCPU": 2}}, owner="run")])
         async with store.unit() as unit:
             if request == "move":  # its source is held by the request, which the cell is about to be commanded again
-                await unit.insert_moves([replace(OPEN_MOVE, request_id=uuid)], 1.0)
+                await unit.insert_actions([replace(OPEN_MOVE, request_id=uuid)], 1.0)
             elif request is not None:
                 new = accepted(uuid)
                 state = BuildState.ACTIVE if request == "offloaded" else BuildState(request)
-                ended = replace(new.build, state=state, terminal=True, cell="cell1", run="run")
+                ended = replace(new.build, state=state, terminal=True, cell="cell1", claim_owner="run")
                 await unit.insert([replace(new, build=ended, gang=None)], 1.0)
     if request == "offloaded":
         async with scheduler.raw() as connection:
@@ -515,7 +521,7 @@ async def released_of(restored: Restored, holders: Mapping[str, str], request: s
 
 SENT, FAILED, KEPT, KEPT_DELETED, DELETED = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcde")
 GANG = Gang(uuid=SENT, size=5, min_count=3)
-AUTHOR = Author("w", 3.0)
+AUTHOR = Actor("w", 3.0)
 
 
 def accepted(uuid: str) -> NewBuild:
@@ -543,13 +549,13 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
     async with store.unit() as unit:
         await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
         builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
-        held = HeldAllocation(
+        held = ConsumerRecord(
             consumer=KEPT,
             project_id="p",
-            run="another",
+            claim_owner="another",
             attempt=1,
             consumer_generation=1,
-            holding={},
+            allocations={},
             hosts=(),
             cell="c1",
         )

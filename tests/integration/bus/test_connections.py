@@ -192,11 +192,11 @@ async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and
             before = {await each.fetchval(PID) for each in (one, two, three)}
             for each in (one, two, three):
                 await each.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
-        losses = database.losses
+        losses = database.connection_losses
         with pytest.raises(DatabaseUnavailable):
             async with database.single() as connection:
                 await connection.execute("INSERT INTO written VALUES (1)")
-        assert database.losses > losses
+        assert database.connection_losses > losses
         async with database.raw() as one, database.raw() as two, database.raw() as three:
             after = {await each.fetchval(PID) for each in (one, two, three)}
             for each in (one, two, three):
@@ -251,7 +251,7 @@ async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_prima
         try:
             await database.open()
             async with database.raw() as one, database.raw() as two:  # one connection more will be needed
-                losses = database.losses
+                losses = database.connection_losses
                 assert await one.fetchval("SELECT inet_server_port()") == pair.primary.port
                 await _promote(pair, door)
                 with pytest.raises(DatabaseUnavailable):
@@ -282,7 +282,7 @@ async def test_versions_of_the_former_primary_are_not_compared_with_rows_of_the_
 
 async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by reading: its connection was taken before another task had connected to the stand-by."""
-    monkeypatch.setattr(group_flush, "GATHER_S", 1_000.0)  # no flush but by a commit
+    monkeypatch.setattr(group_flush, "BATCH_S", 1_000.0)  # no flush but by a commit
     async with _two_servers() as (pair, door, url):
         builds = PostgresBuilds(database := Database(url, "scheduler"))
         builds.publish_through(Sent())  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(mo
                 await _promote(pair, door)
                 async with database.single() as there:
                     assert await there.fetchval("SELECT inet_server_port()") == pair.stand_by.port
-                flushed = builds.flushed(builds.losses)  # what was committed on the stand-by
+                flushed = builds.flushed(builds.connection_losses)  # what was committed on the stand-by
                 assert await unit.insert([NEW], 1.0) == {UUID}
             assert not flushed.done(), "the former primary has flushed, not the stand-by"
             async with builds.unit(optimistic=True) as unit:
@@ -354,9 +354,9 @@ async def test_a_statement_without_an_answer_counts_as_a_loss(
     database = Database(empty_database, "owner", pool_size=1)
     await database.open()
     try:
-        losses = database.losses
+        losses = database.connection_losses
         with pytest.raises(DatabaseUnavailable):
             await _execute(database, "single", "SELECT pg_sleep(30)")
-        assert database.losses > losses
+        assert database.connection_losses > losses
     finally:
         await database.close()

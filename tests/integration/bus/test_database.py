@@ -485,7 +485,7 @@ async def test_a_lost_connection_is_noticed_whatever_kind_is_wanted_next(empty_d
     await killer.execute("SELECT pg_terminate_backend($1)", pid)
     await killer.close()
     async with asyncio.timeout(PATIENCE_S):
-        while not database.losses:
+        while not database.connection_losses:
             with suppress(DatabaseUnavailable):  # before the driver knows of it
                 await planned(database, single=True)
     assert await planned(database, single=True) == ("force_generic_plan", "off")

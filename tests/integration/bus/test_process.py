@@ -34,12 +34,12 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusRightsMissing
 from bus.service.environment import Environment
 from bus.service.main import run_process
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 
 how = sys.argv[1]
 
 def build(env):
-    service = Service("worker", clock=env.clock, grace_s=20.0)
+    service = WorkerRuntime("worker", clock=env.clock, grace_s=20.0)
     bus = env.bus("api")
     service.add_resource(bus.open, bus.close)
     service.add_check("bus api", lambda: bus.transport.connected)
@@ -158,7 +158,7 @@ from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from bus.service.main import run_process
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 
 def goes_round():
     print("goes round", flush=True)
@@ -166,7 +166,7 @@ def goes_round():
         pass
 
 def build(env):
-    service = Service("worker", clock=env.clock)
+    service = WorkerRuntime("worker", clock=env.clock)
     async def side():
         await service.ready.wait()
         if sys.argv[1] == "spin":

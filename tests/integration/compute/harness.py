@@ -40,12 +40,12 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from compute_sim.app import build as build_service
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import Build, ChangeOrder, ChangeResult
 from compute_sim.driver import Driver as AnyDriver
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from compute_sim.fleet import Fleet
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -54,7 +54,7 @@ from tests.kit.waiting import PATIENCE_S, until
 
 CELL = "c1"
 SERVICE = "c1-a"
-DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
+DATABASE_ID = "dddddddd-0000-4000-8000-000000000001"
 
 
 class Cell:
@@ -183,10 +183,10 @@ class Cell:
         await self.bus.publish(spawn(host, instance, attempt, service), cause=instance)
 
     async def destroy(
-        self, host: str, instance: str, attempt: int = 1, service: str = SERVICE, deployment: str = DEPLOYMENT
+        self, host: str, instance: str, attempt: int = 1, service: str = SERVICE, database_id: str = DATABASE_ID
     ) -> None:
         command = Destroy(
-            instance_uuid=instance, attempt=attempt, host_uuid=host, service=service, deployment=deployment
+            instance_uuid=instance, attempt=attempt, host_uuid=host, service=service, database_id=database_id
         )
         await self.bus.publish(command, cause=instance)
 
@@ -208,7 +208,7 @@ class Cell:
 class Life:
     """One life of a service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: WorkerRuntime) -> None:
         self.service = service
         self._stop = asyncio.Event()
         self.task = asyncio.create_task(service.run(self._stop))
@@ -240,7 +240,7 @@ def spawn(host: str, instance: str, attempt: int = 1, service: str = SERVICE) ->
         host_uuid=host,
         allocations={host: {"VCPU": 1, "MEMORY_MB": 512}},
         service=service,
-        deployment=DEPLOYMENT,
+        database_id=DATABASE_ID,
     )
 
 
@@ -273,7 +273,7 @@ QUICKLY = {"poll_interval_s": 0.005, "max_poll_interval_s": 0.05, "watch_interva
 FAILING = replace(QUICK, deploy_fails=1.0)
 
 
-class Driver(BareMetal):
+class Driver(IronicDriver):
     """A driver whose calls end within PATIENCE_S."""
 
     async def spawn(self, build: Build) -> str:
@@ -281,10 +281,10 @@ class Driver(BareMetal):
             return await super().spawn(build)
 
     async def destroy(
-        self, host_uuid: str, instance_uuid: str = INSTANCE, attempt: int = 1, deployment: str | None = DEPLOYMENT
+        self, host_uuid: str, instance_uuid: str = INSTANCE, attempt: int = 1, database_id: str | None = DATABASE_ID
     ) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await super().destroy(host_uuid, instance_uuid, attempt, deployment)
+            await super().destroy(host_uuid, instance_uuid, attempt, database_id)
 
     async def change(self, order: ChangeOrder) -> ChangeResult:
         async with asyncio.timeout(PATIENCE_S):
@@ -357,7 +357,7 @@ class Metal:
         await driver.spawn(wanted)
         return driver
 
-    async def serve(self, cell: Cell, service: str = SERVICE, driver: BareMetal | None = None, **more: Any) -> Life:
+    async def serve(self, cell: Cell, service: str = SERVICE, driver: IronicDriver | None = None, **more: Any) -> Life:
         """A service of these nodes; the next one of a name has its records."""
         config = ComputeConfig(driver="ironic", hosts=0, ironic=self.config(), **more)
         fleet = self.fleets.setdefault(service, Fleet.planned(config, CELL, service))
@@ -384,11 +384,11 @@ def driver_of(
 
 def build(node: str, instance: str = INSTANCE, attempt: int = 1, project: str = "acme", **spec: Any) -> Build:
     made = InstanceSpec(instance_uuid=instance, project_id=project, **spec)
-    return Build(node, made, attempt, {node: {"CUSTOM_GOLD": 1}}, DEPLOYMENT)
+    return Build(node, made, attempt, {node: {"CUSTOM_GOLD": 1}}, DATABASE_ID)
 
 
-def mark(instance: str = INSTANCE, **changed: object) -> dict[str, object]:
-    made = {"deployment": DEPLOYMENT, "cell": CELL, "service": SERVICE, "instance": instance, "attempt": 1}
+def owner_tag(instance: str = INSTANCE, **changed: object) -> dict[str, object]:
+    made = {"database_id": DATABASE_ID, "cell": CELL, "service": SERVICE, "instance": instance, "attempt": 1}
     return {"berth": {**made, **changed}}
 
 

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeHosts, ComputeOutcome
-from compute_sim.driver import DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
+from compute_sim.driver import DriverHost, DriverUnavailable, Machine, NotOwned, Reschedule
 from tests.integration.compute.harness import (
-    DEPLOYMENT,
+    DATABASE_ID,
     FAILING,
     INSTANCE,
     QUICK,
@@ -22,7 +22,7 @@ from tests.integration.compute.harness import (
     Metal,
     build,
     fault,
-    mark,
+    owner_tag,
     running,
 )
 from tests.kit.waiting import until
@@ -227,9 +227,9 @@ async def test_a_new_lessee_is_announced_at_once(cell: Cell, metal: Metal) -> No
 
 async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(metal: Metal, driver: Driver) -> None:
     await driver.spawn(build(metal.first, attempt=3))
-    assert metal.node["instance_info"] == {**mark(attempt=3), "project_id": "acme"}
+    assert metal.node["instance_info"] == {**owner_tag(attempt=3), "project_id": "acme"}
     assert [method for method, _ in metal.requested] == ["PATCH", "PUT"], "one PATCH carries both"
-    assert (await driver.list())[metal.first] == (Machine(metal.first, INSTANCE, 3, DEPLOYMENT, True),)
+    assert (await driver.list())[metal.first] == (Machine(metal.first, INSTANCE, 3, DATABASE_ID, True),)
     await driver.destroy(metal.first, attempt=3)
     assert metal.node["instance_info"] == {}
 
@@ -242,7 +242,7 @@ async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothi
     await driver.spawn(build(node, attempt=3))
     metal.node["instance_uuid"] = None
     metal.requested.clear()
-    assert (await driver.list())[node] == (Machine(node, INSTANCE, 3, DEPLOYMENT, True, left=True),)
+    assert (await driver.list())[node] == (Machine(node, INSTANCE, 3, DATABASE_ID, True, tag_only=True),)
     assert (await fault(driver.spawn(build(node, OTHER))))[0] is Reschedule
     await driver.destroy(node, attempt=3)  # a client's delete: the node is its operator's now
     assert not metal.requested and metal.node["provision_state"] == "active"
@@ -256,10 +256,10 @@ async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothi
     "info",
     [
         {"image_source": "x"},
-        mark(OTHER, deployment=ANOTHER),
-        mark(INSTANCE),
+        owner_tag(OTHER, database_id=ANOTHER),
+        owner_tag(INSTANCE),
         {"berth": "no mark"},
-        {"berth": {"deployment": 5}},
+        {"berth": {"database_id": 5}},
     ],
 )
 async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(metal: Metal, driver: Driver, info: object) -> None:
@@ -267,7 +267,7 @@ async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(metal: Metal,
     node = occupy(metal, info=info)
     before = dict(metal.node)
     assert await fault(driver.spawn(build(node, OTHER))) == (Reschedule, "node.taken")
-    assert (await fault(driver.destroy(node, OTHER, 9)))[0] is NotOurs
+    assert (await fault(driver.destroy(node, OTHER, 9)))[0] is NotOwned
     assert metal.node == before and not metal.requested
 
 
@@ -277,7 +277,7 @@ async def test_a_refused_destroy_is_reported_and_an_operators_undeployment_ends_
     await cell.spawn(node, OTHER)
     assert (await cell.ended(OTHER, 1, ComputeOutcome.FAILED)).code == "node.taken"
     await cell.destroy(node, OTHER)
-    await until(lambda: [result for result in cell.results(OTHER) if result.code == "destroy.not_ours"])
+    await until(lambda: [result for result in cell.results(OTHER) if result.code == "destroy.not_owned"])
     assert not metal.requested
     metal.node.update(instance_uuid=None, instance_info={}, provision_state="available")
     await cell.destroyed(node, OTHER)
@@ -287,10 +287,15 @@ async def test_a_refused_destroy_is_reported_and_an_operators_undeployment_ends_
     "state", ["rescue", "rescuing", "servicing", "deploying", "error", "cleaning", "deploy failed"]
 )
 async def test_a_node_with_an_instance_is_listed_whatever_its_state(metal: Metal, driver: Driver, state: str) -> None:
-    node = occupy(metal, state=state, info=mark(OTHER))
+    node = occupy(metal, state=state, info=owner_tag(OTHER))
     built = state in {"rescue", "rescuing", "servicing"}
     (machine,) = (await driver.list())[node]
-    assert (machine.instance_uuid, machine.attempt, machine.deployment, machine.built) == (OTHER, 1, DEPLOYMENT, built)
+    assert (machine.instance_uuid, machine.attempt, machine.database_id, machine.built) == (
+        OTHER,
+        1,
+        DATABASE_ID,
+        built,
+    )
 
 
 async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, metal: Metal) -> None:
@@ -309,7 +314,7 @@ async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, m
     await cell.ask()
     pages = await until(lambda: [page for page in cell.announced()[first:] if node in running([page])])
     (host,) = (host for host in pages[0].hosts if host.uuid == node)
-    assert [(one.instance_uuid, one.attempt, one.deployment) for one in host.running] == [(instance, 1, DEPLOYMENT)]
+    assert [(one.instance_uuid, one.attempt, one.database_id) for one in host.running] == [(instance, 1, DATABASE_ID)]
 
 
 async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, metal: Metal) -> None:
@@ -317,7 +322,7 @@ async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, metal:
     await metal.serve(cell)
     page = (await until(cell.announced))[0]
     (host,) = (host for host in page.hosts if host.uuid == node)
-    assert [(one.instance_uuid, one.attempt, one.deployment) for one in host.running] == [(OTHER, 0, None)]
+    assert [(one.instance_uuid, one.attempt, one.database_id) for one in host.running] == [(OTHER, 0, None)]
     assert metal.fleets["c1-a"].records.running() == {} and not metal.requested
 
 
@@ -431,7 +436,7 @@ async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_pr
         assert set(await hosts(metal, **config)) == offered, config
     with pytest.raises(ValueError, match=r"shards need microversion 1\.82"):
         metal.config(shards=("s1",))
-    metal.nodes[plain].update(instance_uuid=OTHER, instance_info=mark(OTHER), provision_state="active")
+    metal.nodes[plain].update(instance_uuid=OTHER, instance_info=owner_tag(OTHER), provision_state="active")
     assert set(await hosts(metal, conductor_group="rack1")) == {grouped, plain}, "what it has built on it keeps"
 
 
@@ -453,7 +458,7 @@ async def test_shares_cover_every_node_once_and_built_ones_stay_with_the_service
     built = sorted(before)[:10]
     for number, node in enumerate(built):
         instance = f"20000000-0000-4000-8000-{number:012d}"
-        info = mark(instance, service=before[node])
+        info = owner_tag(instance, service=before[node])
         metal.nodes[node].update(instance_uuid=instance, provision_state="active", instance_info=info)
     after = await assigned(3)
     assert sorted(after) == sorted(before)
@@ -462,6 +467,6 @@ async def test_shares_cover_every_node_once_and_built_ones_stay_with_the_service
 
 
 async def test_a_service_takes_over_the_nodes_of_one_that_runs_no_more_by_its_settings(metal: Metal) -> None:
-    node = occupy(metal, info=mark(OTHER, service="c1-gone"))
+    node = occupy(metal, info=owner_tag(OTHER, service="c1-gone"))
     assert node not in await hosts(metal, takes_over=())
     assert node in await hosts(metal, takes_over=("c1-gone",))

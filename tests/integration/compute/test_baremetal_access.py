@@ -25,7 +25,7 @@ from bus.openstack.login import KeystoneLogin
 from compute_sim.config import NeutronConfig
 from compute_sim.driver import BuildAbort, DriverHost, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi
-from compute_sim.drivers.ironic.probation import Probation
+from compute_sim.drivers.ironic.probation import CanaryGate
 from tests.integration.compute.harness import (
     CELL,
     FAILING,
@@ -430,7 +430,7 @@ async def test_a_customers_build_that_ends_late_proves_nothing(metal: Metal) -> 
     metal.node["extra"] = {"berth_unproven": {"since": 1.0, "why": "disk 2"}}
     api = IronicApi(metal.config(canary_project=CANARY), clock=SystemClock())
     api.open()
-    probation = Probation(api, project=CANARY, clock=SystemClock())
+    probation = CanaryGate(api, project=CANARY, clock=SystemClock())
     for project, left in (("customer", "disk 2"), (CANARY, "")):
         await probation.proved(metal.first, project)
         assert unproven(metal.node) == left

@@ -19,10 +19,10 @@ from compute_sim.driver import (
     ChangeOrder,
     DriverUnavailable,
     MachineProtected,
-    NotOurs,
+    NotOwned,
     Reschedule,
 )
-from tests.integration.compute.harness import DEPLOYMENT, FAILING, INSTANCE, QUICK, Driver, Metal, Way, build, fault
+from tests.integration.compute.harness import DATABASE_ID, FAILING, INSTANCE, QUICK, Driver, Metal, Way, build, fault
 from tests.kit.waiting import until
 
 PORT = "90000000-0000-4000-8000-000000000000"
@@ -276,7 +276,7 @@ def order(node: str, kind: ChangeKind, number: int = 1, attempt: int = 1, passwo
         attempt=attempt,
         order=number,
         allocations={},
-        deployment=DEPLOYMENT,
+        database_id=DATABASE_ID,
         rescue_password=password,
     )
 
@@ -399,7 +399,7 @@ async def test_a_node_that_is_not_ours_is_not_changed(
     assert await fault(driver.change(order(built, kind, attempt=2))) == (ChangeFault, "machine.other")
     assert await fault(driver.change(order(free, kind))) == (ChangeFault, MACHINE_ABSENT)
     del metal.node["instance_info"]["berth"]
-    assert (await fault(driver.change(order(built, kind))))[0] is NotOurs
+    assert (await fault(driver.change(order(built, kind))))[0] is NotOwned
     with pytest.raises(ChangeFault, match="no snapshot"):
         await driver.change(order(built, ChangeKind.SNAPSHOT))
     assert not metal.requested
@@ -411,9 +411,9 @@ async def test_a_node_that_is_not_ours_is_not_changed(
 SECRET = "chap-secret"
 ROOT = VolumeRequest(volume_id="v-root", properties={"target_iqn": "iqn.2026-11:v", "auth_password": SECRET})
 DATA = VolumeRequest(volume_id="v-data", boot_index=1)
-OURS = {"deployment": DEPLOYMENT, "instance": INSTANCE, "attempt": 1}
+OURS = {"database_id": DATABASE_ID, "instance": INSTANCE, "attempt": 1}
 EARLIER = {**OURS, "instance": "70000000-0000-4000-8000-000000000000"}
-OTHERS = {**OURS, "deployment": "eeeeeeee-0000-4000-8000-000000000001"}
+OTHERS = {**OURS, "database_id": "eeeeeeee-0000-4000-8000-000000000001"}
 
 
 class Volumes:

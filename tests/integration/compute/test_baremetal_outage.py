@@ -19,7 +19,7 @@ from tests.kit.waiting import until
 
 
 async def spawned(metal: Metal, **how: Any) -> str:
-    """The remark of a build on the first node."""
+    """The warning of a build on the first node."""
     return await (await metal.driver(**how)).spawn(build(metal.first))
 
 
@@ -62,7 +62,7 @@ class Late(Driver):
 
 
 async def test_a_report_does_not_end_a_build_before_its_driver_has(cell: Cell, metal: Metal) -> None:
-    """A report that named the machine as complete overtook the result, and the driver's remark was lost."""
+    """A report that named the machine as complete overtook the result, and the driver's warning was lost."""
     driver = metal.made(Late)
     await metal.serve(cell, driver=driver)
     node, instance = metal.first, cell.instance()
@@ -134,8 +134,8 @@ async def test_a_conductor_of_ironic_that_restarts_is_waited_for(metal: Metal, m
                 return httpx.Response(400, json={"error_message": {"faultstring": "No valid host was found."}})
         return None
 
-    remark = await spawned(metal, way=Way(plan))
-    assert metal.node["provision_state"] == "active" and "no conductor" in remark
+    warning = await spawned(metal, way=Way(plan))
+    assert metal.node["provision_state"] == "active" and "no conductor" in warning
 
 
 async def test_what_ironic_refuses_while_its_conductor_is_there_is_the_nodes_fault(metal: Metal) -> None:

@@ -15,9 +15,9 @@ from compute_sim import listing
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import Build, ChangeOrder, ChangeResult
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.fleet import Guest
-from tests.integration.compute.harness import DEPLOYMENT, SERVICE, Cell, Metal, cell_on, planned, spawn
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.fleet import SimulatedMachine
+from tests.integration.compute.harness import DATABASE_ID, SERVICE, Cell, Metal, cell_on, planned, spawn
 from tests.kit.waiting import PATIENCE_S, until
 
 ANOTHER = "dddddddd-0000-4000-8000-000000000002"
@@ -34,7 +34,7 @@ async def cell(request: pytest.FixtureRequest) -> AsyncIterator[Cell]:
 async def read_all(cell: Cell, service: str = SERVICE) -> tuple[dict[str, ListedMachine], list[str], int]:
     """The machines by instance, the hosts, and how many pages they came in."""
     machines, hosts, pages = dict[str, ListedMachine](), list[str](), 0
-    question = ListMachines(service=service, database_id=DEPLOYMENT)
+    question = ListMachines(service=service, database_id=DATABASE_ID)
     while True:
         page = await cell.bus.request(question, MachinesPage, timeout_s=PATIENCE_S)
         machines |= {one.instance_uuid: one for one in page.machines}
@@ -43,11 +43,11 @@ async def read_all(cell: Cell, service: str = SERVICE) -> tuple[dict[str, Listed
         if not page.more:
             return machines, hosts, pages
         question = ListMachines(
-            service=service, database_id=DEPLOYMENT, after_host=page.next_host, after_instance=page.next_instance
+            service=service, database_id=DATABASE_ID, after_host=page.next_host, after_instance=page.next_instance
         )
 
 
-class Gated(Hypervisors):
+class Gated(SimulatedDriver):
     """Builds and changes of what is named wait."""
 
     waiting: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ def stop(host: str, instance: str) -> ChangeMachine:
     order = spawn(host, instance)
     return ChangeMachine(
         spec=order.spec, attempt=1, host_uuid=host, allocations=order.allocations, service=SERVICE,
-        deployment=DEPLOYMENT, change=ChangeKind.STOP, order=1,
+        database_id=DATABASE_ID, change=ChangeKind.STOP, change_number=1,
     )  # fmt: skip
 
 
@@ -85,8 +85,8 @@ async def test_every_machine_is_listed_whatever_its_state(
     for instance, host in ((built, hosts[0]), (stopped, hosts[1]), (changing, hosts[2])):
         await cell.built(host, instance)
     await cell.bus.publish(stop(hosts[1], stopped))
-    await until(lambda: not fleet.guest(hosts[1], stopped).runs)  # type: ignore[union-attr]
-    fleet.put(hosts[0], Guest(foreign, 1, {hosts[0]: {"VCPU": 1}}, deployment=ANOTHER))
+    await until(lambda: not fleet.machine(hosts[1], stopped).runs)  # type: ignore[union-attr]
+    fleet.put(hosts[0], SimulatedMachine(foreign, 1, {hosts[0]: {"VCPU": 1}}, database_id=ANOTHER))
     driver.waiting = frozenset({changing, building})
     await cell.bus.publish(stop(hosts[2], changing))
     await cell.spawn(hosts[0], building)

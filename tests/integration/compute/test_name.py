@@ -1,4 +1,4 @@
-"""One name, one process; hosts that the book has as another service's; and a real broker that goes away."""
+"""One name, one process; hosts that placement has as another service's; and a real broker that goes away."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from structlog.testing import capture_logs
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.clock import SystemClock
 from bus.contracts.base import Word
-from bus.contracts.cell import ComputeOutcome, Heartbeat, HostReport, HostsContested, HostsReleased, QueueMarker
-from bus.contracts.placement import InventoryTaken, InventoryUpdate
+from bus.contracts.cell import ComputeOutcome, Heartbeat, HostConflict, HostReport, HostsReleased, QueueBarrier
+from bus.contracts.placement import InventoryConflict, InventoryUpdate
 from compute_sim import offering
 from compute_sim.config import ComputeConfig, default_service
-from compute_sim.contested import ContestedHosts
-from compute_sim.domain.attempts import Phase
+from compute_sim.contested import HostConflicts
+from compute_sim.domain.attempts import AttemptPhase
 from compute_sim.domain.faults import Faults
 from compute_sim.driver import DriverUnavailable
-from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.fleet import Fleet
-from compute_sim.host_changes import HostChanges
-from compute_sim.name import NameTaken
+from compute_sim.host_changes import PendingHostReports
+from compute_sim.name import ServiceNameInUse
 from tests.integration.compute.harness import CELL, SERVICE, Cell, Life, cell_on, planned, spawn
 from tests.integration.compute.test_service import config, hosts_of
 from tests.integration.compute.victim import config as killed_config
@@ -58,7 +58,7 @@ async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> N
     first = await cell.compute(SETTINGS, planned(SETTINGS))
     epochs = {heartbeat.epoch for heartbeat in await until(cell.heartbeats)}
     fleet = planned(SETTINGS)
-    with pytest.raises(NameTaken, match=r"another process runs the compute service 'c1-a' of c1 \(for 0\.1 s\)"):
+    with pytest.raises(ServiceNameInUse, match=r"another process runs the compute service 'c1-a' of c1 \(for 0\.1 s\)"):
         await cell.compute(SETTINGS, fleet)
     assert fleet.records.epoch == 0, "the second one has not begun: its machines and memory were not looked at"
     count = len(cell.heartbeats())
@@ -92,7 +92,7 @@ async def test_a_service_whose_name_was_taken_while_its_connection_was_lost_ends
     mine.lose()
     second = await cell.compute(SETTINGS, planned(SETTINGS))
     mine.reconnect_soon()
-    with pytest.raises(NameTaken, match="since this one's connection to the bus was lost"):
+    with pytest.raises(ServiceNameInUse, match="since this one's connection to the bus was lost"):
         await ended(life)
     assert not second.task.done()
 
@@ -104,7 +104,7 @@ async def test_a_service_that_receives_its_name_from_one_started_later_ends(cell
     later = fleet.records.epoch + 1
     await beat(cell, later, 7)
     await beat(cell, later, 8)
-    with pytest.raises(NameTaken, match=f"its heartbeats have epoch {later}, ours {later - 1}"):
+    with pytest.raises(ServiceNameInUse, match=f"its heartbeats have epoch {later}, ours {later - 1}"):
         await ended(life)
 
 
@@ -116,7 +116,7 @@ async def test_a_service_that_keeps_hearing_its_name_from_one_started_earlier_en
             break
         await beat(cell, fleet.records.epoch - 1, sequence)
         await asyncio.sleep(SETTINGS.heartbeat_interval_s)
-    with pytest.raises(NameTaken):
+    with pytest.raises(ServiceNameInUse):
         await ended(life)
 
 
@@ -154,7 +154,7 @@ def test_a_default_name_is_of_the_cell_and_the_machine(cell: str, host: str, nam
 OFFERING_SETTINGS = config(2)
 
 
-class Gated(Hypervisors):
+class Gated(SimulatedDriver):
     """Destroys nothing before the gate opens. unavailable: a destruction fails so often before that."""
 
     def __init__(self, fleet: Fleet, cell: Cell, *, unavailable: bool = False) -> None:
@@ -163,12 +163,12 @@ class Gated(Hypervisors):
         self.begun = asyncio.Event()
         self._unavailable = unavailable
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
         self.begun.set()
         if self._unavailable and not self.gate.is_set():
             raise DriverUnavailable("no answer")
         await self.gate.wait()
-        await super().destroy(host_uuid, instance_uuid, attempt, deployment)
+        await super().destroy(host_uuid, instance_uuid, attempt, database_id)
 
 
 def newest(cell: Cell, uuid: str) -> HostReport | None:
@@ -200,7 +200,7 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     cell: Cell, unavailable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its driver did not answer for so long that the destruction was given up and is taken up later."""
-    monkeypatch.setattr("compute_sim.agent.DESTROY_AGAIN_S", 0.05)
+    monkeypatch.setattr("compute_sim.agent.DESTROY_RETRY_S", 0.05)
     fleet = planned(OFFERING_SETTINGS)
     first, second = hosts_of(fleet)
     driver, instance = await returned(cell, fleet, unavailable=unavailable)
@@ -213,16 +213,16 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     driver.gate.set()
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
     await until(lambda: is_offered(cell, first))
-    assert fleet.guest(first, instance) is None
+    assert fleet.machine(first, instance) is None
 
 
 async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue_has_been_taken(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The content of the queue is known only when the service's own marker, behind all of it, has come."""
-    markers: list[QueueMarker] = []
-    on_marker = offering.Offering.on_marker
-    monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker, _owed: markers.append(marker))
+    markers: list[QueueBarrier] = []
+    on_barrier = offering.StartupGate.on_barrier
+    monkeypatch.setattr(offering.StartupGate, "on_barrier", lambda _self, marker, _owed: markers.append(marker))
     fleet = planned(OFFERING_SETTINGS)
     life, instance = await cell.compute(OFFERING_SETTINGS, fleet), cell.instance()
     doomed = cell.instance()
@@ -231,13 +231,13 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     await until(lambda: fleet.records.accepted == 2)
     await until(lambda: len(cell.heartbeats()) > 2)
     assert markers and cell.announced() == [] and cell.inventory() == []
-    assert list(fleet.guests()) == [] and cell.results() == []  # the order that ends a build may be behind it
+    assert list(fleet.machines()) == [] and cell.results() == []  # the order that ends a build may be behind it
     await cell.destroy(hosts_of(fleet)[0], doomed)
     await cell.ended(doomed, 1, ComputeOutcome.DESTROYED)
-    (made,) = [one.__self__ for one in callbacks(life) if isinstance(one.__self__, offering.Offering)]
-    on_marker(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
+    (made,) = [one.__self__ for one in callbacks(life) if isinstance(one.__self__, offering.StartupGate)]
+    on_barrier(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
     assert not made.begun.is_set()
-    on_marker(made, markers[0], ())
+    on_barrier(made, markers[0], ())
     await until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     assert {one.outcome for one in cell.results(doomed)} == {ComputeOutcome.DESTROYED}
@@ -286,9 +286,9 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
     fleet = planned(settings)
     fleet.open()
     before = dict(fleet.records.entries())
-    machines = {(host, guest.instance_uuid) for host, guest in fleet.guests()}
+    machines = {(host, machine.instance_uuid) for host, machine in fleet.machines()}
     assert set(took) <= set(before), "accepted, and forgotten"
-    assert any(entry.phase is Phase.BUILDING for entry in before.values()), "killed too late to show anything"
+    assert any(entry.phase is AttemptPhase.BUILDING for entry in before.values()), "killed too late to show anything"
     for key, outcome in reported.items():
         if outcome == "active" and took[key] == "spawn":
             assert key in machines, "reported as running, and does not"
@@ -301,7 +301,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
         if command == "destroy":
             await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
             await cell.spawn(host, instance)  # a late copy
-            assert (await cell.ended(instance, 1, ComputeOutcome.FAILED)).code == "spawn.fenced"
+            assert (await cell.ended(instance, 1, ComputeOutcome.FAILED)).code == "spawn.attempt_ended"
     # Each build ends as it would have; those that hang do so again, until they are destroyed.
     for (host, instance), command in took.items():
         if command == "spawn":
@@ -311,12 +311,12 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
     await life.stop()
     after = planned(settings)
     after.open()
-    assert list(after.guests()) == []
-    assert {entry.phase for _, entry in after.records.entries()} == {Phase.GONE}
+    assert list(after.machines()) == []
+    assert {entry.phase for _, entry in after.records.entries()} == {AttemptPhase.GONE}
     after.close()
 
 
-# --- A compute service's handling of hosts that the book has as another service's, on both transports.
+# --- A compute service's handling of hosts that placement has as another service's, on both transports.
 
 
 HOST = "10000000-0000-4000-8000-000000000001"
@@ -342,7 +342,7 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     await until(lambda: either.announced() and reports_of(either, contested))
     with capture_logs() as logs:
         for source in ("compute-c1-b", "compute-c1-a"):
-            taken = InventoryTaken(source=source, root_uuid=contested, owner="compute-other")
+            taken = InventoryConflict(reporter=source, root_uuid=contested, owner="compute-other")
             await either.bus.publish(taken)
         await until(lambda: newest(either, contested).owner == "other")
     errors = [line for line in logs if line.get("code") == "host.other_service"]
@@ -360,38 +360,40 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     await either.bus.publish(HostsReleased(service="c1-a", owner="other", hosts=(contested, own)))
     await until(lambda: len(reports_of(either, contested)) > before)
     await until(lambda: newest(either, contested).owner is None)
-    assert [update.takes_over for update in reports_of(either, contested)[before:]] == ["compute-other"]
+    assert [update.former_reporter for update in reports_of(either, contested)[before:]] == ["compute-other"]
     assert REGISTRY.get_sample_value("berth_compute_hosts_refused", {"service": "c1-a"}) == 0
     taken_over = either.instance()
     await either.spawn(contested, taken_over)
     assert (await either.outcome(taken_over, 1)).outcome is ComputeOutcome.ACTIVE
     fleet.disable(contested)
     await until(lambda: len(reports_of(either, contested)) > before + 1)
-    assert reports_of(either, contested)[-1].takes_over is None, "once for each release"
+    assert reports_of(either, contested)[-1].former_reporter is None, "once for each release"
 
 
 async def test_a_late_refusal_does_not_undo_a_release() -> None:
     """Seed 16 of same-hosts: each refusal of a report from before a release ended that release, for ever."""
-    changes = HostChanges(SystemClock())
-    hosts = ContestedHosts(service="s2", changes=changes, clock=SystemClock())
-    taken = InventoryTaken(source="compute-s2", root_uuid=HOST, owner="compute-s1")
-    hosts.on_taken(taken)
+    changes = PendingHostReports(SystemClock())
+    hosts = HostConflicts(service="s2", changes=changes, clock=SystemClock())
+    taken = InventoryConflict(reporter="compute-s2", root_uuid=HOST, owner="compute-s1")
+    hosts.on_inventory_conflict(taken)
     hosts.on_released(HostsReleased(service="s2", owner="s1", hosts=(HOST,)))
-    hosts.on_taken(taken)
-    assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == (None, "compute-s1")
-    hosts.on_taken(taken)
-    assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == ("s1", None), "its report was refused: to be asked again"
+    hosts.on_inventory_conflict(taken)
+    assert (hosts.owner_of(HOST), hosts.pop_former_reporter(HOST)) == (None, "compute-s1")
+    hosts.on_inventory_conflict(taken)
+    assert (hosts.owner_of(HOST), hosts.pop_former_reporter(HOST)) == ("s1", None), "its report was refused: ask again"
 
 
 @on_virtual_time
 async def test_a_host_whose_name_is_taken_is_reported_again_until_the_name_is_free() -> None:
-    """It stayed out of the book when the name was free, until an operator replayed dead letters."""
-    changes = HostChanges(SystemClock())
+    """It stayed out of placement when the name was free, until an operator replayed dead letters."""
+    changes = PendingHostReports(SystemClock())
     changes.inventory.take()  # that of the start
-    hosts = ContestedHosts(service="s2", changes=changes, clock=SystemClock())
+    hosts = HostConflicts(service="s2", changes=changes, clock=SystemClock())
     telling = asyncio.create_task(hosts.announce())
     for _ in range(2):
-        hosts.on_taken(InventoryTaken(source="compute-s2", root_uuid=HOST, code="provider.name_taken", reason="h"))
+        hosts.on_inventory_conflict(
+            InventoryConflict(reporter="compute-s2", root_uuid=HOST, code="provider.name_taken", reason="h")
+        )
         await changes.inventory.wait(60.0)
         assert changes.inventory.take() == [HOST]
     assert hosts.owner_of(HOST) is None
@@ -408,10 +410,10 @@ async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(e
     count = len(either.announced())
     with capture_logs() as logs:
         for _ in range(2):
-            await either.bus.publish(HostsContested(service="c1-a", other="c1-b", hosts=(host,)))
+            await either.bus.publish(HostConflict(service="c1-a", other="c1-b", hosts=(host,)))
         await until(lambda: len(either.announced()) > count)
     assert newest(either, host).owner is None
-    errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.contested"]
+    errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.conflict"]
     assert errors == [("host.other_service", "c1-b")], "not with each message"
 
 
@@ -441,10 +443,10 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
     await cell.compute(ON_BROKER, fleet)
     await until(lambda: len({r.instance_uuid for r in cell.results()}) == 1000)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
-    assert sorted((host, guest.instance_uuid) for host, guest in fleet.guests()) == sorted(builds)
+    assert sorted((host, machine.instance_uuid) for host, machine in fleet.machines()) == sorted(builds)
     await asyncio.gather(*(cell.destroy(host, instance) for host, instance in builds))
     await until(lambda: len({r.instance_uuid for r in cell.results() if r.outcome is ComputeOutcome.DESTROYED}) == 1000)
-    assert list(fleet.guests()) == []
+    assert list(fleet.machines()) == []
     await cell.close()
 
 
@@ -465,5 +467,5 @@ async def test_results_of_builds_that_end_while_the_broker_is_down_are_published
     await until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
     await until(lambda: len(cell.inventory()) >= announced + 20)  # published again after the reconnection
-    assert len(list(fleet.guests())) == 50
+    assert len(list(fleet.machines())) == 50
     await cell.close()

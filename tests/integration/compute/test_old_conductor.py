@@ -12,13 +12,13 @@ import pytest
 from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import ORDER_OUTDATED, DatabaseMark
-from bus.contracts.cell import Destroy, FindMachines, MachinesFound
+from bus.contracts.cell import Destroy, LookUpMachines, MachineLookupResult
 from bus.faults import RequestRefused
 from bus.persistence.memory_database import MemoryDatabase, MemoryRows
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
 from compute_sim.config import ComputeConfig
-from tests.integration.compute.harness import CELL, DEPLOYMENT, SERVICE, Cell, planned, spawn
+from tests.integration.compute.harness import CELL, DATABASE_ID, SERVICE, Cell, planned, spawn
 from tests.kit.waiting import PATIENCE_S, until
 
 
@@ -41,31 +41,31 @@ async def test_nothing_is_built_or_destroyed_by_an_old_conductor_or_the_outbox_o
     old, new = await _conductor(cell, 1), await _conductor(cell, 2)
     try:
         await old.publish(spawn(first, kept))
-        await until(lambda: fleet.guest(first, kept) is not None)
-        query = FindMachines(service=SERVICE, deployment=DEPLOYMENT, instance_uuids=(kept,))
-        assert (await new.request(query, MachinesFound, timeout_s=PATIENCE_S)).machines
+        await until(lambda: fleet.machine(first, kept) is not None)
+        query = LookUpMachines(service=SERVICE, database_id=DATABASE_ID, instance_uuids=(kept,))
+        assert (await new.request(query, MachineLookupResult, timeout_s=PATIENCE_S)).machines
         if restarts:
             await life.stop()
             life = await cell.compute(settings, fleet)
         await until(lambda: cell.heartbeats()[-1].database_incarnation == 2)
-        order = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, deployment=DEPLOYMENT)
+        order = Destroy(service=SERVICE, instance_uuid=kept, attempt=1, host_uuid=first, database_id=DATABASE_ID)
         session = MemoryDatabase(cell.clock).session()
         async with session.transaction() as transaction:
             row = await transaction.send_later([OutboxMessage(CELL, order, database_incarnation=1)])
         assert row
         relay = Relay(MemoryRows(session), {CELL: new}, clock=cell.clock)
-        relay._send_again(*next((one, body.body) for one, body in session.database.outbox.items()))
+        relay._resend(*next((one, body.body) for one, body in session.database.outbox.items()))
         await old.publish(spawn(second, wanted))
         with pytest.raises(RequestRefused) as refused:
-            await old.request(query, MachinesFound, timeout_s=PATIENCE_S)
+            await old.request(query, MachineLookupResult, timeout_s=PATIENCE_S)
         assert refused.value.code == ORDER_OUTDATED
         async with asyncio.timeout(PATIENCE_S):
             while len(letters := await list_dead(cell.bus.transport, f"compute.{SERVICE}")) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert {one.code for one in letters} == {ORDER_OUTDATED}
-        assert fleet.guest(first, kept) is not None and fleet.guest(second, wanted) is None
+        assert fleet.machine(first, kept) is not None and fleet.machine(second, wanted) is None
         await new.publish(spawn(second, wanted))
-        await until(lambda: fleet.guest(second, wanted) is not None)
+        await until(lambda: fleet.machine(second, wanted) is not None)
     finally:
         await old.close()
         await new.close()

@@ -17,8 +17,8 @@ from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.crash_plan import ServiceDied
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.hosts import DISABLED_TRAIT
-from compute_sim.fleet import Fleet, Guest
-from tests.integration.compute.harness import CELL, DEPLOYMENT, SERVICE, Cell, planned, running, spawn
+from compute_sim.fleet import Fleet, SimulatedMachine
+from tests.integration.compute.harness import CELL, DATABASE_ID, SERVICE, Cell, planned, running, spawn
 from tests.kit.waiting import until
 
 ACTIVE, FAILED, DESTROYED = ComputeOutcome.ACTIVE, ComputeOutcome.FAILED, ComputeOutcome.DESTROYED
@@ -56,7 +56,7 @@ ANSWERS = {
     "an abort is final": ({"abort_rate": 1.0}, [("spawn", 1, FAILED, "final")], 1, 0),
     "a fenced attempt never starts": (
         {},
-        [("destroy", 2, DESTROYED, ""), ("spawn", 2, FAILED, "spawn.fenced")],
+        [("destroy", 2, DESTROYED, ""), ("spawn", 2, FAILED, "spawn.attempt_ended")],
         0,
         0,
     ),
@@ -90,8 +90,8 @@ async def test_commands_are_answered(
         assert (result.attempt, result.outcome, result.host_uuid, result.service) == (attempt, outcome, host, SERVICE)
         assert result.final is (code == "final") and code in {"final", result.code}
     assert len(cell.results(instance)) == count and fleet.records.accepted == accepted
-    guest = fleet.guest(host, instance)
-    assert (guest.attempt if guest is not None and guest.complete else 0) == left
+    machine = fleet.machine(host, instance)
+    assert (machine.attempt if machine is not None and machine.complete else 0) == left
 
 
 class Late(SystemClock):
@@ -116,7 +116,7 @@ async def test_a_wrong_driver_reports_active_after_its_destruction(cell: Cell) -
     late.enough.set()
     await cell.ended(instance, 1, ACTIVE)
     assert [result.outcome for result in cell.results(instance)] == [DESTROYED, ACTIVE]
-    assert fleet.guest(host, instance) is None
+    assert fleet.machine(host, instance) is None
 
 
 async def test_half_built_leftovers_go_with_the_destroy(cell: Cell) -> None:
@@ -124,10 +124,10 @@ async def test_half_built_leftovers_go_with_the_destroy(cell: Cell) -> None:
     instance = cell.instance()
     await cell.spawn(host, instance)
     await cell.ended(instance, 1, FAILED)
-    guest = fleet.guest(host, instance)
-    assert guest is not None and not guest.complete
+    machine = fleet.machine(host, instance)
+    assert machine is not None and not machine.complete
     await cell.destroyed(host, instance)
-    assert list(fleet.guests()) == []
+    assert list(fleet.machines()) == []
 
 
 async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
@@ -146,22 +146,22 @@ async def test_a_vanished_machine_and_an_unknown_one_are_reported_as_they_are(ce
     fleet, (host, other, *_) = await serve(cell)
     stray, foreign = cell.instance(), cell.instance()
     gone = await cell.built(host)
-    fleet.lose(host)
-    fleet.put(other, Guest(stray, 5, {}, deployment=DEPLOYMENT))
-    fleet.put(other, Guest(foreign, 1, {}))
+    fleet.wipe(host)
+    fleet.put(other, SimulatedMachine(stray, 5, {}, database_id=DATABASE_ID))
+    fleet.put(other, SimulatedMachine(foreign, 1, {}))
     page = (await cell.asked())[0]
     assert running([page]).items() >= {host: [], other: [(stray, 5), (foreign, 1)]}.items()
-    marks = {one.instance_uuid: one.deployment for host in page.hosts for one in host.running or ()}
-    assert marks == {stray: DEPLOYMENT, foreign: None}
+    marks = {one.instance_uuid: one.database_id for host in page.hosts for one in host.running or ()}
+    assert marks == {stray: DATABASE_ID, foreign: None}
     await cell.spawn(host, gone)  # a late copy is not answered `active` for what is lost
     assert (await cell.outcome(gone, 1, count=2)).code == "instance.lost"
     await cell.destroyed(other, stray, 5)
-    assert fleet.guest(other, stray) is None
+    assert fleet.machine(other, stray) is None
     await cell.destroy(other, foreign, 5)
-    assert (await cell.ended(foreign, 5, FAILED)).code == "destroy.not_ours"
+    assert (await cell.ended(foreign, 5, FAILED)).code == "destroy.not_owned"
     await cell.spawn(other, foreign, 6)  # nor is it built over
-    assert (await cell.ended(foreign, 6, FAILED)).code == "host.taken"
-    assert fleet.guest(other, foreign) is not None
+    assert (await cell.ended(foreign, 6, FAILED)).code == "host.machine_conflict"
+    assert fleet.machine(other, foreign) is not None
 
 
 # --- announcements
@@ -180,7 +180,7 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     child = next(update for update in trees if len(update.providers) == 3).providers[1]
     assert child.parent_uuid is not None and child.inventories["VGPU"].total == 8
     assert len({update.version for update in trees}) == 10
-    assert {update.source for update in trees} == {f"compute-{SERVICE}"}
+    assert {update.reporter for update in trees} == {f"compute-{SERVICE}"}
     sequences = [beat.sequence for beat in cell.heartbeats()]
     assert sequences == sorted(set(sequences))
     await life.stop()
@@ -232,7 +232,7 @@ async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> No
     settings = msgspec.structs.replace(config(1200), metrics_interval_s=0.05)
     fleet = planned(settings)
     busy, idle = hosts_of(fleet)[:2]
-    fleet.put(busy, Guest(cell.instance(), 1, {busy: {"VCPU": 128}}, deployment=DEPLOYMENT))
+    fleet.put(busy, SimulatedMachine(cell.instance(), 1, {busy: {"VCPU": 128}}, database_id=DATABASE_ID))
     await cell.compute(settings, fleet)
 
     def readings() -> dict[str, HostReading]:
@@ -270,7 +270,7 @@ async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
     await until(lambda: (runs, 1) in running([p for p in cell.announced() if p.epoch > epoch]).get(host, []))
     await until(lambda: [update for update in cell.inventory() if update.version > versions])
     await cell.spawn(host, fenced, 4)
-    assert (await cell.ended(fenced, 4, FAILED)).code == "spawn.fenced"
+    assert (await cell.ended(fenced, 4, FAILED)).code == "spawn.attempt_ended"
     await cell.destroyed(host, runs)
 
 
@@ -303,4 +303,4 @@ async def test_a_planned_death_happens_once(cell: Cell, tmp_path: Path, kept: bo
     await cell.compute(settings, fleet)
     for instance in instances:
         assert (await cell.outcome(instance, 1)).outcome is ACTIVE
-    assert sorted(guest.instance_uuid for _, guest in fleet.guests()) == sorted(instances)
+    assert sorted(machine.instance_uuid for _, machine in fleet.machines()) == sorted(instances)

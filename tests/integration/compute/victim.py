@@ -12,9 +12,9 @@ from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from compute_sim.agent import Agent, Limits
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.survey import Survey
-from tests.integration.compute.harness import DEPLOYMENT, SERVICE, planned, spawn
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.survey import MachineScanner
+from tests.integration.compute.harness import DATABASE_ID, SERVICE, planned, spawn
 
 FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s=0.005)
 
@@ -36,12 +36,12 @@ async def main(state_dir: str) -> None:
     fleet = planned(settings)
     fleet.open()
     limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
-    driver = Hypervisors(fleet, FAULTS, seed=1, clock=clock)
+    driver = SimulatedDriver(fleet, FAULTS, seed=1, clock=clock)
     agent = Agent(
         service=SERVICE,
         driver=driver,
         records=fleet.records,
-        survey=Survey(driver, fleet.records),
+        scanner=MachineScanner(driver, fleet.records),
         send=answered,
         clock=clock,
         rng=random.Random(1),
@@ -56,13 +56,13 @@ async def main(state_dir: str) -> None:
             if known and rng.random() < 0.3:
                 host, instance = known.pop(rng.randrange(len(known)))
                 order = Destroy(
-                    instance_uuid=instance, attempt=1, host_uuid=host, service=SERVICE, deployment=DEPLOYMENT
+                    instance_uuid=instance, attempt=1, host_uuid=host, service=SERVICE, database_id=DATABASE_ID
                 )
                 batch.append(order)
             else:
                 known.append((rng.choice(hosts), new_uuid(rng)))
                 batch.append(spawn(*known[-1]))
-        agent.take(batch)
+        agent.handle(batch)
         for command in batch:
             if isinstance(command, Spawn):
                 shout("took", command.host_uuid, command.spec.instance_uuid, "spawn")

@@ -21,22 +21,22 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     Destroy,
-    FindMachines,
-    FoundMachine,
     InstanceSpec,
-    MachinesFound,
+    LookedUpMachine,
+    LookUpMachines,
+    MachineLookupResult,
     Selection,
     Spawn,
 )
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import ActionEvent
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.persistence.relay import Relay
 from bus.port import Transport
-from cell_conductor.app import search_forever
+from cell_conductor.app import look_up_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
@@ -44,7 +44,7 @@ from cell_conductor.domain.leases import Lease
 from cell_conductor.engine import Engine, context_of
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import CellRecovery
-from cell_conductor.search import MachineSearch
+from cell_conductor.search import SourceLookup
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
 from tests.unit.conductor.world import ALONE, Alone, engine_of, hosts_of, listing, requests_of
@@ -61,7 +61,7 @@ HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
 class Leases(Alone):
     """Of one service, kept by this conductor."""
 
-    is_keeper, is_down = True, False
+    is_leader, is_down = True, False
 
     def up(self) -> Collection[str]:
         """It alone."""
@@ -102,7 +102,7 @@ class Neighbours:
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
-        self.moves: list[MoveEvent] = []
+        self.actions: list[ActionEvent] = []
         self.bus: Bus
 
     async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -112,7 +112,7 @@ class Neighbours:
         if isinstance(message, Release):
             held = self.held.get(message.consumer)
             if held and message.attempt is not None and held[0] > message.attempt:
-                return ReleaseResult(outcome="consumer_changed")
+                return ReleaseResult(outcome="consumer_conflict")
             return ReleaseResult(outcome="released" if self.held.pop(message.consumer, None) else "absent")
         if isinstance(message, Restate):
             return self._restate(message)
@@ -138,21 +138,21 @@ class Neighbours:
             return ClaimResult(outcome=ClaimOutcome.CLAIMED, option=places.index(held[1]), consumer_generation=held[2])
         if held is None or held[2] != claim.consumer_generation:
             if held is None:
-                return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+                return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
             holding = {held[1]: {"VCPU": 1}}
-            return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=held[2], holding=holding)
+            return ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT, consumer_generation=held[2], allocations=holding)
         del self.held[claim.consumer]
         outcomes: list[ClaimOutcome] = []
         for option, place in enumerate(places):
             if place in self.full:
-                outcomes.append(ClaimOutcome.FULL)
+                outcomes.append(ClaimOutcome.NO_CAPACITY)
                 continue
             outcomes.append(ClaimOutcome.CLAIMED)
             self.held[claim.consumer] = (claim.attempt, place, held[2] + 1)
             return ClaimResult(
                 outcome=ClaimOutcome.CLAIMED, option=option, outcomes=tuple(outcomes), consumer_generation=held[2] + 1
             )
-        return ClaimResult(outcome=ClaimOutcome.FULL, outcomes=tuple(outcomes))
+        return ClaimResult(outcome=ClaimOutcome.NO_CAPACITY, outcomes=tuple(outcomes))
 
     async def compute(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
@@ -161,7 +161,7 @@ class Neighbours:
             if isinstance(message, ListMachines):
                 outcomes.append(Done(None if self.silent else self._list()))
                 continue
-            if isinstance(message, FindMachines):
+            if isinstance(message, LookUpMachines):
                 outcomes.append(Done(None if self.silent else self._find(message)))
                 continue
             outcomes.append(Done())
@@ -186,9 +186,9 @@ class Neighbours:
         )
         return MachinesPage(machines=machines, hosts=HOSTS)
 
-    def _find(self, question: FindMachines) -> MachinesFound:
+    def _find(self, question: LookUpMachines) -> MachineLookupResult:
         machines = tuple(
-            FoundMachine(
+            LookedUpMachine(
                 instance_uuid=uuid,
                 host_uuid=host,
                 host=host,
@@ -199,7 +199,7 @@ class Neighbours:
             for (host, uuid), attempt in self.running.items()
             if uuid in question.instance_uuids
         )
-        return MachinesFound(machines=machines, hosts=HOSTS if question.thorough else ())
+        return MachineLookupResult(machines=machines, hosts=HOSTS if question.thorough else ())
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn):
@@ -215,7 +215,7 @@ class Neighbours:
         assert isinstance(message, Destroy)
         self.destroys.append(message)
         key = (message.host_uuid, message.instance_uuid)
-        if message.unless_built and self.running.get(key) == message.attempt:
+        if message.keep_if_complete and self.running.get(key) == message.attempt:
             return self._result(message.instance_uuid, message, ComputeOutcome.ACTIVE)
         self.fences[key] = max(self.fences.get(key, 0), message.attempt)
         if self.running.get(key, message.attempt + 1) <= message.attempt:
@@ -235,7 +235,7 @@ class Neighbours:
 
     async def scheduler(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
-        self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
+        self.actions += [received.message for received in batch if isinstance(received.message, ActionEvent)]
         return [Done()] * len(batch)
 
     async def recoveries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -247,10 +247,10 @@ class Neighbours:
                 cell=CELL,
                 process=question.process,
                 database_incarnation=question.database_incarnation,
-                question=question.question,
+                query_id=question.query_id,
                 instances=tuple(map(self._known, question.asked or sorted(self.held))),
             )
-            await self.bus.publish(page, cause=question.question)
+            await self.bus.publish(page, cause=question.query_id)
         return [Done()] * len(batch)
 
     def _known(self, uuid: str) -> KnownRecord:
@@ -302,8 +302,8 @@ class Cell:
         self.searches: list[asyncio.Task[None]] = []
         stack.push_async_callback(_cancel, self.searches)
         listings = Listings()
-        listings.note(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
-        self.search = MachineSearch(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
+        listings.record(listing("s1", 1, 2, 3, pages=1, first_sequence=1))
+        self.search = SourceLookup(self.store, self.bus, clock=self.clock, config=self.config, listings=listings)
         self.leases = Leases()
         self.engine = self.new_engine()
         requests = requests_of(self.engine, self.clock)
@@ -331,7 +331,7 @@ class Cell:
             Consumer(self.around.bus, "scheduler.recoveries", self.around.recoveries),
             Consumer(self.bus, "conductor.known.{process}", known.handle, process="conductor"),
             Consumer(self.bus, "conductor.requests", requests.requests),
-            Consumer(self.bus, "conductor.given_up", requests.given_up),
+            Consumer(self.bus, "conductor.dead_letters", requests.dead_letters),
             Consumer(self.bus, "conductor.results", requests.results),
             Consumer(self.bus, "conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
         ):
@@ -357,11 +357,11 @@ class Cell:
             clock=self.clock,
             config=self.config,
             cell=CELL,
-            search=self.search,
+            lookup=self.search,
             leases=self.leases,
             blocked=self.note_blocked,
         )
-        self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
+        self.searches.append(asyncio.create_task(look_up_forever(engine, self.clock)))
         return engine
 
     def host(self, n: int) -> str:
@@ -423,7 +423,7 @@ class Cell:
 # numbers that are lost.
 CLAIMED = """
 SELECT uuid, host_uuid, attempt,
-    CASE WHEN attempt < coalesce(record ->> 'proves_from', '0')::bigint THEN newest ELSE attempt END
+    CASE WHEN attempt < coalesce(record ->> 'proves_from', '0')::bigint THEN highest_attempt ELSE attempt END
 FROM instances WHERE state = 'active'
 """
 

@@ -39,15 +39,15 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed import Losses
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import PostgresKeyed
-from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine, Safety
+from cell_conductor.store.safety import DESTROY, PROTECT, DecidedMachine, Safety
 from compute_sim.config import ComputeConfig, HostSize
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, SimulatedMachine
 from tests.integration.compute.harness import Life
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.forks import run_berth
@@ -179,7 +179,9 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
     database = Database(postgres_url, "cell_gauged", pool_size=1)
     safety = Safety(PostgresKeyed(database))
     hosts = [str(UUID(int=number)) for number in (1, 2)]
-    machines = [Unexplained(str(UUID(int=9)), 1, host, UnexplainedKind.QUARANTINED, "no record") for host in hosts]
+    machines = [
+        UnknownMachine(str(UUID(int=9)), 1, host, UnknownMachineKind.QUARANTINED, "no record") for host in hosts
+    ]
 
     async def shown() -> tuple[float | None, float | None]:
         await service.refresh()
@@ -195,7 +197,7 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
         await safety.record("s1", machines, 1.0)
         assert await shown() == (1, 2)
         await safety.reset("s1", "ann", 2.0)
-        await safety.decide([DecidedMachine(str(UUID(int=9)), hosts[0])], KEEP, "ann", 2.0)
+        await safety.decide([DecidedMachine(str(UUID(int=9)), hosts[0])], PROTECT, "ann", 2.0)
         assert await shown() == (0, 1)
     finally:
         await database.close()
@@ -292,7 +294,9 @@ class World:
 
     def put(self, uuid: str = OURS, vcpus: int = 4) -> None:
         """A machine that carries this cell's mark, and of which its record knows nothing."""
-        self.fleet.put(self.host, Guest(uuid, 1, {self.host: {"VCPU": vcpus}}, deployment=self.store.deployment))
+        self.fleet.put(
+            self.host, SimulatedMachine(uuid, 1, {self.host: {"VCPU": vcpus}}, database_id=self.store.database_id)
+        )
 
 
 @pytest.fixture(params=["memory", "postgres"])
@@ -318,7 +322,7 @@ async def test_its_room_is_not_offered_until_it_is_gone(world: World) -> None:
     assert [processors for processors, _ in groupby(world.offered())][-3:] == [12, 10, 14]
 
 
-@pytest.mark.parametrize("verdict", [KEEP, DESTROY])
+@pytest.mark.parametrize("verdict", [PROTECT, DESTROY])
 async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world: World, verdict: str) -> None:
     await world.start("conductor")
     world.put()
@@ -327,14 +331,14 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
     world.received.clear()
     await until(lambda: world.store.safety.decide([DecidedMachine(OURS)], verdict, "op", 1.0))
     await world.look()
-    if verdict == KEEP:
+    if verdict == PROTECT:
         world.put(OURS.replace("a", "b"), vcpus=1)  # what is offered then is reported anew
         await world.look()
         await world.offers(11)
         assert set(world.offered()) <= {12, 11}
     else:
         async with asyncio.timeout(PATIENCE_S):
-            while world.fleet.guest(world.host, OURS) is not None:
+            while world.fleet.machine(world.host, OURS) is not None:
                 assert set(world.offered()) <= {12}
                 await world.look()  # a look that began before the operator's word may be the one that is reported
                 await asyncio.sleep(0.01)
@@ -367,8 +371,8 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     for store in stores:
         await store.open()
     safety = stores[0].safety
-    ours = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
-    foreign = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
+    ours = UnknownMachine(A, 3, HOST, UnknownMachineKind.QUARANTINED, "no record")
+    foreign = UnknownMachine(B, 0, HOST, UnknownMachineKind.FOREIGN, "no tag of this database")
     await safety.record("s", [ours, foreign], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
@@ -379,13 +383,13 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     status, output = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL_NAME)
     assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
     status, output = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL_NAME)
-    assert status == 2 and "--keep" in output
+    assert status == 2 and "--protect" in output
     status, output = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--cell", CELL_NAME)
     assert status == 2 and "command.unconfirmed" in output
     status, _ = await berth(
         postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL_NAME, "--yes"
     )
-    assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.records()} == {
+    assert status == 0 and {(one.decision, one.decided_by) for one in await safety.records()} == {
         ("destroy", "op"),
         ("", ""),
     }
@@ -427,7 +431,7 @@ async def test_an_operator_sees_what_a_recovery_waits_for_and_decides(postgres_u
     )
     async with stores[0].transaction() as transaction:
         assert (status, await transaction.accepted_losses()) == (0, 6)
-    term = await stores[0].leases.keep("p", 60.0, None)
+    term = await stores[0].leases.hold_leadership("p", 60.0, None)
     assert term is not None and await stores[0].leases.record(term, [Lease(service="lives", epoch=1)])
     for service, code, says in (("a b", 2, "1 to 64"), ("lives", 1, "recovery.not_without"), ("gone", 0, "gone")):
         arguments = "recovery", "without", CELL_NAME, service, "--by", "ann", "--yes"
@@ -457,7 +461,7 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     store = PostgresInstances(Database(postgres_url, "cell_added"))
     await store.open()
     ours = [
-        Unexplained(f"{n:08d}-0000-4000-8000-000000000000", 1, HOST, UnexplainedKind.QUARANTINED, "no record")
+        UnknownMachine(f"{n:08d}-0000-4000-8000-000000000000", 1, HOST, UnknownMachineKind.QUARANTINED, "no record")
         for n in range(1_218)
     ]
     await store.safety.record("s", ours, 1.0)
@@ -467,17 +471,17 @@ async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_comm
     status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "--json")
     assert (status, len(listed)) == (0, 1_219)
     assert (await berth(postgres_url, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
-    assert (await berth(postgres_url, "quarantine", "release", "--keep"))[0] == 2
-    words = ("quarantine", "release", "--service", "s", "--keep", "--by", "op", "--json")
+    assert (await berth(postgres_url, "quarantine", "release", "--protect"))[0] == 2
+    words = ("quarantine", "release", "--service", "s", "--protect", "--by", "op", "--json")
     status, decided = await berth(postgres_url, *words)
     assert (status, decided["machines"]) == (0, 1_217)
-    verdicts = {one.machine.uuid: one.verdict for one in await store.safety.records()}
-    assert (verdicts.pop(A), verdicts.pop(ours[0].uuid), set(verdicts.values())) == ("", "destroy", {"keep"})
+    verdicts = {one.machine.uuid: one.decision for one in await store.safety.records()}
+    assert (verdicts.pop(A), verdicts.pop(ours[0].uuid), set(verdicts.values())) == ("", "destroy", {"protect"})
     assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
-    status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--keep", "--json")
+    status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--protect", "--json")
     assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
     # B was reported as kept, by name and by the exit status.
-    status, decided = await berth(postgres_url, "quarantine", "release", A, B, "--keep", "--json")
+    status, decided = await berth(postgres_url, "quarantine", "release", A, B, "--protect", "--json")
     assert (status, decided["instances"]) == (1, [A])
     for one in (store, schedulers):
         await one.close()
@@ -489,7 +493,7 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     await schedulers.open("scheduler_worker.store.migrations")
     for store in (first, second):
         await store.open()
-    there = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "newer than its record")
+    there = UnknownMachine(A, 3, HOST, UnknownMachineKind.QUARANTINED, "newer than its record")
     home = Selection(host_uuid=B, host="home", service="s", allocations={B: {"VCPU": 1}})
     spec = InstanceSpec(instance_uuid=A, project_id="p")
     record = Instance(uuid=A, state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)
@@ -507,7 +511,7 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     async with second.transaction() as transaction:
         await transaction.insert([replace(record, state=State.BUILDING)])
     async with first.transaction() as transaction:
-        await transaction.insert([replace(record, state=State.DESTROYING, then=State.DELETED)])
+        await transaction.insert([replace(record, state=State.DESTROYING, next_state=State.DELETED)])
     assert "it is destroying/deleted" in (await adopt())[1]
     async with first.transaction() as transaction:
         await transaction.lock([A])
@@ -516,14 +520,14 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     async with second.transaction() as transaction:
         await transaction.lock([A])
         await transaction.update([replace(record, state=State.DELETED)])
-    await second.safety.record("s", [Unexplained(A, 2, B, UnexplainedKind.QUARANTINED, "no record")], 1.0)
+    await second.safety.record("s", [UnknownMachine(A, 2, B, UnknownMachineKind.QUARANTINED, "no record")], 1.0)
     status, output = await adopt()
     assert status == 1 and "quarantine.several" in output and B in output
     await second.safety.delete(await second.safety.records())
-    assert {one.verdict for one in await first.safety.records()} == {""}
+    assert {one.decision for one in await first.safety.records()} == {""}
     status, output = await adopt()
     assert status == 0, output
-    assert [(one.verdict, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
+    assert [(one.decision, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
     async with schedulers.raw() as connection:
         logged = [tuple(row) for row in await connection.fetch("SELECT name, who, why FROM object_log")]
     assert logged == [(A, "ann", "moved")]
@@ -544,7 +548,9 @@ async def test_what_was_decided_in_one_cell_is_told_though_another_does_not_answ
     for name, store in cells.items():
         await store.open()
         spec = InstanceSpec(instance_uuid=at[name], project_id="p")
-        await store.safety.record("s", [Unexplained(at[name], 3, HOST, UnexplainedKind.QUARANTINED, "newer")], 1.0)
+        await store.safety.record(
+            "s", [UnknownMachine(at[name], 3, HOST, UnknownMachineKind.QUARANTINED, "newer")], 1.0
+        )
         async with store.transaction() as transaction:
             await transaction.insert(
                 [Instance(uuid=at[name], state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)]
@@ -555,15 +561,15 @@ async def test_what_was_decided_in_one_cell_is_told_though_another_does_not_answ
     machines = {name: [DecidedMachine(uuid, HOST)] for name, uuid in at.items()}
     locked = Database(postgres_url, "cell_cell2", pool_size=1)
     async with locked.raw() as connection:
-        await connection.execute("LOCK TABLE unexplained, breakers IN EXCLUSIVE MODE")
-        decided, faults = await quarantine.decide(env, machines, KEEP, "ann")
+        await connection.execute("LOCK TABLE unknown_machines, breakers IN EXCLUSIVE MODE")
+        decided, faults = await quarantine.decide(env, machines, PROTECT, "ann")
         assert (decided, list(faults)) == ({"cell1": [(HOST, A)]}, ["cell2"])
         reset, missed = await quarantine.reset(env, [(name, "s", 1.0) for name in at], "ann")
         assert (reset, list(missed)) == ({("cell1", "s", 1.0): True}, [("cell2", "s", 1.0)])
         adopted, refused = await quarantine.adopt(env, [(HOST, A), (HOST, B)], who="ann", why="moved")
         assert (adopted, [one.code for one in refused.values()]) == ({(HOST, A): "cell1"}, ["database.unavailable"])
         with pytest.raises(DatabaseUnavailable):
-            await quarantine.decide(env, {"cell2": machines["cell2"]}, KEEP, "ann")
+            await quarantine.decide(env, {"cell2": machines["cell2"]}, PROTECT, "ann")
     async with schedulers.raw() as connection:
         assert [row[0] for row in await connection.fetch("SELECT name FROM object_log")] == [A]
     for one in (*cells.values(), schedulers, locked):

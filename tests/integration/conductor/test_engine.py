@@ -49,7 +49,7 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
     await until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
     cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
     cell.clock.offset += 40.0
-    (lost,) = await cell.store.briefs([], [doomed.spec.instance_uuid])
+    (lost,) = await cell.store.summaries([], [doomed.spec.instance_uuid])
     report = ComputeHosts(
         service="s1",
         cell=CELL,
@@ -60,8 +60,8 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
                 uuid=cell.host(1),
                 name="host-1",
                 running=(
-                    Running(instance_uuid=quiet.spec.instance_uuid, attempt=1, deployment=cell.store.deployment),
-                    Running(instance_uuid=orphan, attempt=4, deployment=cell.store.deployment),
+                    Running(instance_uuid=quiet.spec.instance_uuid, attempt=1, database_id=cell.store.database_id),
+                    Running(instance_uuid=orphan, attempt=4, database_id=cell.store.database_id),
                     Running(instance_uuid=foreign, attempt=0),
                 ),
             ),

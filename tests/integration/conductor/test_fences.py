@@ -16,7 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.memory import MemoryBroker, MemoryTransport
-from cell_conductor.fences import ANNOUNCE_S, FenceKeeper
+from cell_conductor.fences import ANNOUNCE_S, FenceController
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 from tests.kit.waiting import until
 from tests.unit.conductor.world import hosts_of, requests_of
@@ -52,7 +52,7 @@ class FencedCell(Cell):
 
     def conduct(self) -> None:
         """A conductor that knows nothing yet but what is on record."""
-        self.fences = FenceKeeper(self.store, self.bus, clock=self.clock, config=self.config, cell=CELL)
+        self.fences = FenceController(self.store, self.bus, clock=self.clock, config=self.config, cell=CELL)
         self.engine = self.new_engine()
         self.engine._fences = self.fences
         self.hosts = hosts_of(
@@ -75,15 +75,15 @@ class FencedCell(Cell):
         return await self.around.scheduler(batch)
 
     async def fence(self, n: int, version: int, *, lift: bool = False, at: float = 1.0) -> None:
-        decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, lift=lift, by="ann", at=at)
+        decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, unfence=lift, by="ann", at=at)
         await self.around.bus.publish(decision)
 
     async def report(self, n: int, *running: Running, service: str = "s1") -> None:
         """By a scan that began after what is on record of the host by now."""
         self.sequence += 1
-        known = self.fences.known.get(self.host(n))
+        known = self.fences.fences.get(self.host(n))
         fences = await self.store.fences.fences()
-        rescans = [one.rescan_for(name) for one in fences for name in one.given_up]
+        rescans = [one.rescan_for(name) for one in fences for name in one.abandoned]
         rescans += [] if known is None else [known.rescan]
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(
@@ -132,16 +132,16 @@ async def test_a_delete_on_a_fenced_host_ends_and_the_host_is_commanded_before_t
     await until(lambda: cell.around.ends(uuid)[-1:] == [BuildState.DELETED])
     assert uuid not in cell.around.held
     await until(lambda: cell.states(1)[:1] == [FenceState.FENCED])
-    assert cell.published[-1].losses == 1
+    assert cell.published[-1].stale_machines == 1
     await cell.fence(1, 2, lift=True)
-    await until(lambda: cell.states(2)[:1] == [FenceState.LIFTING])
+    await until(lambda: cell.states(2)[:1] == [FenceState.UNFENCING])
     cell.around.silent = False
-    await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment))
+    await cell.report(1, Running(instance_uuid=uuid, attempt=1, database_id=cell.store.database_id))
     await until(lambda: not cell.around.running)
     await cell.settled_reports()
-    assert FenceState.LIFTED not in cell.states(2), "it was listed"
+    assert FenceState.UNFENCED not in cell.states(2), "it was listed"
     await cell.report(1)
-    await until(lambda: FenceState.LIFTED in cell.states(2))
+    await until(lambda: FenceState.UNFENCED in cell.states(2))
     assert [one.instance_uuid for one in cell.around.destroys] == [uuid]
 
 
@@ -154,8 +154,8 @@ async def test_what_is_lost_is_destroyed_and_no_breaker_counts_it(cell: FencedCe
         await cell.delete(uuid)
     await until(lambda: all(cell.around.ends(one)[-1] is BuildState.DELETED for one in uuids))
     cell.around.silent = False
-    foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, deployment=new_uuid(cell.rng))
-    ours = [Running(instance_uuid=one, attempt=1, deployment=cell.store.deployment) for one in uuids]
+    foreign = Running(instance_uuid=new_uuid(cell.rng), attempt=1, database_id=new_uuid(cell.rng))
+    ours = [Running(instance_uuid=one, attempt=1, database_id=cell.store.database_id) for one in uuids]
     await cell.report(1, foreign, *ours)
     await cell.settled_reports()
     await until(lambda: not cell.around.running)
@@ -175,7 +175,7 @@ class LaterClock(SystemClock):
 
 async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_it(cell: FencedCell) -> None:
     clock = LaterClock()
-    other = FenceKeeper(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
+    other = FenceController(cell.store, cell.bus, clock=clock, config=cell.config, cell=CELL)
     await cell.fence(1, 1)
     await until(lambda: cell.states(1)[:1] == [FenceState.FENCED])
     running = asyncio.create_task(other.run(cell.engine))
@@ -190,13 +190,13 @@ async def test_a_fence_that_is_delivered_again_after_its_lift_ends_nothing(cell:
     await cell.fence(1, 5)
     await until(lambda: cell.states(5)[:1] == [FenceState.FENCED])
     await cell.fence(1, 6, lift=True)
-    await until(lambda: cell.states(6)[:1] == [FenceState.LIFTED])
+    await until(lambda: cell.states(6)[:1] == [FenceState.UNFENCED])
     uuid = await cell.active(1)
     cell.conduct()  # one that was started since
     await cell.fence(1, 5)
     await cell.fence(2, 4, lift=True)  # overtakes its fence
-    await until(lambda: cell.states(4) == [FenceState.LIFTED])
+    await until(lambda: cell.states(4) == [FenceState.UNFENCED])
     await cell.fence(2, 3)
-    await until(lambda: cell.states(6)[:2] == cell.states(4)[:2] == [FenceState.LIFTED] * 2)
+    await until(lambda: cell.states(6)[:2] == cell.states(4)[:2] == [FenceState.UNFENCED] * 2)
     assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.states(3) == []
     assert await cell.store.fences.fences() == []

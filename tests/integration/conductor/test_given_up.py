@@ -48,7 +48,7 @@ async def test_a_build_that_a_conductor_gave_up_ends_with_one_event(
     await cell.around.bus.publish_all([(bad, ""), (good, "")])
     await until(lambda: bool(cell.around.ends(uuid)) and bool(cell.around.ends(good.spec.instance_uuid)))
     (failed,) = [event for event in cell.around.events if event.instance_uuid == uuid and event.terminal]
-    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.given_up")
+    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.dead_lettered")
     assert "handler.crashed" in failed.reason
     assert cell.around.ends(good.spec.instance_uuid) == [BuildState.ACTIVE]
     assert uuid not in cell.around.held, "the claim is released"
@@ -114,7 +114,7 @@ async def test_nothing_is_released_or_ended_while_a_service_is_down(cell: Cell, 
     await cell.sql("DELETE FROM instances", "DELETE FROM handled", "UPDATE identity SET origin = 'another cluster'")
     await cell.recover()
     if asked == "delete":
-        await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True, attempt=1))
+        await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", may_have_started=True, attempt=1))
     elif asked == "query":
         await ask(cell, build, 10)
     else:
@@ -123,7 +123,7 @@ async def test_nothing_is_released_or_ended_while_a_service_is_down(cell: Cell, 
     await until(lambda: told in [one.state for one in cell.around.events[1:]])
     async with cell.store.transaction() as transaction:
         (record,) = (await transaction.lock([uuid])).values()
-    assert record.blocked_reason == "host_absent" and (record.then is State.DELETED) is (asked == "delete")
+    assert record.blocked_reason == "host_absent" and (record.next_state is State.DELETED) is (asked == "delete")
     assert cell.around.held[uuid][:2] == (1, cell.host(1)) and cell.around.running and not cell.around.destroys
     assert BuildState.FAILED not in cell.around.ends(uuid)
     cell.leases.is_down = False

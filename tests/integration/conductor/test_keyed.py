@@ -14,22 +14,30 @@ from structlog.testing import capture_logs
 from bus.contracts.operations import FenceState
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.fences import Fence, GivenUp
+from cell_conductor.domain.fences import AbandonedMachines, Fence
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed import KeyedTable, Lock
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.postgres_keyed import NEEDED, TOUCHING, PostgresKeyedRows
-from cell_conductor.store.safety import DESTROY, FENCES, KEEP, KEYED, UNEXPLAINED, DecidedMachine, UnexplainedRecord
+from cell_conductor.store.safety import (
+    DESTROY,
+    FENCES,
+    KEYED,
+    PROTECT,
+    UNKNOWN_MACHINES,
+    DecidedMachine,
+    UnknownMachineRecord,
+)
 from tests.kit.databases import WAITING
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
 
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
-LIFTING = Fence(host_uuid=HOST, host="h1", version=3, state=FenceState.LIFTING)
-LIFTED = replace(LIFTING, state=FenceState.LIFTED, at=9.0)
-OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
+LIFTING = Fence(host_uuid=HOST, host="h1", version=3, state=FenceState.UNFENCING)
+LIFTED = replace(LIFTING, state=FenceState.UNFENCED, at=9.0)
+OURS = UnknownMachine(A, 3, HOST, UnknownMachineKind.QUARANTINED, "no record")
 
 
 @pytest.fixture
@@ -94,9 +102,11 @@ async def test_a_fence_is_not_lifted_while_a_machine_there_is_given_up(
     await fenced(store)
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 7.0)
-        lift = asyncio.create_task(store.fences.lift(HOST, LIFTING.version, 9.0))
+        lift = asyncio.create_task(store.fences.unfence(HOST, LIFTING.version, 9.0))
         await until(lambda: other.fetchval(WAITING))
-    assert not await lift and await store.fences.fences() == [replace(LIFTING, given_up={"s": GivenUp(1, 7.0)})]
+    assert not await lift and await store.fences.fences() == [
+        replace(LIFTING, abandoned={"s": AbandonedMachines(1, 7.0)})
+    ]
 
 
 async def test_no_machine_is_given_up_under_a_fence_that_is_being_lifted(
@@ -128,9 +138,9 @@ async def test_a_machine_that_another_has_recorded_first_is_not_new(
     store: PostgresInstances, other: asyncpg.Connection
 ) -> None:
     """The second one announced it again, and forgot what an operator had decided meanwhile."""
-    first = UnexplainedRecord(machine=OURS, service="s", first_seen=1.0, last_seen=1.0, verdict=KEEP)
+    first = UnknownMachineRecord(machine=OURS, service="s", first_seen=1.0, last_seen=1.0, decision=PROTECT)
     async with other.transaction():
-        await PostgresKeyedRows(other).put(UNEXPLAINED, [first], over={})
+        await PostgresKeyedRows(other).put(UNKNOWN_MACHINES, [first], over={})
         recording = asyncio.create_task(store.safety.record("t", [OURS, replace(OURS, uuid=B)], 2.0))
         await until(lambda: other.fetchval(WAITING))
     found = {one.machine.uuid: one for one in await recording}
@@ -153,7 +163,7 @@ async def test_a_record_that_cannot_be_read_costs_only_itself(
     await store.safety.record("s", [OURS, replace(OURS, uuid=B)], 2.0)
     for service in ("s", "t"):
         await store.safety.trip(Breaker(service=service, tripped_at=3.0, reset_at=4.0))
-    term = await store.leases.keep("p", 60.0, None)
+    term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None
     down = [Lease(service=service, epoch=5, state=LeaseState.SILENT, since=6.0) for service in ("s", "t")]
     await store.leases.record(term, down)
@@ -190,10 +200,10 @@ async def test_what_cannot_be_read_proves_nothing(store: PostgresInstances, othe
     assert breaker is not None and breaker.is_open
     assert await store.safety.reset("s", "op", 9.0), "as an operator resets any"
     (machine,) = await store.safety.record("t", [OURS], 3.0)
-    assert machine.verdict == KEEP and [one.verdict for one in await store.safety.records()] == [KEEP]
-    assert await store.fences.fences() == [] and await store.fences.purge_lifted(9.0, 10) == 0
+    assert machine.decision == PROTECT and [one.decision for one in await store.safety.records()] == [PROTECT]
+    assert await store.fences.fences() == [] and await store.fences.purge_ended(9.0, 10) == 0
     newer = replace(LIFTING, state=FenceState.FENCED)
     assert await store.fences.put(newer) is newer
     lifting = replace(LIFTING, version=4)
     await store.fences.put(lifting)
-    assert not await store.fences.lift(HOST, 4, 9.0), "its host may have a machine to destroy"
+    assert not await store.fences.unfence(HOST, 4, 9.0), "its host may have a machine to destroy"

@@ -20,12 +20,12 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, CellAction, Condition
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
@@ -71,7 +71,7 @@ class Rig:
         )
 
     async def open(self) -> None:
-        services: list[Service] = [
+        services: list[WorkerRuntime] = [
             placement_worker.app.build(self._environment("placement"), PlacementConfig(), [CELL]),
             cell_conductor.app.build(self._environment("conductor"), CONDUCTOR, CELL),
         ]
@@ -150,9 +150,9 @@ class Rig:
         events = [m for m in self.published if isinstance(m, BuildEvent) and m.instance_uuid == uuid]
         return events[-1].state if events else None
 
-    async def move(self, uuid: str, kind: MoveKind, *services: str, vcpus: int = 1, **fields: object) -> MoveEvent:
+    async def move(self, uuid: str, kind: ActionKind, *services: str, vcpus: int = 1, **fields: object) -> ActionEvent:
         """Ask for it, and return its end."""
-        request = CellMove(
+        request = CellAction(
             request_id=new_uuid(self.rng),
             instance_uuid=uuid,
             project_id="p",
@@ -164,7 +164,7 @@ class Rig:
         await until(lambda: self.ends(request.request_id))
         return self.ends(request.request_id)[-1]
 
-    async def send(self, request: CellMove) -> None:
+    async def send(self, request: CellAction) -> None:
         await self.cell.publish(request)
         await self.cell.publish(request)  # at least once
 
@@ -172,23 +172,23 @@ class Rig:
         """An operator's decision about the host of this service."""
         (host,) = self.fleets[service].hosts
         at = SystemClock().time()
-        fence = CellFence(host_uuid=host.plan.uuid, host=host.plan.name, version=version, lift=lift, at=at)
+        fence = CellFence(host_uuid=host.plan.uuid, host=host.plan.name, version=version, unfence=lift, at=at)
         await self.cell.publish(fence)
 
     def condition(self, uuid: str) -> Condition | None:
-        events = [m for m in self.published if isinstance(m, MoveEvent) and m.instance_uuid == uuid]
+        events = [m for m in self.published if isinstance(m, ActionEvent) and m.instance_uuid == uuid]
         return max(events, key=lambda one: one.sequence).condition if events else None
 
-    def ends(self, request_id: str) -> list[MoveEvent]:
-        return [m for m in self.published if isinstance(m, MoveEvent) and m.request_id == request_id and m.terminal]
+    def ends(self, request_id: str) -> list[ActionEvent]:
+        return [m for m in self.published if isinstance(m, ActionEvent) and m.request_id == request_id and m.terminal]
 
     # --- what is there
 
     def machines(self, uuid: str) -> dict[str, bool]:
         """{service: whether the machine runs}."""
         found = {
-            name: guest.runs for name, fleet in self.fleets.items() for _, guest in fleet.guests()
-            if guest.instance_uuid == uuid
+            name: machine.runs for name, fleet in self.fleets.items() for _, machine in fleet.machines()
+            if machine.instance_uuid == uuid
         }  # fmt: skip
         assert sum(found.values()) <= 1
         return found
@@ -211,67 +211,69 @@ async def rig(own_broker: RabbitMQ, postgres_url: str) -> AsyncIterator[Rig]:
 
 async def test_a_cold_migration_is_confirmed_and_another_one_reverted(rig: Rig) -> None:
     uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
-    assert (moved.state, moved.condition) == (MoveState.DONE, Condition.RESIZED)
+    moved = await rig.move(uuid, ActionKind.MIGRATE, "s2")
+    assert (moved.state, moved.condition) == (ActionState.DONE, Condition.RESIZED)
     assert rig.machines(uuid) == {"s1": False, "s2": True}
     assert await rig.held(uuid) == ["s2"]
     assert await rig.held(moved.request_id) == ["s1"]
-    confirmed = await rig.move(uuid, MoveKind.CONFIRM)
-    assert (confirmed.state, confirmed.condition) == (MoveState.DONE, Condition.ACTIVE)
+    confirmed = await rig.move(uuid, ActionKind.CONFIRM)
+    assert (confirmed.state, confirmed.condition) == (ActionState.DONE, Condition.ACTIVE)
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, moved.request_id) == ["s2"]
-    back = await rig.move(uuid, MoveKind.MIGRATE, "s1")
-    reverted = await rig.move(uuid, MoveKind.REVERT)
-    assert (reverted.state, reverted.condition) == (MoveState.DONE, Condition.ACTIVE)
+    back = await rig.move(uuid, ActionKind.MIGRATE, "s1")
+    reverted = await rig.move(uuid, ActionKind.REVERT)
+    assert (reverted.state, reverted.condition) == (ActionState.DONE, Condition.ACTIVE)
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, back.request_id) == ["s2"]
 
 
 async def test_a_live_migration_leaves_nothing_behind(rig: Rig) -> None:
     uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.LIVE_MIGRATE, "s2")
-    assert moved.state is MoveState.DONE
-    await until(lambda: any(isinstance(m, MoveEvent) and m.state is MoveState.SOURCE_GONE for m in rig.published))
+    moved = await rig.move(uuid, ActionKind.LIVE_MIGRATE, "s2")
+    assert moved.state is ActionState.DONE
+    await until(
+        lambda: any(isinstance(m, ActionEvent) and m.state is ActionState.SOURCE_DESTROYED for m in rig.published)
+    )
     assert rig.machines(uuid) == {"s2": True}
     assert await rig.held(uuid, moved.request_id) == ["s2"]
 
 
 async def test_an_offloaded_instance_holds_nothing_and_comes_back_elsewhere(rig: Rig) -> None:
     uuid = await rig.build()
-    assert (await rig.move(uuid, MoveKind.STOP)).condition is Condition.STOPPED
-    assert (await rig.move(uuid, MoveKind.START)).condition is Condition.ACTIVE
-    shelved = await rig.move(uuid, MoveKind.SHELVE, offload=True)
-    assert (shelved.state, shelved.condition) == (MoveState.DONE, Condition.OFFLOADED)
+    assert (await rig.move(uuid, ActionKind.STOP)).condition is Condition.STOPPED
+    assert (await rig.move(uuid, ActionKind.START)).condition is Condition.ACTIVE
+    shelved = await rig.move(uuid, ActionKind.SHELVE, offload=True)
+    assert (shelved.state, shelved.condition) == (ActionState.DONE, Condition.OFFLOADED)
     assert (rig.machines(uuid), await rig.held(uuid)) == ({}, [])
-    unshelved = await rig.move(uuid, MoveKind.UNSHELVE, "s2")
-    assert (unshelved.state, unshelved.condition) == (MoveState.DONE, Condition.ACTIVE)
+    unshelved = await rig.move(uuid, ActionKind.UNSHELVE, "s2")
+    assert (unshelved.state, unshelved.condition) == (ActionState.DONE, Condition.ACTIVE)
     assert (rig.machines(uuid), await rig.held(uuid)) == ({"s2": True}, ["s2"])
 
 
 async def test_a_revert_to_a_host_without_its_machine_gives_nothing_up(rig: Rig) -> None:
     uuid = await rig.build()
-    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    moved = await rig.move(uuid, ActionKind.MIGRATE, "s2")
     (host,) = rig.fleets["s1"].hosts
     rig.fleets["s1"].remove(host.plan.uuid, uuid)
-    refused = await rig.move(uuid, MoveKind.REVERT)
-    assert (refused.state, refused.code) == (MoveState.REFUSED, "move.source_lost")
+    refused = await rig.move(uuid, ActionKind.REVERT)
+    assert (refused.state, refused.code) == (ActionState.REFUSED, "action.source_lost")
     assert rig.machines(uuid) == {"s2": True}
-    confirmed = await rig.move(uuid, MoveKind.CONFIRM)
-    assert (confirmed.state, rig.machines(uuid)) == (MoveState.DONE, {"s2": True})
+    confirmed = await rig.move(uuid, ActionKind.CONFIRM)
+    assert (confirmed.state, rig.machines(uuid)) == (ActionState.DONE, {"s2": True})
     assert await rig.held(uuid, moved.request_id) == ["s2"]
 
 
 async def test_a_fenced_destination_is_given_up_when_the_source_is_back_and_not_before(rig: Rig) -> None:
     """Both hosts were lost with their rack; the destination has the newest machine."""
     uuid = await rig.build()
-    await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    await rig.move(uuid, ActionKind.MIGRATE, "s2")
     for name in SERVICES:
         await rig.stop(name)
     (host,) = rig.fleets["s2"].hosts
-    rig.fleets["s2"].put(host.plan.uuid, replace(rig.fleets["s2"].guest(host.plan.uuid, uuid), runs=False))
+    rig.fleets["s2"].put(host.plan.uuid, replace(rig.fleets["s2"].machine(host.plan.uuid, uuid), runs=False))
     await rig.fence("s2", 1)
-    refused = await rig.move(uuid, MoveKind.REVERT)
-    assert (refused.state, refused.code) == (MoveState.REFUSED, "move.source_silent")
+    refused = await rig.move(uuid, ActionKind.REVERT)
+    assert (refused.state, refused.code) == (ActionState.REFUSED, "action.source_silent")
     assert rig.machines(uuid) == {"s1": False, "s2": False}
     await rig.start("s1")
     await until(lambda: rig.condition(uuid) is Condition.ACTIVE)

@@ -11,9 +11,7 @@ from structlog.testing import capture_logs
 
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import (
-    CellBuild,
-)
+from bus.contracts.cell import CellBuild
 from bus.faults import DatabaseReplaced
 from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
@@ -22,7 +20,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
-from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.unanswered import SilentRequests
 from tests.integration.conductor.neighbours import WAIT_S, Cell
 from tests.kit.waiting import until
 
@@ -69,7 +67,7 @@ async def test_a_machine_that_became_active_since_the_backup_is_kept_and_not_des
     cell.clock.offset += 61.0  # its deadline has passed
     with capture_logs() as logs:
         await cell.recover()
-    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.database_set_back"]
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.database_restored"]
     assert await cell.state(uuid) is State.ACTIVE
     assert cell.around.running == {(cell.host(1), uuid): 1}
     await cell.check_at_rest()
@@ -83,17 +81,17 @@ async def test_a_service_that_was_away_begins_one_more_recovery_by_what_it_state
     assert await cell.engine.sweep() == 0 and not cell.store.is_recovering, "it is on record"
     cell.leases.stated = lambda: Stated((*marks, DatabaseMark(1, (1_000,))))
     await cell.recover()
-    assert await cell.engine.sweep() == 0 and cell.store.set_back.incarnation == 3
+    assert await cell.engine.sweep() == 0 and cell.store.incarnation == 3
     assert await cell.state(uuid) is State.ACTIVE
     await cell.check_at_rest()
 
 
 async def test_a_conductor_does_not_go_on_with_the_database_that_replaces_its_own(cell: Cell) -> None:
-    before = cell.store.deployment
-    await cell.sql("UPDATE identity SET deployment = gen_random_uuid()")
+    before = cell.store.database_id
+    await cell.sql("UPDATE identity SET database_id = gen_random_uuid()")
     with pytest.raises(DatabaseReplaced):
         await cell.engine.sweep()
-    assert cell.store.deployment == before
+    assert cell.store.database_id == before
 
 
 # --- A cell whose database was set back to before a delete has it commanded once more by the schedulers' watch.
@@ -105,7 +103,7 @@ async def none_is_accepted(instances: Mapping[str, int]) -> set[str]:
 
 
 @asynccontextmanager
-async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[UnansweredRequests]:
+async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[SilentRequests]:
     """The task of a scheduler that has the delete on record, and waits for its end."""
     store = MemoryBuilds(MemoryBuildTable(cell.clock).session())
     buses = {cell.around.bus.name: cell.around.bus}
@@ -120,7 +118,7 @@ async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[Unanswer
     request = BuildRequest(instance_uuid=uuid, project_id="p", flavor="m1.small")
     async with store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=record)], cell.clock.time())
-    yield UnansweredRequests(
+    yield SilentRequests(
         store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01, resume=none_is_accepted
     )
     publishing.cancel()
@@ -139,7 +137,7 @@ async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it
     await cell.delete(uuid)
     async with asyncio.timeout(WAIT_S):
         while (  # noqa: ASYNC110  (nothing announces that it is acknowledged)
-            await cell.state(uuid) is State.ACTIVE or sum(one.in_hand for one in cell.consumers)
+            await cell.state(uuid) is State.ACTIVE or sum(one.in_flight for one in cell.consumers)
         ):
             await asyncio.sleep(0.01)
     async with cell.database.raw() as connection:

@@ -289,7 +289,7 @@ async def test_what_expires_or_is_lost_too_often_ends_in_an_event(door: GuardedD
         door.processes.restart("gateway1")
         await until(lambda: len(events) == 2)
     codes = {one["instance_uuid"]: one["code"] for one in events}
-    assert codes == {expired: "broker.expired", lost: "delivery.exhausted"}
+    assert codes == {expired: "broker.expired", lost: "delivery.limit_reached"}
 
 
 async def test_long_requests_are_all_taken_by_one_gateway(door: GuardedDoor) -> None:
@@ -336,7 +336,7 @@ async def test_a_projects_user_has_its_limits_and_no_names_but_its_own(door: Gua
         "an exchange": lambda channel: channel.exchange_declare("mine"),
         "publishes events": lambda channel: channel.basic_publish(b"", exchange="berth.events", routing_key="x"),
         "gives up": lambda channel: channel.basic_publish(b"", exchange="berth.dead", routing_key="gateway.requests"),
-        "takes what is given up": lambda channel: channel.basic_consume("gateway.given_up", lambda _: None),
+        "takes what is given up": lambda channel: channel.basic_consume("gateway.dead_letters", lambda _: None),
         "replies": lambda channel: channel.basic_publish(b"", exchange="berth.replies", routing_key="x"),
         "past exchanges": lambda channel: channel.basic_publish(b"", exchange="", routing_key="gateway.requests"),
     }

@@ -35,7 +35,7 @@ from ironic_sync.store.memory import MemoryPositions
 from ironic_sync.store.port import PAGE, NotLeader, Positions
 from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import PATIENCE_S, until
 from tests.unit.ironic.world import Nodes, World
@@ -238,7 +238,7 @@ class Regions:
     def __init__(self, database_url: str) -> None:
         self._brokers = {name: MemoryBroker(SystemClock()) for name in ("api", *CELLS)}
         self._database_url = database_url
-        self.book = Book()
+        self.book = Replica()
         api = self._brokers["api"]
         self.ironics = {
             cell: IronicStandIn(MemoryAnnouncer(api, f"ironic-{cell}"), clock=SystemClock(), rng=random.Random(cell))
@@ -257,7 +257,9 @@ class Regions:
 
     async def start(self) -> None:
         placement = placement_worker.app.build(self.environment("placement"), PlacementConfig(), CELLS)
-        scheduler = scheduler_worker.app.build(self.environment("scheduler"), SchedulerConfig(), CELLS, book=self.book)
+        scheduler = scheduler_worker.app.build(
+            self.environment("scheduler"), SchedulerConfig(), CELLS, replica=self.book
+        )
         await self.workers.start(("placement", placement))
         await self.workers.start(("scheduler", scheduler))
 

@@ -28,11 +28,11 @@ from bus.clock import SystemClock
 from bus.contracts.objects import ObjectKind, ObjectsPage, ObjectsQuery, StoredObject
 from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
-from ironic_sync.app import rest_source
+from ironic_sync.app import rest_client
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
-from ironic_sync.source.port import SourceRefused, SourceUnavailable
-from ironic_sync.source.rest import RestSource
+from ironic_sync.source.port import IronicRefused, IronicUnavailable
+from ironic_sync.source.rest import IronicRestClient
 from scheduler_worker.config import DEFAULT_FLAVORS
 from tests.integration.compute.harness import guarded
 from tests.kit.certificates import Authority
@@ -52,8 +52,8 @@ async def ironic() -> AsyncIterator[IronicStandIn]:
     await ironic.stop()
 
 
-def source(url: str, **settings: Any) -> RestSource:
-    return rest_source(IronicSyncConfig(url=url, **settings), SystemClock())
+def source(url: str, **settings: Any) -> IronicRestClient:
+    return rest_client(IronicSyncConfig(url=url, **settings), SystemClock())
 
 
 async def test_nodes_are_read(ironic: IronicStandIn) -> None:
@@ -85,7 +85,7 @@ async def test_the_address_is_taken_with_the_version_or_without(ironic: IronicSt
 async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what_to_do() -> None:
     limits = {"X-OpenStack-Ironic-API-Minimum-Version": "1.1", "X-OpenStack-Ironic-API-Maximum-Version": "1.38"}
     reading = answering(lambda _: httpx.Response(406, headers=limits))
-    with pytest.raises(SourceRefused) as caught:
+    with pytest.raises(IronicRefused) as caught:
         await reading.ping()
     advice = "Ironic supports microversions 1.1 to 1.38: set ironic_sync.microversion to one of them"
     assert (caught.value.code, caught.value.reason) == ("ironic.microversion", advice)
@@ -96,7 +96,7 @@ async def test_basic_sign_in() -> None:
     expected = b"Basic " + base64.b64encode(b"berth:secret")
     async with guarded(lambda headers: headers.get(b"authorization") == expected) as (pool, url):
         assert await count(source(url, username="berth", password="secret")) == len(pool.nodes)
-        with pytest.raises(SourceRefused) as refused:
+        with pytest.raises(IronicRefused) as refused:
             await count(source(url, username="berth", password="other"))
     assert refused.value.code == "ironic.http_401"
 
@@ -106,14 +106,14 @@ async def test_tls_with_an_authority_of_the_operators(tmp_path: Path) -> None:
     async with guarded(lambda _: True, authority.issue("ironic", "IP:127.0.0.1")) as (pool, url):
         assert await count(source(url, ca_file=str(authority.file))) == len(pool.nodes)
         assert await count(source(url, verify_tls=False)) == len(pool.nodes)
-        with pytest.raises(SourceUnavailable):  # this system does not know the authority
+        with pytest.raises(IronicUnavailable):  # this system does not know the authority
             await count(source(url))
     async with guarded(lambda _: True, authority.issue("ironic", "DNS:ironic.example.org")) as (_, url):
-        with pytest.raises(SourceUnavailable):
+        with pytest.raises(IronicUnavailable):
             await count(source(url, ca_file=str(authority.file)))
 
 
-async def count(reading: RestSource) -> int:
+async def count(reading: IronicRestClient) -> int:
     try:
         return sum([len(page) async for page in reading.list_nodes()])
     finally:
@@ -122,13 +122,13 @@ async def count(reading: RestSource) -> int:
 
 async def test_an_unreachable_address() -> None:
     reading = source("http://127.0.0.1:1")
-    with pytest.raises(SourceUnavailable):
+    with pytest.raises(IronicUnavailable):
         await reading.get_node(UUID)
     await reading.close()
 
 
-def answering(answer: Callable[[httpx.Request], httpx.Response], microversion: str = "1.52") -> RestSource:
-    return RestSource(
+def answering(answer: Callable[[httpx.Request], httpx.Response], microversion: str = "1.52") -> IronicRestClient:
+    return IronicRestClient(
         "http://ironic",
         microversion=microversion,
         timeout_s=60.0,
@@ -142,18 +142,18 @@ def answering(answer: Callable[[httpx.Request], httpx.Response], microversion: s
 @pytest.mark.parametrize(
     ("status", "content", "fault"),
     [
-        (500, b"", SourceUnavailable),
-        (503, b"", SourceUnavailable),
-        (429, b"", SourceUnavailable),
-        (401, b"", SourceRefused),
-        (406, b"", SourceRefused),
-        (404, b"<html>no such path</html>", SourceRefused),
-        (404, b"{}", SourceRefused),
-        (302, b"", SourceRefused),
-        (200, b"not json", SourceUnavailable),
-        (200, b"null", SourceUnavailable),
-        (200, b"[]", SourceUnavailable),
-        (200, b"x" * (5 * 1024 * 1024), SourceRefused),
+        (500, b"", IronicUnavailable),
+        (503, b"", IronicUnavailable),
+        (429, b"", IronicUnavailable),
+        (401, b"", IronicRefused),
+        (406, b"", IronicRefused),
+        (404, b"<html>no such path</html>", IronicRefused),
+        (404, b"{}", IronicRefused),
+        (302, b"", IronicRefused),
+        (200, b"not json", IronicUnavailable),
+        (200, b"null", IronicUnavailable),
+        (200, b"[]", IronicUnavailable),
+        (200, b"x" * (5 * 1024 * 1024), IronicRefused),
     ],
 )
 async def test_odd_answers_are_faults_and_never_a_removal(status: int, content: bytes, fault: type[Exception]) -> None:
@@ -179,17 +179,17 @@ async def test_a_hanging_ironic_is_given_up() -> None:
         raise httpx.ReadTimeout("hangs")
 
     reading = answering(hang)
-    with pytest.raises(SourceUnavailable):
+    with pytest.raises(IronicUnavailable):
         await reading.get_node(UUID)
     await reading.close()
 
 
 async def test_a_list_that_never_ends_and_one_that_is_none() -> None:
     endless = answering(lambda _: httpx.Response(200, json={"nodes": [], "next": f"http://elsewhere/?marker={UUID}"}))
-    with pytest.raises(SourceRefused):
+    with pytest.raises(IronicRefused):
         [page async for page in endless.list_nodes()]
     none = answering(lambda _: httpx.Response(200, json=[1]))
-    with pytest.raises(SourceUnavailable):
+    with pytest.raises(IronicUnavailable):
         [page async for page in none.list_nodes()]
     await endless.close()
     await none.close()
@@ -254,7 +254,7 @@ async def test_each_list_asks_with_the_newest_version_again() -> None:
 @pytest.mark.parametrize("newest", ["1.38", "1.83", "1.x", "", "9" * 40])
 async def test_an_ironic_that_offers_no_version_is_refused(newest: str) -> None:
     reading = answering(lambda _: httpx.Response(406, headers={MOST: newest}), microversion="1.83")
-    with pytest.raises(SourceRefused):
+    with pytest.raises(IronicRefused):
         await reading.get_node(UUID)
     await reading.close()
 
@@ -348,12 +348,12 @@ async def keystone_ironic(keystone: tuple[KeystoneStandIn, str]) -> AsyncIterato
     await made.stop()
 
 
-def keystone_source(keystone_ironic: IronicStandIn, url: str, **login: Any) -> RestSource:
+def keystone_source(keystone_ironic: IronicStandIn, url: str, **login: Any) -> IronicRestClient:
     made = KeystoneLogin(auth_url=url, **{"username": "berth", "password": "right", **login})
-    return rest_source(IronicSyncConfig(url=keystone_ironic.url, keystone=made), SystemClock())
+    return rest_client(IronicSyncConfig(url=keystone_ironic.url, keystone=made), SystemClock())
 
 
-async def keystone_count(reading: RestSource) -> int:
+async def keystone_count(reading: IronicRestClient) -> int:
     return sum([len(page) async for page in reading.list_nodes()])
 
 
@@ -421,18 +421,18 @@ async def test_keystones_answers_are_distinguished(
 ) -> None:
     there, url = keystone
     reading = keystone_source(keystone_ironic, url, password="wrong")
-    with pytest.raises(SourceRefused) as refused:
+    with pytest.raises(IronicRefused) as refused:
         await keystone_count(reading)
     assert refused.value.code == "keystone.http_401"
     there.sign_in_answer = Response(status_code=503)
-    with pytest.raises(SourceUnavailable):
+    with pytest.raises(IronicUnavailable):
         await keystone_count(reading)
     await reading.close()
 
 
 async def test_an_unreachable_keystone_is_not_taken_for_ironic(keystone_ironic: IronicStandIn) -> None:
     reading = keystone_source(keystone_ironic, "http://127.0.0.1:1")
-    with pytest.raises(SourceUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as unreachable:
+    with pytest.raises(IronicUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as unreachable:
         await keystone_count(reading)
     assert unreachable.value.code == "keystone.unavailable"
     await reading.close()
@@ -445,7 +445,7 @@ async def test_ironic_may_turn_down_a_good_token(
     there, url = keystone
     keystone_ironic.keystone = KeystoneStandIn()  # type: ignore[attr-defined]
     reading = keystone_source(keystone_ironic, url)
-    with pytest.raises(SourceRefused) as refused:
+    with pytest.raises(IronicRefused) as refused:
         await keystone_count(reading)
     assert (refused.value.code, there.signed_in) == ("ironic.http_401", 2)
     await reading.close()
@@ -473,7 +473,7 @@ async def test_a_token_of_one_ironic_is_shown_to_no_other(
 def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
     config = IronicSyncConfig(keystone=KeystoneLogin(auth_url="http://keystone", **login))  # type: ignore[arg-type]
     with pytest.raises(SettingsError):
-        rest_source(config, SystemClock())
+        rest_client(config, SystemClock())
 
 
 # --- `berth baremetal` against the stand-in: which nodes serve nothing and why, and holding one back

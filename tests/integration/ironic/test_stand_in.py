@@ -71,19 +71,19 @@ async def idle(ironic: IronicStandIn) -> None:
 
 
 def recorded_shapes() -> dict[str, tuple[set[str], set[str], str, str]]:
-    shapes = {}
+    spec_generations = {}
     for name in SCENARIOS:
         for messages in Recording(name).messages:
             for body, key in messages:
                 inner = json.loads(json.loads(body)["oslo.message"])
                 payload = inner["payload"]
-                shapes[inner["event_type"]] = (
+                spec_generations[inner["event_type"]] = (
                     set(inner),
                     set(payload["ironic_object.data"]),
                     payload["ironic_object.name"] + payload["ironic_object.version"],
                     key,
                 )
-    return shapes
+    return spec_generations
 
 
 async def whole_life(client: httpx.AsyncClient, ironic: IronicStandIn) -> str:
@@ -117,10 +117,10 @@ async def test_every_notification_has_the_recorded_shape(
     client: httpx.AsyncClient, ironic: IronicStandIn, listener: Listener
 ) -> None:
     await whole_life(client, ironic)
-    shapes = recorded_shapes()
+    spec_generations = recorded_shapes()
     assert len(set(listener.events())) > 15
     for key, message in listener.received:
-        inner, data, payload, recorded_key = shapes[message["event_type"]]
+        inner, data, payload, recorded_key = spec_generations[message["event_type"]]
         content = message["payload"]
         assert set(message) == inner
         assert set(content["ironic_object.data"]) == data, message["event_type"]

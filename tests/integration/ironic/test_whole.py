@@ -27,7 +27,7 @@ from berth.trial.ironic_stand_in import (
     MemoryAnnouncer,
     NotificationAnnouncer,
     replay,
-    shapes,
+    spec_generations,
 )
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
@@ -39,11 +39,11 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from ironic_sync.app import build
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Book as Replica
+from placement_worker.replica.book import Replica
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.waiting import until
 from tests.unit.ironic.world import EXPECTED, RECORDINGS, SCENARIOS
@@ -145,7 +145,7 @@ async def stand_in(site: Site, nodes: int) -> AsyncIterator[IronicStandIn]:
 
 
 @asynccontextmanager
-async def running(site: Site, url: str, process: str = "sync", **settings: Any) -> AsyncIterator[Service]:
+async def running(site: Site, url: str, process: str = "sync", **settings: Any) -> AsyncIterator[WorkerRuntime]:
     config = IronicSyncConfig(url=url, exchange=site.exchange, bind_retry_s=0.05, transient_retry_s=0.2, **settings)
     service, stop = build(environment(site, process), config), asyncio.Event()
     task = asyncio.create_task(service.run(stop))
@@ -214,7 +214,7 @@ class Rest:
         return answer.json() if answer.content else {}
 
     async def reserved(self, node: str) -> int | None:
-        """How much of a node is held back; None: the book does not have it."""
+        """How much of a node is held back; None: placement does not have it."""
         found = await self.ask("GET", f"/resource_providers/{node}/inventories", "1.4")
         return (
             None
@@ -397,7 +397,7 @@ class Workers:
         cells = ("cell1",)
         placement = placement_worker.app.build(self.environment("placement", cells), PlacementConfig(), cells)
         scheduler = scheduler_worker.app.build(
-            self.environment("scheduler", cells), SchedulerConfig(), cells, book=self.book
+            self.environment("scheduler", cells), SchedulerConfig(), cells, replica=self.book
         )
         try:
             await workers.start(("placement", placement))
@@ -411,7 +411,7 @@ class Workers:
     async def announce(self, uuid: str) -> None:
         """A node whose making was not recorded."""
         node = self.ironic.pool.nodes[uuid]
-        key, body = shapes.notification(
+        key, body = spec_generations.notification(
             node, "update", "end", request_id=f"req-{new_uuid(RNG)}", now=SystemClock().time(), rng=RNG
         )
         await self.announcer.publish(key, body)

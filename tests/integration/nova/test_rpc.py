@@ -60,7 +60,7 @@ async def test_a_call_of_each_kind(vhost: str, client: NovaPeer) -> None:
         assert (await client.do("ping"))["result"] == {"service": "scheduler", "arg": "there?"}
         named = await client.do("call", method="oslo_rpc_server_ping", version="1.0", server="front")
         assert named["result"] == "pong"
-        await until(lambda: server.in_hand == 0)
+        await until(lambda: server.in_flight == 0)
 
 
 async def test_no_valid_host_is_raised_as_novas_own(vhost: str, client: NovaPeer) -> None:
@@ -192,7 +192,7 @@ async def test_a_call_is_answered_once_after_the_connection_was_lost_in_the_midd
         go_on.set()
         found = await asking
         assert "result" in found, found
-        await until(lambda: server.in_hand == 0)
+        await until(lambda: server.in_flight == 0)
     assert len(dispatcher.calls) == 1
 
 
@@ -218,7 +218,7 @@ async def test_a_server_that_stops_answers_what_it_has_in_hand(vhost: str, clien
         asking = asyncio.create_task(client.do("select", uuids=UUIDS))
         await begun.wait()
         draining = asyncio.create_task(server.drain(60.0))
-        await until(lambda: not any(one._tag for one in server._entrances))
+        await until(lambda: not any(one._tag for one in server._intakes))
         later = asyncio.create_task(client.do("select", uuids=UUIDS))
         go_on.set()
         await draining
@@ -292,7 +292,7 @@ async def test_what_is_not_decided_is_relayed_and_its_answer_as_it_came(
         raise NotDecided("numa_topology")
 
     fallback = own_broker.add_vhost("stock")
-    before = counted("relayed", reason="numa_topology", outcome="answered")
+    before = counted("forwarded", reason="numa_topology", outcome="answered")
     async with (
         nova_peer("server", fallback) as stock,
         front(vhost, Instructed(undecided), stock=fallback) as server,
@@ -307,8 +307,8 @@ async def test_what_is_not_decided_is_relayed_and_its_answer_as_it_came(
         assert "result" in slow, slow
         await client.do("casts")
         await until(lambda: stock.taken("update_aggregates"))
-        assert server.in_hand == 0
-    assert counted("relayed", reason="numa_topology", outcome="answered") == before + 3
+        assert server.in_flight == 0
+    assert counted("forwarded", reason="numa_topology", outcome="answered") == before + 3
 
 
 async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
@@ -320,11 +320,11 @@ async def test_a_relayed_call_that_no_scheduler_takes_has_no_valid_host(
     async with front(vhost, Instructed(undecided), stock=own_broker.add_vhost("stock")):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"], found
-    before = counted("relayed", reason="pci_requests", outcome="no_fallback")
+    before = counted("forwarded", reason="pci_requests", outcome="no_fallback")
     async with front(vhost, Instructed(undecided)):
         found = await client.do("select", uuids=UUIDS)
         assert "NoValidHost" in found["raised"]["kinds"] and "pci_requests" in found["raised"]["text"]
-    assert counted("relayed", reason="pci_requests", outcome="no_fallback") == before + 1
+    assert counted("forwarded", reason="pci_requests", outcome="no_fallback") == before + 1
 
 
 async def test_in_the_shadow_stock_decides_and_the_difference_is_counted(

@@ -31,7 +31,7 @@ from scheduler_worker.nova.config import NotificationSettings, NovaConfig
 from scheduler_worker.nova.envelope import Call, parse_call
 from scheduler_worker.nova.metrics import NOTIFICATIONS
 from scheduler_worker.nova.notifications import END, START, NovaNotifier
-from scheduler_worker.nova.queues import FRONTS, RabbitOptions, topic_queue
+from scheduler_worker.nova.queues import FRONTENDS, RabbitOptions, topic_queue
 from scheduler_worker.nova.request_spec import NotDecided
 from scheduler_worker.nova.rpc_server import RpcServer
 from tests.integration.nova.world import EXCHANGE, Instructed, front
@@ -129,7 +129,7 @@ async def test_a_call_waits_for_a_server_that_is_away_and_its_client_has_heartbe
         await until(lambda: client.replies)  # a heartbeat
         away = False
         (reply,) = await client.answers(1)
-        await until(lambda: server.in_hand == 0)
+        await until(lambda: server.in_flight == 0)
     assert reply["result"] == "there" and client.replies[0]["ending"] is False
 
 
@@ -178,7 +178,7 @@ async def test_a_call_ends_when_its_client_gives_up(vhost: str, client: Client) 
     async with front(vhost, Instructed(endless)) as server:
         await client.send(expiration="1500")
         await ended.wait()
-        await until(lambda: server.in_hand == 0)
+        await until(lambda: server.in_flight == 0)
         await client.send(_unique_id="next")
         await client.answers(1)
     assert len(client.replies) == 1
@@ -194,7 +194,7 @@ async def test_a_reply_to_a_client_that_is_gone_is_dropped(
         await client.send(_reply_q="reply_gone")
         await client.send()
         await client.answers(1)
-        await until(lambda: server.in_hand == 0)
+        await until(lambda: server.in_flight == 0)
     assert len(dispatcher.calls) == 3
 
 
@@ -220,7 +220,7 @@ async def test_no_more_calls_are_carried_out_at_a_time_than_there_are_slots(vhos
         for _ in range(rpc_server.PREFETCH + 10):
             await client.send()
         await until(lambda: len(dispatcher.calls) == rpc_server.PREFETCH)
-        assert server.in_hand == rpc_server.PREFETCH
+        assert server.in_flight == rpc_server.PREFETCH
         go_on.set()
         await client.answers(rpc_server.PREFETCH + 10)
 
@@ -305,8 +305,8 @@ async def test_what_is_acknowledged_by_the_brokers_word_does_not_come_again(vhos
     transport = RabbitTransport(vhost, name="nova")
     await transport.open()
     try:
-        await transport.declare_foreign(topic_queue(RabbitOptions(), EXCHANGE, "scheduler"))
-        await transport.consume_foreign("scheduler", taken.append, prefetch=2)
+        await transport.declare_external(topic_queue(RabbitOptions(), EXCHANGE, "scheduler"))
+        await transport.consume_external("scheduler", taken.append, prefetch=2)
         for name in ("stays", "goes"):
             await client.send(_unique_id=name)
         await until(lambda: len(taken) == 2)
@@ -334,7 +334,7 @@ async def test_of_two_fronts_the_one_that_stops_leaves_calls_to_the_other(vhost:
         return call.unique_id
 
     async def lone_front() -> bool:
-        return await server._transport.consumers(FRONTS) == 1
+        return await server._transport.consumers(FRONTENDS) == 1
 
     first, second = Instructed(held), Instructed(named)
     async with front(vhost, first, name="first") as server:
@@ -420,7 +420,7 @@ async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
     own_broker.define(**definitions(grants))
 
     async def decided(call: Call) -> object:
-        if call.unique_id == "relayed":
+        if call.unique_id == "forwarded":
             raise NotDecided("any")
         return None
 
@@ -430,7 +430,7 @@ async def test_a_front_needs_no_more_permissions_than_are_printed_for_it(
         await client.send()
         await client.cast("cast")
         await client.answers(1)
-        await client.send(_unique_id="relayed")
+        await client.send(_unique_id="forwarded")
         await until(lambda: stock.taken)
         (call,) = stock.taken
         await stock.reply(call, enveloped({"_msg_id": call.message_id, "result": "there", "ending": True}))

@@ -11,12 +11,12 @@ from typing import Any
 
 from bus.clock import SystemClock
 from bus.rabbitmq.transport import RabbitTransport
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker.nova.envelope import Call
 from scheduler_worker.nova.queues import RabbitOptions
-from scheduler_worker.nova.relay import RelayPort, StockRelay
+from scheduler_worker.nova.relay import Fallback, StockForwarder
 from scheduler_worker.nova.rpc_server import CallDispatcher, RpcServer
-from scheduler_worker.nova.shadow import ShadowedRelay, StockDecides
+from scheduler_worker.nova.shadow import ShadowingForwarder, UpstreamDecides
 
 EXCHANGE = "nova"
 
@@ -68,28 +68,28 @@ async def front(
     url: str, dispatcher: Instructed, *, stock: str = "", name: str = "front", **options: Any
 ) -> AsyncIterator[RpcServer]:
     """A server of the topic. stock: the URL of the fallback's virtual host."""
-    relay = stock_relay(stock) if stock else None
-    async with _served(url, dispatcher, relay, name, **options) as server:
+    fallback = stock_relay(stock) if stock else None
+    async with _served(url, dispatcher, fallback, name, **options) as server:
         yield server
 
 
-def stock_relay(url: str) -> StockRelay:
+def stock_relay(url: str) -> StockForwarder:
     """To the stock scheduler of a virtual host."""
     transport = RabbitTransport(url, name="stock")
-    return StockRelay(transport, control_exchange=EXCHANGE, unique=uuid.uuid4().hex, clock=SystemClock())
+    return StockForwarder(transport, control_exchange=EXCHANGE, unique=uuid.uuid4().hex, clock=SystemClock())
 
 
 @contextlib.asynccontextmanager
-async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[ShadowedRelay]:
+async def shadow(url: str, stock: str, dispatcher: Instructed) -> AsyncIterator[ShadowingForwarder]:
     """A server whose calls the stock scheduler decides, and the dispatcher beside it."""
-    relay = ShadowedRelay(dispatcher, stock_relay(stock), Book(), SystemClock())
-    async with _served(url, StockDecides(dispatcher), relay, "shadow"):
-        yield relay
+    fallback = ShadowingForwarder(dispatcher, stock_relay(stock), Replica(), SystemClock())
+    async with _served(url, UpstreamDecides(dispatcher), fallback, "shadow"):
+        yield fallback
 
 
 @contextlib.asynccontextmanager
 async def _served(
-    url: str, dispatcher: CallDispatcher, relay: RelayPort | None, name: str, **options: Any
+    url: str, dispatcher: CallDispatcher, fallback: Fallback | None, name: str, **options: Any
 ) -> AsyncIterator[RpcServer]:
     server = RpcServer(
         RabbitTransport(url, name="nova"),
@@ -100,7 +100,7 @@ async def _served(
         control_exchange=EXCHANGE,
         clock=SystemClock(),
         rng=random.Random(),
-        relay=relay,
+        fallback=fallback,
     )
     await server.open()
     await server.start()

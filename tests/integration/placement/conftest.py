@@ -9,10 +9,10 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.operations import audit
-from placement_worker.operations.audit import Beyond, beyond_capacity
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.operations.audit import OverCapacity, find_over_capacity
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 
 Hold = Mapping[str, Mapping[str, int]]
 
@@ -23,17 +23,17 @@ class Book:
     def __init__(self, url: str) -> None:
         self.url = url
         self.database = Database(url, "placement")
-        self.rows = PostgresBookRows(self.database)
-        self.store = ResourceBook(self.rows)
+        self.rows = PostgresPlacementRows(self.database)
+        self.store = PlacementService(self.rows)
         self.versions = 0
-        self._others: list[ResourceBook] = []
+        self._others: list[PlacementService] = []
 
     async def open(self) -> None:
         await self.store.open()
 
-    async def another(self) -> ResourceBook:
+    async def another(self) -> PlacementService:
         """Another process on the same book."""
-        store = ResourceBook(PostgresBookRows(Database(self.url, "placement")))
+        store = PlacementService(PostgresPlacementRows(Database(self.url, "placement")))
         await store.open()
         self._others.append(store)
         return store
@@ -43,9 +43,9 @@ class Book:
             await store.close()
 
     async def hosts(self, count: int, rng: random.Random, **amounts: int) -> list[str]:
-        """Flat hosts with these inventories, in the book."""
+        """Flat hosts with these inventories, in placement."""
         uuids = [new_uuid(rng) for _ in range(count)]
-        results = await self.store.report([self.host(uuid, **amounts) for uuid in uuids])
+        results = await self.store.apply_reports([self.host(uuid, **amounts) for uuid in uuids])
         assert all(getattr(result, "outcome", None) == "applied" for result in results), results
         return uuids
 
@@ -54,16 +54,16 @@ class Book:
         inventories = {name: Inventory(total=total) for name, total in amounts.items()}
         report = ProviderReport(uuid=uuid, name=f"host-{uuid}", inventories=inventories)
         return InventoryUpdate(
-            source=source, version=self.versions if version is None else version, root_uuid=uuid, providers=(report,)
+            reporter=source, version=self.versions if version is None else version, root_uuid=uuid, providers=(report,)
         )
 
     async def findings(self) -> list[str]:
         async with self.database.raw() as connection:
             return await audit.findings(connection)
 
-    async def over_capacity(self) -> list[Beyond]:
+    async def over_capacity(self) -> list[OverCapacity]:
         async with self.database.raw() as connection:
-            return await beyond_capacity(connection)
+            return await find_over_capacity(connection)
 
     async def allocations(self) -> dict[str, dict[str, dict[str, int]]]:
         async with self.database.raw() as connection:

@@ -106,7 +106,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
 
     host, consumer_uuid = new_uuid(rng), new_uuid(rng)
     report = ProviderReport(uuid=host, name="h1", inventories={"VCPU": Inventory(total=4)})
-    update = InventoryUpdate(source="c1-compute", version=1, root_uuid=host, providers=(report,))
+    update = InventoryUpdate(reporter="c1-compute", version=1, root_uuid=host, providers=(report,))
     result = await cell.request(update, InventoryResult, timeout_s=TIMEOUT_S, cause="boot")
     assert result.outcome == "applied"
 
@@ -118,7 +118,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     claimed, full = await api.request_all(requests, ClaimResult, timeout_s=TIMEOUT_S, causes=["a", "b"])
     assert isinstance(claimed, ClaimResult)
     assert isinstance(full, ClaimResult)
-    assert (claimed.outcome, claimed.option, full.outcome) == (ClaimOutcome.CLAIMED, 0, ClaimOutcome.FULL)
+    assert (claimed.outcome, claimed.option, full.outcome) == (ClaimOutcome.CLAIMED, 0, ClaimOutcome.NO_CAPACITY)
     released = await cell.request(Release(consumer=consumer_uuid, attempt=1), ReleaseResult, timeout_s=TIMEOUT_S)
     assert released.outcome == "released"
 
@@ -133,7 +133,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     changes = await api.request(ChangesRequest(after=1), ChangesPage, timeout_s=TIMEOUT_S)
     assert [change.sequence for change in changes.changes] == numbers[1:]
 
-    bad = InventoryUpdate(source="c1-compute", version=2, root_uuid=new_uuid(rng), providers=(report,))
+    bad = InventoryUpdate(reporter="c1-compute", version=2, root_uuid=new_uuid(rng), providers=(report,))
     with pytest.raises(RequestRefused) as refused:
         await api.request(bad, InventoryResult, timeout_s=TIMEOUT_S)
     assert refused.value.code == "inventory.root"
@@ -173,7 +173,7 @@ def nested(placement: Placement) -> InventoryUpdate:
         )
         for number, uuid in enumerate(uuids)
     )
-    return InventoryUpdate(source="reporter", version=1, root_uuid=uuids[0], providers=providers)
+    return InventoryUpdate(reporter="reporter", version=1, root_uuid=uuids[0], providers=providers)
 
 
 def received(messages: Sequence[Message]) -> list[Received]:

@@ -26,12 +26,12 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.tables import fetch
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.book import claim as apply
 from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS, is_in_units
-from placement_worker.store.postgres_rows import PostgresBookRows, PostgresBookTransaction
+from placement_worker.store.postgres_rows import PostgresPlacementRows, PostgresPlacementTransaction
 from tests.kit.claims import amounts_and_units
 from tests.kit.databases import WAITING
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.postgres
 PATIENCE_S = 60.0
 
 
-async def one(store: ResourceBook, item: ClaimItem) -> ClaimResult:
+async def one(store: PlacementService, item: ClaimItem) -> ClaimResult:
     (reply,) = await store.apply([item])
     assert isinstance(reply, ClaimResult)
     return reply
@@ -56,7 +56,7 @@ async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(book: 
     second = await book.another()
     wanted = [claim(new_uuid(rng), {rng.choice(hosts): {"VCPU": 1}}) for _ in range(400)]
 
-    async def work(store: ResourceBook, mine: Sequence[Claim]) -> list[ClaimOutcome]:
+    async def work(store: PlacementService, mine: Sequence[Claim]) -> list[ClaimOutcome]:
         outcomes = []
         for at in range(0, len(mine), 20):
             replies = await store.apply(mine[at : at + 20])
@@ -67,7 +67,7 @@ async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(book: 
     counted = Counter(outcome for half in halves for outcome in half)
     assert sum(counted.values()) == 400
     assert counted[ClaimOutcome.CLAIMED] == 200
-    assert counted[ClaimOutcome.FULL] == 200
+    assert counted[ClaimOutcome.NO_CAPACITY] == 200
     assert await book.over_capacity() == []
     assert await book.findings() == []
 
@@ -154,14 +154,14 @@ async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_
     consumers = [new_uuid(rng) for _ in range(12)]
     stores = [book.store, await book.another(), await book.another()]
 
-    async def claims(store: ResourceBook, mine: random.Random) -> None:
+    async def claims(store: PlacementService, mine: random.Random) -> None:
         for _ in range(40):
             await store.apply([_random_item(mine, hosts, consumers) for _ in range(mine.randint(1, 12))])
 
     async def inventory(mine: random.Random) -> None:
         for _ in range(40):
             chosen = mine.sample(hosts, 3)
-            await book.store.report([book.host(uuid, VCPU=mine.randint(15, 25)) for uuid in chosen])
+            await book.store.apply_reports([book.host(uuid, VCPU=mine.randint(15, 25)) for uuid in chosen])
 
     async with asyncio.TaskGroup() as group:
         for number, store in enumerate(stores * 2):
@@ -176,9 +176,9 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     (host,) = await book.hosts(1, rng, VCPU=8)
     item = replace(claim(new_uuid(rng), {host: {"VCPU": 2}}), release_first=True)  # taken in no single statement
     head = (await book.store.head()).sequence
-    write = PostgresBookTransaction.write_claims
+    write = PostgresPlacementTransaction.write_claims
 
-    async def write_and_die(transaction: PostgresBookTransaction, *what: Any, **about: Any) -> int:
+    async def write_and_die(transaction: PostgresPlacementTransaction, *what: Any, **about: Any) -> int:
         number = await write(transaction, *what, **about)
         killer = await asyncpg.connect(book.url)
         await killer.fetchval("SELECT pg_terminate_backend($1)", transaction.connection.get_server_pid())
@@ -186,7 +186,7 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
         return number
 
     with monkeypatch.context() as patched:
-        patched.setattr(PostgresBookTransaction, "write_claims", write_and_die)
+        patched.setattr(PostgresPlacementTransaction, "write_claims", write_and_die)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert (await book.store.head()).sequence == head
@@ -227,13 +227,15 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
 ) -> None:
     """Each on a host of its own, each decided while the project held nothing: what is added is compared once more."""
     hosts = await book.hosts(1 + MANY, rng, VCPU=4)
-    stores = [ResourceBook(PostgresBookRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)]
+    stores = [
+        PlacementService(PostgresPlacementRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)
+    ]
 
     def claim(host: str) -> Claim:
         option = ClaimOption(allocations={host: {"VCPU": 1}})
         return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", limits={"VCPU": 1})
 
-    async def work(store: ResourceBook, host: str) -> str:
+    async def work(store: PlacementService, host: str) -> str:
         beside = [] if alone else [Release(consumer=new_uuid(rng))]
         *_, reply = await store.apply([*beside, claim(host)])
         return str(reply.outcome)
@@ -249,7 +251,7 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
             async with asyncio.timeout(PATIENCE_S):
                 while await watcher.fetchval(WAITING) < MANY:
                     assert not any(one.done() for one in others)
-        assert await asyncio.gather(*others) == ["over_limit"] * MANY
+        assert await asyncio.gather(*others) == ["over_quota"] * MANY
     finally:
         await watcher.close()
         for store in stores:

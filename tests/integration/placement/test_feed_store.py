@@ -18,11 +18,11 @@ from bus.contracts.placement import ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker import book as resource_book
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.operations import export, export_store
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store import feed
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
@@ -40,7 +40,7 @@ async def nothing(_published: FeedChanges) -> None:
     return
 
 
-async def all_changes(store: ResourceBook) -> list[Change]:
+async def all_changes(store: PlacementService) -> list[Change]:
     changes: list[Change] = []
     while True:
         page = await store.changes(len(changes), 37)
@@ -73,7 +73,7 @@ def as_replayed(providers: Sequence[ProviderState]) -> dict[str, tuple[int, dict
     return {state.uuid: (state.generation, dict(state.used)) for state in providers}
 
 
-async def busy(book: Book, store: ResourceBook, hosts: Sequence[str], seed: int) -> None:
+async def busy(book: Book, store: PlacementService, hosts: Sequence[str], seed: int) -> None:
     rng = random.Random(seed)
     mine: list[str] = []
     for _ in range(30):
@@ -81,7 +81,7 @@ async def busy(book: Book, store: ResourceBook, hosts: Sequence[str], seed: int)
         await store.apply([claim(consumer, {rng.choice(hosts): {"VCPU": 1}}) for consumer in fresh])
         mine += fresh
         await store.apply([Release(consumer=mine.pop(rng.randrange(len(mine)))) for _ in range(2)])
-        await store.report([book.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
+        await store.apply_reports([book.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
 
 
 async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(book: Book, rng: random.Random) -> None:
@@ -144,7 +144,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
         await asyncio.sleep(0)  # a confirm takes a turn of the loop
         published.extend(change.sequence for change in changes)
 
-    async def publish(store: ResourceBook) -> None:
+    async def publish(store: PlacementService) -> None:
         while not published or published[-1] < target:
             await store.publish(send, 7)
 
@@ -270,9 +270,9 @@ async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random, monkeyp
     assert not second.more
 
 
-# --- a book that was set back is recognised, and its feed gets another history id
+# --- a book that was set back is recognised, and its feed gets another incarnation id
 
-# As a restore of files does it: the book's rows are what they were some changes ago, and nothing else has changed.
+# As a restore of files does it: placement's rows are what they were some changes ago, and nothing else has changed.
 SET_BACK = """
 UPDATE placement.feed_head SET number = $1; DELETE FROM placement.changes WHERE last > $1;
 """
@@ -301,21 +301,21 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
         await admin.fetch(END_SESSIONS, make_url(book.url).database)
         await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(book.url).database}"')
         await admin.close()
-        restored = ResourceBook(PostgresBookRows(Database(url, "placement")))
+        restored = PlacementService(PostgresPlacementRows(Database(url, "placement")))
         await restored.open()
         second = await restored.head()
         assert second.sequence == first.sequence
-        assert second.history != first.history
-        page = await restored.changes(1, 10, first.history)
-        assert (page.too_old, page.changes, page.history) == (True, (), second.history)
-        assert not (await restored.changes(1, 10, second.history)).too_old
+        assert second.incarnation != first.incarnation
+        page = await restored.changes(1, 10, first.incarnation)
+        assert (page.too_old, page.changes, page.incarnation) == (True, (), second.incarnation)
+        assert not (await restored.changes(1, 10, second.incarnation)).too_old
         await restored.close()
 
 
 async def test_a_book_that_opens_again_goes_on_in_its_history(book: Book, rng: random.Random) -> None:
     await book.hosts(1, rng, VCPU=4)
     first = await book.store.head()
-    again = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
+    again = PlacementService(PostgresPlacementRows(Database(book.url, "placement")))
     await again.open()
     assert await again.head() == first
     assert not (await again.newest()).renewed
@@ -333,10 +333,10 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
     before = "/".join((cluster, f"{int(timeline, 16) - 1:08X}", *rest))
     await connection.execute("UPDATE feed_head SET origin = $1", before)
     await connection.close()
-    others = [ResourceBook(PostgresBookRows(Database(book.url, "placement"))) for _ in range(3)]
+    others = [PlacementService(PostgresPlacementRows(Database(book.url, "placement"))) for _ in range(3)]
     renewed = await asyncio.gather(*(store.newest() for store in (book.store, *others)))
     assert sorted(one.renewed for one in renewed) == [False, False, False, True]
-    assert (await book.store.head()).history != first.history
+    assert (await book.store.head()).incarnation != first.incarnation
     for store in others:
         await store.close()
 
@@ -348,7 +348,7 @@ async def test_a_head_behind_the_one_that_was_seen_is_another_history(book: Book
     await set_back(book, first.sequence - 2)
     assert (await book.store.newest()).renewed
     assert not (await book.store.newest()).renewed
-    assert (await book.store.head()).history != first.history
+    assert (await book.store.head()).incarnation != first.incarnation
 
 
 async def test_an_import_is_another_history_and_the_feed_carries_it(book: Book, rng: random.Random) -> None:
@@ -362,18 +362,18 @@ async def test_an_import_is_another_history_and_the_feed_carries_it(book: Book, 
     async with book.rows.transaction() as transaction:
         providers = dict(list(found.providers.items())[:1])
         await export_store.assign(
-            transaction, export.BookExport(found.classes, found.traits, providers, {}), book.store.names
+            transaction, export.PlacementExport(found.classes, found.traits, providers, {}), book.store.names
         )
     second = await book.store.head()
-    assert second.history != first.history
+    assert second.incarnation != first.incarnation
     published: list[FeedChanges] = []
 
     async def send(changes: FeedChanges) -> None:
         published.append(changes)
 
     await book.store.publish(send, 100)
-    assert {one.history for one in published} == {second.history}
-    assert (await book.store.snapshot(None, 10)).history == second.history
+    assert {one.incarnation for one in published} == {second.incarnation}
+    assert (await book.store.snapshot(None, 10)).incarnation == second.incarnation
 
 
 @pytest.mark.parametrize("more", [0, 2, 4], ids=["behind", "as far", "further"])
@@ -398,7 +398,7 @@ async def test_the_rest_apis_replica_notices_a_book_that_was_set_back(
 async def test_a_recovery_from_the_archive_begins_another_history() -> None:
     """As a recovery to a point in time, and the promotion of a stand-by: PostgreSQL begins a new timeline."""
     server = Postgres()
-    histories = []
+    incarnations = []
     try:
         for recovers in (False, False, True):
             if recovers:
@@ -407,13 +407,13 @@ async def test_a_recovery_from_the_archive_begins_another_history() -> None:
                 with (data / "postgresql.conf").open("a") as settings:
                     settings.write("restore_command = 'false'\n")
             server.start()
-            store = ResourceBook(PostgresBookRows(Database(server.url(), "placement")))
+            store = PlacementService(PostgresPlacementRows(Database(server.url(), "placement")))
             await store.open()
-            histories.append((await store.head()).history)
+            incarnations.append((await store.head()).incarnation)
             await store.close()
             server.shut_down()
     finally:
         server.stop()
-    first, restarted, recovered = histories
+    first, restarted, recovered = incarnations
     assert restarted == first, "a restart alone is none"
     assert recovered != first

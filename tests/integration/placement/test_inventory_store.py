@@ -39,7 +39,7 @@ pytestmark = pytest.mark.postgres
 
 
 async def reported(book: Book, *updates: InventoryUpdate) -> list[str]:
-    results = await book.store.report(updates)
+    results = await book.store.apply_reports(updates)
     return [result.outcome if isinstance(result, InventoryResult) else result.code for result in results]
 
 
@@ -61,7 +61,7 @@ def tree(root: str, *children: str, version: int, source: str = "s", gpus: int =
         )
         for child in children
     ]
-    return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
+    return InventoryUpdate(reporter=source, version=version, root_uuid=root, providers=tuple(reports))
 
 
 async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) -> None:
@@ -80,11 +80,12 @@ async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(bo
     def named(name: str) -> InventoryUpdate:
         uuid = new_uuid(rng)
         reports = (ProviderReport(uuid=uuid, name=name, inventories={f"CUSTOM_{name}": Inventory(total=1)}),)
-        return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=reports)
+        return InventoryUpdate(reporter="s", version=1, root_uuid=uuid, providers=reports)
 
     names = [f"N{number}" for number in range(20)]
     mine, theirs = await asyncio.gather(
-        book.store.report([named(name) for name in names]), second.report([named(name) for name in reversed(names)])
+        book.store.apply_reports([named(name) for name in names]),
+        second.apply_reports([named(name) for name in reversed(names)]),
     )
     for a, b in zip(mine, reversed(theirs), strict=True):
         assert {type(a), type(b)} == {InventoryResult, ReportRefusal}
@@ -107,8 +108,8 @@ async def test_names_of_a_transaction_that_was_lost_are_not_used(
     monkeypatch.setattr(asyncpg.Connection, "execute", lost)
     update = book.host(new_uuid(rng), CUSTOM_NEW=1)
     with pytest.raises(DatabaseUnavailable):
-        await book.store.report([update])
-    (result,) = await book.store.report([update])  # as the consumer calls again
+        await book.store.apply_reports([update])
+    (result,) = await book.store.apply_reports([update])  # as the consumer calls again
     assert isinstance(result, InventoryResult) and result.outcome == "applied"
     await killer.close()
 
@@ -121,7 +122,7 @@ HOSTS = 20
 
 @pytest.fixture
 async def sent(book: Book) -> AsyncIterator[list[str]]:
-    """The statements of the book's one connection."""
+    """The statements of placement's one connection."""
     database: Database = book.database
     statements: list[str] = []
 
@@ -156,11 +157,11 @@ async def test_a_group_of_reports_that_change_everything_takes_six_round_trips(
         [with_child(book.host(host, VCPU=6), new_uuid(rng)) for host in hosts],  # children change, classes go
         [book.host(host, VCPU=7) for host in hosts],  # children go
     ]
-    await book.store.report(groups[0])
+    await book.store.apply_reports(groups[0])
     counted = []
     for group in groups[1:]:
         sent.clear()
-        results = await book.store.report(group)
+        results = await book.store.apply_reports(group)
         assert {getattr(one, "outcome", None) for one in results} == {"applied"}
         counted.append(list(sent))
     assert all(0 < len(statements) <= MOST for statements in counted), counted
@@ -216,7 +217,7 @@ async def test_a_report_finds_the_trees_that_it_had_to_wait_for(book: Book, rng:
     hosts = await book.hosts(4, rng, VCPU=8)
     updates = [book.host(host, VCPU=9) for host in hosts]
     async with moved_by_another(book) as let_go:
-        reporting = asyncio.create_task(book.store.report(updates))
+        reporting = asyncio.create_task(book.store.apply_reports(updates))
         await let_go()
         results = await reporting
     assert [getattr(result, "outcome", result) for result in results] == ["applied"] * 4
@@ -264,7 +265,7 @@ async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_
 
 
 async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Book, names: NameTable) -> None:
-    """A scheduler reads the book in one transaction while hosts report classes that no host had before."""
+    """A scheduler reads placement in one transaction while hosts report classes that no host had before."""
     async with book.database.raw() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await connection.fetch("SELECT 1 FROM resource_classes LIMIT 1")

@@ -35,9 +35,9 @@ from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.operations import export, export_store
-from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.operations.export import InvalidExport, PlacementExport
 from placement_worker.store import members
-from placement_worker.store.port import WantedClaims
+from placement_worker.store.port import ClaimsToLock
 from tests.kit.databases import WAITING
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
@@ -87,7 +87,7 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     (reply,) = await book.store.apply([requested])
     # Members are on many hosts: no host has them all, and none has none.
     is_hard = policy in (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
-    expected = ClaimOutcome.RULED_OUT if is_hard else ClaimOutcome.CLAIMED
+    expected = ClaimOutcome.POLICY_VIOLATED if is_hard else ClaimOutcome.CLAIMED
     assert isinstance(reply, ClaimResult) and reply.outcome is expected
 
 
@@ -136,7 +136,7 @@ async def test_members_that_the_transaction_names_are_read_beside_those_that_sta
     await book.store.apply(both)
     first = Release(consumer=both[0].consumer)
     reply = (await book.store.apply([first, member(rng, there, GroupPolicy.AFFINITY)]))[1]
-    assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.RULED_OUT
+    assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.POLICY_VIOLATED
 
 
 async def blocks_read(book: Book, claims: Sequence[Claim], holders: Sequence[str] = ()) -> int:
@@ -166,7 +166,7 @@ async def test_a_member_that_put_moves_to_a_host_while_a_claim_waits_for_it_is_s
                 assert not claiming.done()
     (reply,) = await claiming
     assert isinstance(reply, ClaimResult)
-    assert (reply.outcome, reply.members) == (ClaimOutcome.RULED_OUT, {there: 1})
+    assert (reply.outcome, reply.members) == (ClaimOutcome.POLICY_VIOLATED, {there: 1})
     await watcher.close()
 
 
@@ -207,13 +207,13 @@ async def outcomes(book: Book, *claims: Claim) -> list[str]:
     return [str(reply.outcome) for reply in await book.store.apply(claims)]
 
 
-async def exported(book: Book) -> BookExport:
+async def exported(book: Book) -> PlacementExport:
     await book.store.names.refresh()
     async with book.database.raw() as connection:
         return export.parse(list(export.lines(await export_store.read(connection, book.store.names))))
 
 
-async def imported(book: Book, what: BookExport) -> int:
+async def imported(book: Book, what: PlacementExport) -> int:
     async with book.rows.transaction() as transaction:
         return await export_store.assign(transaction, what, book.store.names)
 
@@ -235,7 +235,7 @@ async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_d
             exported_member(rng, hosts[1], TOGETHER),
             exported_member(rng, hosts[2], None, TWO),
         )
-        assert await outcomes(one, *claims) == ["ruled_out", "ruled_out", "over_limit"]
+        assert await outcomes(one, *claims) == ["policy_violated", "policy_violated", "over_quota"]
         assert await outcomes(one, Release(consumer=near.consumer), exported_member(rng, hosts[1], TOGETHER)) == [  # type: ignore[arg-type]
             "released",
             "claimed",
@@ -268,15 +268,15 @@ async def test_a_file_without_groups_leaves_groups_as_they_are_and_members_follo
     assert (old.members, old.consumers) == (None, before.consumers)
     assert await imported(book, old) == 0
     assert (await exported(book)).members == before.members
-    moved = replace(old.consumers[mover.consumer], generation=2, holding={hosts[2]: {"VCPU": 3}})
+    moved = replace(old.consumers[mover.consumer], generation=2, allocations={hosts[2]: {"VCPU": 3}})
     assert await imported(book, replace(old, consumers={**old.consumers, mover.consumer: moved})) > 0
     claims = [exported_member(rng, host) for host in hosts]
-    assert await outcomes(book, *claims) == ["claimed", "ruled_out", "ruled_out"]
+    assert await outcomes(book, *claims) == ["claimed", "policy_violated", "policy_violated"]
 
 
 @pytest.mark.parametrize("other", ["berth.placement.v2", "berth.placement.v4"])
 def test_a_file_names_its_version_and_another_version_is_refused_in_words(other: str) -> None:
-    empty = BookExport(frozenset(), frozenset(), {}, {}, frozenset())
+    empty = PlacementExport(frozenset(), frozenset(), {}, {}, frozenset())
     assert next(export.lines(empty)) == b'{"format":"berth.placement.v3"}\n'
     without = next(export.lines(replace(empty, members=None)))
     assert without == b'{"format":"berth.placement.v3","without_members":true}\n'
@@ -292,7 +292,7 @@ def test_a_file_names_its_version_and_another_version_is_refused_in_words(other:
 async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_project(
     book: Book, hosts: list[str], rng: random.Random
 ) -> None:
-    """Decided by the members and the sums of the book before, they would break the rule in the book after."""
+    """Decided by the members and the sums of placement before, they would break the rule in placement after."""
     assert await outcomes(book, exported_member(rng, hosts[0])) == ["claimed"]
     file = await exported(book)
     for requested in (exported_member(rng, hosts[1]), exported_member(rng, hosts[1], None, TWO)):
@@ -301,7 +301,7 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
             await transaction.lock_groups(ClaimGroup([requested]).keys)
             await transaction.members(ClaimGroup([requested]).members())
             if requested.limits:
-                await transaction.lock_claims(WantedClaims(ClaimGroup([requested]).consumers, None, ["p"], alone=True))
+                await transaction.lock_claims(ClaimsToLock(ClaimGroup([requested]).consumers, None, ["p"], alone=True))
             importing = asyncio.create_task(imported(book, file))
             await until(lambda: reading.fetchval(NOT_GRANTED))
             assert not importing.done()
@@ -339,7 +339,7 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
         (reply,) = await claim(book.rows.on(claiming), ClaimGroup([member(consumer, 2)]), ABOVE_CELLS)
         assert reply.outcome == "claimed"
         trimming = asyncio.create_task(
-            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+            book.store.trim(keep_changes=1000, keep_ended_attempts_s=1e6, keep_reporters_s=1e6, limit=100)
         )
         await until_it_waits(book, trimming.done)
     await trimming
@@ -347,7 +347,7 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
         host: 1
     }
     (other,) = await book.store.apply([member(new_uuid(rng))])
-    assert other.outcome == "ruled_out"
+    assert other.outcome == "policy_violated"
 
 
 @pytest.mark.parametrize("released", [False, True], ids=["holds again", "held again, and is kept for a revert"])
@@ -367,7 +367,7 @@ async def test_a_member_that_is_on_record_again_between_the_two_looks_is_not_tri
     async with book.database.raw() as holding:  # a lock that a DELETE waits for, and SELECT FOR UPDATE does not
         await holding.execute("LOCK TABLE group_members IN SHARE MODE")
         trimming = asyncio.create_task(
-            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+            book.store.trim(keep_changes=1000, keep_ended_attempts_s=1e6, keep_reporters_s=1e6, limit=100)
         )
         await until_it_waits(book, trimming.done)
         assert not trimming.done()

@@ -16,15 +16,15 @@ from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
 from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
 from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.config import RestConfig
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.contract.books import KINDS
 
 START_TIMEOUT_S = 60.0
@@ -38,7 +38,7 @@ class Placement:
     book: the URL of a database, or the table of a book in memory.
     """
 
-    def __init__(self, book: str | MemoryBookTable, config: RestConfig, *, health_with_rest: bool = False) -> None:
+    def __init__(self, book: str | MemoryPlacementTable, config: RestConfig, *, health_with_rest: bool = False) -> None:
         self.book = book
         url = book if isinstance(book, str) else ""
         self.rng = random.Random(7)
@@ -50,10 +50,10 @@ class Placement:
             clock=SystemClock(),
             rng=self.rng,
         )
-        self.store: ResourceBook = (
-            ResourceBook(PostgresBookRows(env.database("placement")))
+        self.store: PlacementService = (
+            PlacementService(PostgresPlacementRows(env.database("placement")))
             if isinstance(book, str)
-            else ResourceBook(MemoryBookRows(book.session()))
+            else PlacementService(MemoryPlacementRows(book.session()))
         )
         self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
@@ -118,13 +118,13 @@ class Placement:
         return await self.call("PUT", f"/allocations/{consumer}", holding(held, generation))
 
     @property
-    def postgres(self) -> ResourceBook:
+    def postgres(self) -> PlacementService:
         """The store, of a book in PostgreSQL."""
-        assert isinstance(self.store.rows, PostgresBookRows)
+        assert isinstance(self.store.rows, PostgresPlacementRows)
         return self.store
 
     async def findings(self) -> list[str]:
-        """The flaws of the book."""
+        """The problems of placement."""
         if not isinstance(self.book, str):
             return findings_in_memory(self.book)
         async with self.postgres.rows.database.raw() as connection:
@@ -137,12 +137,12 @@ class Placement:
         return replica
 
 
-def findings_in_memory(table: MemoryBookTable) -> list[str]:
+def findings_in_memory(table: MemoryPlacementTable) -> list[str]:
     """As `audit.findings` has them."""
     used: dict[str, Counter[str]] = {uuid: Counter() for uuid in table.providers}
     projects: dict[str, Counter[str]] = {}
     for row in table.consumers.values():
-        for provider, resources in row.consumer.holding.items():
+        for provider, resources in row.consumer.allocations.items():
             used.setdefault(provider, Counter()).update(resources)
         projects.setdefault(row.consumer.project_id, Counter()).update(counted_by_class(row.consumer))
     lines = [f"{uuid}: {p.used} used" for uuid, p in table.providers.items() if p.used != used[uuid]]
@@ -150,7 +150,7 @@ def findings_in_memory(table: MemoryBookTable) -> list[str]:
     lines += [
         f"{uuid}: a consumer that holds nothing"
         for uuid, row in table.consumers.items()
-        if row.released_at is None and not row.consumer.holding
+        if row.released_at is None and not row.consumer.allocations
     ]
     for project in projects.keys() | table.project_usage.keys():
         counted, held = Counter(table.project_usage.get(project, {})), projects.get(project, Counter())
@@ -173,7 +173,7 @@ def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, An
 
 
 @asynccontextmanager
-async def serving(book: str | MemoryBookTable, **config: float) -> AsyncIterator[Placement]:
+async def serving(book: str | MemoryPlacementTable, **config: float) -> AsyncIterator[Placement]:
     """A placement worker with these settings of its REST API."""
     made = Placement(book, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
     await made.start()
@@ -186,7 +186,7 @@ async def serving(book: str | MemoryBookTable, **config: float) -> AsyncIterator
 @pytest.fixture(params=KINDS)
 async def placement(request: pytest.FixtureRequest) -> AsyncIterator[Placement]:
     """On a book of each kind: the REST API answers alike on both."""
-    book = MemoryBookTable(SystemClock()) if request.param == "memory" else request.getfixturevalue("postgres_url")
+    book = MemoryPlacementTable(SystemClock()) if request.param == "memory" else request.getfixturevalue("postgres_url")
     async with serving(book) as made:
         yield made
 

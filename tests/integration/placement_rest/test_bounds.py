@@ -72,7 +72,9 @@ async def devices(placement: Placement, count: int) -> str:
     for number in range(count):
         uuid = new_uuid(placement.rng)
         reports.append(ProviderReport(uuid=uuid, name=f"{number}-{uuid}", parent_uuid=root, inventories=inventory))
-    await placement.store.report([InventoryUpdate(source="t", version=1, root_uuid=root, providers=tuple(reports))])
+    await placement.store.apply_reports(
+        [InventoryUpdate(reporter="t", version=1, root_uuid=root, providers=tuple(reports))]
+    )
     return root
 
 
@@ -88,8 +90,8 @@ async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_stat
             answer = await placement.call("GET", "/allocation_candidates?resources=VCPU:1", status=200)
             assert list(answer.json()["provider_summaries"]) == [other]
             # The searched book changes under it: it goes on with what was there.
-            gone = InventoryUpdate(source="t", version=2, root_uuid=root)
-            await placement.store.report([gone])
+            gone = InventoryUpdate(reporter="t", version=2, root_uuid=root)
+            await placement.store.apply_reports([gone])
             answer = await placement.call("GET", "/allocation_candidates?resources=SRIOV_NET_VF:1", status=200)
             assert answer.json()["allocation_requests"] == []
             assert not long.done()

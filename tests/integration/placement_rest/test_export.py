@@ -29,13 +29,13 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.operations import audit, export, export_store
 from placement_worker.operations import audit as questions
-from placement_worker.operations.audit import Doubled, excess_of, generations, give_back, repair
-from placement_worker.operations.export import BookExport, CopySource, InvalidExport
+from placement_worker.operations.audit import Duplicate, excess_of, generations, reduce_allocations, repair
+from placement_worker.operations.export import CopyReader, InvalidExport, PlacementExport
 from placement_worker.replica.catch_up import LocalReplica
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.forks import run_berth
 from tests.kit.servers import fresh_database
@@ -43,24 +43,24 @@ from tests.kit.servers import fresh_database
 pytestmark = pytest.mark.postgres
 
 
-# --- the whole book as a value: out and in again, over another book, from a live Placement; and repairs
+# --- all of placement as a value: out and in again, over another book, from a live Placement; and repairs
 
 
-async def read(store: ResourceBook) -> BookExport:
+async def read(store: PlacementService) -> PlacementExport:
     await store.names.refresh()
     async with store.rows.database.raw() as connection:
         return await export_store.read(connection, store.names)
 
 
-async def assign(store: ResourceBook, what: BookExport) -> int:
+async def assign(store: PlacementService, what: PlacementExport) -> int:
     await store.names.ensure(what.classes, what.traits)
     rows = store.rows
-    assert isinstance(rows, PostgresBookRows)
+    assert isinstance(rows, PostgresPlacementRows)
     async with rows.transaction() as transaction:
         return await export_store.assign(transaction, what, store.names)
 
 
-async def findings(store: ResourceBook) -> list[str]:
+async def findings(store: PlacementService) -> list[str]:
     async with store.rows.database.raw() as connection:
         return await audit.findings(connection)
 
@@ -87,7 +87,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
     text = list(export.lines(before))
     assert export.parse(text) == before
     with fresh_database(postgres_server) as url:
-        other = ResourceBook(PostgresBookRows(Database(url, "placement")))
+        other = PlacementService(PostgresPlacementRows(Database(url, "placement")))
         await other.open()
         replica = LocalReplica(other)
         await replica.fresh()
@@ -114,7 +114,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
 
 
 def test_half_a_file_is_no_book() -> None:
-    empty = BookExport(frozenset({"CUSTOM_A"}), frozenset(), {}, {})
+    empty = PlacementExport(frozenset({"CUSTOM_A"}), frozenset(), {}, {})
     text = list(export.lines(empty))
     assert export.parse(text) == empty
     for bad in (text[:-1], text[1:], [], [b"{"], [*text, text[1]], [text[0], text[-1]], [b"\xff"]):
@@ -126,9 +126,9 @@ def test_half_a_file_is_no_book() -> None:
 async def test_a_live_placement_is_copied_until_equal(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     with fresh_database(postgres_server) as url:
-        copy = ResourceBook(PostgresBookRows(Database(url, "placement")))
+        copy = PlacementService(PostgresPlacementRows(Database(url, "placement")))
         await copy.open()
-        source = CopySource(placement.base_url, "admin")
+        source = CopyReader(placement.base_url, "admin")
         assert await assign(copy, await source.read()) == 7
         await placement.call("DELETE", f"/allocations/{consumers[0]}", status=204)
         moved = new_uuid(placement.rng)
@@ -172,13 +172,13 @@ async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(pla
 
 
 @pytest.fixture
-async def source(placement: Placement) -> AsyncIterator[CopySource]:
-    made = CopySource(placement.base_url, "admin")
+async def source(placement: Placement) -> AsyncIterator[CopyReader]:
+    made = CopyReader(placement.base_url, "admin")
     yield made
     await made.close()
 
 
-async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Placement, source: CopySource) -> None:
+async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Placement, source: CopyReader) -> None:
     host = await placement.host(VCPU=8)
     consumer = new_uuid(placement.rng)
     assert (await placement.claim(consumer, host, VCPU=1)).status_code == 204
@@ -187,10 +187,10 @@ async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Pla
     assert (await placement.claim(consumer, host, VCPU=3)).status_code == 204
     after = (await source.read(whole=False)).consumers[consumer]
     assert (before.generation, after.generation) == (1, 1)
-    assert after.holding == {host: {"VCPU": 3}}
+    assert after.allocations == {host: {"VCPU": 3}}
 
 
-async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Placement, source: CopySource) -> None:
+async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Placement, source: CopyReader) -> None:
     host, aggregate = await placement.host(VCPU=8), new_uuid(placement.rng)
     await source.read()
     path = f"/resource_providers/{host}/aggregates"
@@ -205,16 +205,16 @@ async def test_an_unreachable_keystone_and_an_unknown_user(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "ASK", msgspec.structs.replace(export.ASK, first_s=0.001, longest_s=0.001))
-    unreachable = CopySource("http://127.0.0.1:9", "admin")
+    unreachable = CopyReader("http://127.0.0.1:9", "admin")
     with pytest.raises(InvalidExport, match="ConnectError"):
         await unreachable.read()
     await unreachable.close()
-    unauthorized = CopySource(f"{placement.base_url}/resource_providers", "")
+    unauthorized = CopyReader(f"{placement.base_url}/resource_providers", "")
     with pytest.raises(InvalidExport):
         await unauthorized.read()
     await unauthorized.close()
     with pytest.raises((InvalidExport, httpx.HTTPError)):
-        await CopySource("gopher://x", "").read()
+        await CopyReader("gopher://x", "").read()
 
 
 HOSTILE = {
@@ -257,7 +257,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.
 
 
 async def refused(url: str, *, match: str = ".") -> None:
-    source = CopySource(url, "admin")
+    source = CopyReader(url, "admin")
     with pytest.raises(InvalidExport, match=match):
         await source.read()
     await source.close()
@@ -408,10 +408,10 @@ async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placem
     async def report(version: int, **totals: int) -> Sequence[str]:
         inventories = {name: Inventory(total=total) for name, total in totals.items()}
         reports = (ProviderReport(uuid=host, name="host", inventories=inventories),)
-        update = InventoryUpdate(source="s", version=version, root_uuid=host, providers=reports)
-        [result] = await placement.store.report([update])
+        update = InventoryUpdate(reporter="s", version=version, root_uuid=host, providers=reports)
+        [result] = await placement.store.apply_reports([update])
         assert isinstance(result, InventoryResult)
-        return result.stranded
+        return result.orphaned
 
     assert not await report(1, VCPU=8, CUSTOM_CARD=2)
     assert (await placement.claim(consumer, host, CUSTOM_CARD=1)).status_code == 204
@@ -435,9 +435,9 @@ async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) 
             consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
         )
         await placement.store.apply([Swap(consumers=(entry,))])
-        assert await give_back(placement.store, connection, twice) == [
+        assert await reduce_allocations(placement.store, connection, twice) == [
             f"{consumer}: given back on {other}",
-            f"{moved}: left alone, consumer_changed",
+            f"{moved}: left alone, consumer_conflict",
         ]
         held = await questions.allocations(connection)
     assert held == {consumer: {one: {"VCPU": 2, "DISK_GB": 1}}, moved: {other: {"VCPU": 3}}}
@@ -453,14 +453,14 @@ async def twice_held(placement: Placement, one: str, other: str) -> str:
     return consumer
 
 
-async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], other: str) -> list[Doubled]:
+async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], other: str) -> list[Duplicate]:
     known = await generations(connection)
     held = await questions.allocations(connection)
     return [
         each
         for uuid, host in hosts.items()
         for each in excess_of(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
-        if isinstance(each, Doubled)
+        if isinstance(each, Duplicate)
     ]
 
 
@@ -482,7 +482,7 @@ async def test_what_has_changed_since_it_was_judged_is_not_released(placement: P
     await placement.store.apply([Swap(consumers=(entry,))])
     done: list[str] = []
     await _repair(placement.postgres, database, judged, [], False, done)
-    assert sorted(done) == sorted((f"{moved}: left alone, consumer_changed", f"{orphan}: released"))
+    assert sorted(done) == sorted((f"{moved}: left alone, consumer_conflict", f"{orphan}: released"))
     async with database.raw() as connection:
         assert await questions.allocations(connection) == {moved: {other: {"VCPU": 3}}}
 

@@ -13,10 +13,10 @@ from berth.trial.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.operations import export, export_store
 from placement_worker.rest.config import RestConfig
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresPlacementRows
 from tests.integration.placement_rest.conftest import Placement, holding, on_postgres, serving
 from tests.kit.servers import fresh_database
 
@@ -62,8 +62,8 @@ async def test_consumers_that_cross_over_neither_deadlock_nor_conflict(placement
 async def test_the_bus_and_rest_share_one_book(placement: Placement) -> None:
     root, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
     report = ProviderReport(uuid=root, name="metal", inventories={"VCPU": Inventory(total=4)})
-    [result] = await placement.store.report(
-        [InventoryUpdate(source="c1", version=1, root_uuid=root, providers=(report,))]
+    [result] = await placement.store.apply_reports(
+        [InventoryUpdate(reporter="c1", version=1, root_uuid=root, providers=(report,))]
     )
     assert getattr(result, "outcome", None) == "applied"
     shown = (await placement.call("GET", f"/resource_providers/{root}/inventories", status=200)).json()
@@ -81,11 +81,11 @@ async def test_the_bus_and_rest_share_one_book(placement: Placement) -> None:
     await placement.call("PUT", f"/allocations/{consumer}", holding({}, 1), status=204)
     [late] = await placement.store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     assert isinstance(late, ClaimResult)
-    assert late.outcome == "consumer_changed", "a late duplicate must not bring back what REST has removed"
+    assert late.outcome == "consumer_conflict", "a late duplicate must not bring back what REST has removed"
     body = {"resource_provider_generation": shown["resource_provider_generation"] + 2, "inventories": {}}
     await placement.call("PUT", f"/resource_providers/{root}/inventories", body, status=200)
-    [again] = await placement.store.report(
-        [InventoryUpdate(source="c1", version=2, root_uuid=root, providers=(report,))]
+    [again] = await placement.store.apply_reports(
+        [InventoryUpdate(reporter="c1", version=2, root_uuid=root, providers=(report,))]
     )
     assert getattr(again, "outcome", None) == "applied", "the same report repairs what REST has changed under it"
     assert await placement.findings() == []
@@ -256,7 +256,9 @@ async def test_a_report_with_a_name_that_has_gone_makes_it_anew(placement: Place
     await rename(placement)
     root = new_uuid(other.rng)
     report = ProviderReport(uuid=root, name="metal", inventories={OLD: Inventory(total=4)})
-    [result] = await other.store.report([InventoryUpdate(source="c1", version=1, root_uuid=root, providers=(report,))])
+    [result] = await other.store.apply_reports(
+        [InventoryUpdate(reporter="c1", version=1, root_uuid=root, providers=(report,))]
+    )
     assert getattr(result, "outcome", None) == "applied"
     await placement.call("GET", f"/resource_classes/{OLD}", status=200)
     assert await placement.findings() == []
@@ -283,8 +285,8 @@ async def report(placement: Placement, root: str, version: int, *traits: str) ->
     announced = ProviderReport(
         uuid=root, name="host", inventories={"VCPU": Inventory(total=4 + version)}, traits=traits
     )
-    [result] = await placement.store.report(
-        [InventoryUpdate(source="c1", version=version, root_uuid=root, providers=(announced,))]
+    [result] = await placement.store.apply_reports(
+        [InventoryUpdate(reporter="c1", version=version, root_uuid=root, providers=(announced,))]
     )
     assert getattr(result, "outcome", None) == "applied"
 
@@ -337,8 +339,8 @@ async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placem
     async with placement.postgres.rows.database.raw() as connection:
         lines = list(export.lines(await export_store.read(connection, placement.postgres.names)))
     with fresh_database(postgres_server) as url:
-        rows = PostgresBookRows(Database(url, "placement"))
-        other = ResourceBook(rows)
+        rows = PostgresPlacementRows(Database(url, "placement"))
+        other = PlacementService(rows)
         await other.open()
         what = export.parse(lines)
         await other.names.ensure(what.classes, what.traits)

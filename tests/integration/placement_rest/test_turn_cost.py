@@ -19,7 +19,7 @@ import pytest
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.groups import MAX_ENTRIES
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_table import MemoryPlacementTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
 pytestmark = pytest.mark.postgres
@@ -79,7 +79,7 @@ async def filled(placement: Placement) -> list[str]:
     inventories = {name: Inventory(total=1_000, max_unit=1_000) for name in AMOUNTS}
     reports = [
         InventoryUpdate(
-            source="reporter",
+            reporter="reporter",
             version=1,
             root_uuid=uuid,
             providers=(ProviderReport(uuid=uuid, name=uuid, inventories=inventories),),
@@ -87,7 +87,7 @@ async def filled(placement: Placement) -> list[str]:
         for uuid in uuids
     ]
     for first in range(0, PROVIDERS, REPORTED_AT_ONCE):
-        await placement.store.report(reports[first : first + REPORTED_AT_ONCE])
+        await placement.store.apply_reports(reports[first : first + REPORTED_AT_ONCE])
     return uuids
 
 
@@ -287,7 +287,7 @@ def without_ids(answer: dict[str, Any]) -> Any:
 
 
 async def test_writes_end_the_same_on_both_adapters(postgres_url: str) -> None:
-    async with serving(postgres_url) as database, serving(MemoryBookTable(SystemClock())) as memory:
+    async with serving(postgres_url) as database, serving(MemoryPlacementTable(SystemClock())) as memory:
         caller = Caller([database, memory])
         await caller.make_hosts()
         statuses = []

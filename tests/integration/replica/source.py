@@ -22,7 +22,7 @@ from bus.contracts.feed import (
     feed_rows,
 )
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from tests.unit.replica.worlds import inventory, uuid
 
 
@@ -73,7 +73,7 @@ class Source:
         self.states: dict[str, ProviderState] = {}
         self.changes: list[Change] = []
         self.first = 1  # the oldest number still kept
-        self.history = "h1"
+        self.incarnation = "h1"
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
         self.busy = False  # each answer is followed by one more change, published before the answer is sent
@@ -101,7 +101,7 @@ class Source:
     def begin_again(self) -> None:
         """The database was set back: other providers, lower numbers."""
         self.states, self.changes, self.first, self.unpublished = {}, [], 1, []
-        self.history = f"h{int(self.history[1:]) + 1}"
+        self.incarnation = f"h{int(self.incarnation[1:]) + 1}"
 
     def write(self, count: int = 1) -> None:
         """Random committed changes."""
@@ -132,7 +132,7 @@ class Source:
                 root_uuid=uuid(root),
                 parent_uuid=None if number == root else uuid(root),
                 generation=0 if old is None else old.generation + 1,
-                shape=0 if old is None else old.shape + 1,
+                spec_generation=0 if old is None else old.spec_generation + 1,
                 inventories={"VCPU": inventory(self.rng.randint(1, 9))},
                 used={} if old is None else old.used,
                 traits=tuple(sorted(self.rng.sample(("T1", "T2", "T3"), 2))),
@@ -149,7 +149,7 @@ class Source:
         """Announce what is committed and not yet published, as placement does."""
         unpublished, self.unpublished = self.unpublished, []
         if unpublished:
-            await self.bus.publish(FeedChanges(rows=feed_rows(unpublished), history=self.history))
+            await self.bus.publish(FeedChanges(rows=feed_rows(unpublished), incarnation=self.incarnation))
 
     async def announce_badly(self) -> None:
         """Lose, repeat or swap some of it."""
@@ -159,10 +159,10 @@ class Source:
             self.rng.shuffle(parts)
         for part in parts:
             for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
-                await self.bus.publish(FeedChanges(rows=feed_rows(part), history=self.history))
+                await self.bus.publish(FeedChanges(rows=feed_rows(part), incarnation=self.incarnation))
 
     async def announce_head(self) -> None:
-        await self.bus.publish(FeedHead(sequence=self.head, history=self.history))
+        await self.bus.publish(FeedHead(sequence=self.head, incarnation=self.incarnation))
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         replies = [Done(self._page(received.message)) for received in batch]
@@ -175,11 +175,11 @@ class Source:
         self.on_page()
         self.pages += 1
         if isinstance(request, ChangesRequest):
-            if request.after < self.first - 1 or request.history not in ("", self.history):
-                return ChangesPage(head=self.head, too_old=True, history=self.history)
+            if request.after < self.first - 1 or request.incarnation not in ("", self.incarnation):
+                return ChangesPage(head=self.head, too_old=True, incarnation=self.incarnation)
             at = request.after - self.first + 1
             rows = feed_rows(self.changes[at : at + request.limit])
-            return ChangesPage(head=self.head, rows=rows, history=self.history)
+            return ChangesPage(head=self.head, rows=rows, incarnation=self.incarnation)
         assert isinstance(request, SnapshotRequest)
         self.snapshots += request.after is None
         left = sorted(one for one in self.states if request.after is None or one > request.after)
@@ -187,26 +187,26 @@ class Source:
             sequence=self.head,
             providers=tuple(self.states[one] for one in left[: request.limit]),
             more=len(left) > request.limit,
-            history=self.history,
+            incarnation=self.incarnation,
         )
 
-    def is_held_by(self, book: Book) -> bool:
-        """Whether the book holds just what is true."""
-        if book.sequence != self.head or len(book) != len(self.states):
+    def is_held_by(self, replica: Replica) -> bool:
+        """Whether placement holds just what is true."""
+        if replica.sequence != self.head or len(replica) != len(self.states):
             return False
-        return all(_same(book, state) for state in self.states.values())
+        return all(_same(replica, state) for state in self.states.values())
 
 
-def _same(book: Book, state: ProviderState) -> bool:
-    row = book.row_of(state.uuid)
+def _same(replica: Replica, state: ProviderState) -> bool:
+    row = replica.row_of(state.uuid)
     if row is None:
         return False
-    announced = {name: (numbers.capacity, used) for name, (numbers, used, _) in book.inventory_of(row).items()}
+    announced = {name: (numbers.capacity, used) for name, (numbers, used, _) in replica.inventory_of(row).items()}
     true = {name: (int(numbers[0]), state.used.get(name, 0)) for name, numbers in state.inventories.items()}
     return (
         announced == true
-        and book.traits_of(row) == state.traits
-        and book.generation[row] == state.generation
-        and book.shape_of(row) == state.shape
-        and book.uuid_of(book.root_of(row)) == state.root_uuid
+        and replica.traits_of(row) == state.traits
+        and replica.generation[row] == state.generation
+        and replica.spec_generation_of(row) == state.spec_generation
+        and replica.uuid_of(replica.root_of(row)) == state.root_uuid
     )

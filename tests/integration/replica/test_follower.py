@@ -14,7 +14,7 @@ from bus.contracts.feed import FeedChanges, feed_rows
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica import catch_up
 from placement_worker.replica import follower as follower_of
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.catch_up import SnapshotEndless
 from placement_worker.replica.follower import Follower
 from tests.integration.replica.source import ManualClock, Source, until
@@ -36,7 +36,7 @@ class Stage:
         self.clock = ManualClock()
         self.rng = random.Random(seed)
         self.broker = MemoryBroker(self.clock)
-        self.book = Book()
+        self.book = Replica()
         self.source = Source(self.bus("placement"), self.rng)
 
     def bus(self, process: str) -> Bus:
@@ -49,7 +49,7 @@ class Stage:
         return self.source.is_held_by(self.book)
 
     async def until_true(self) -> None:
-        """Heads are published each second, as placement does, until the book is right."""
+        """Heads are published each second, as placement does, until placement is right."""
         for _ in range(60):
             await self.source.announce_head()
             for _ in range(300):
@@ -101,7 +101,7 @@ async def test_snapshot_then_feed() -> None:
         for _ in range(20):
             stage.source.write()
             await stage.source.notify()
-        await until(lambda: follower.book.sequence >= stage.source.head, stage.clock)
+        await until(lambda: follower.replica.sequence >= stage.source.head, stage.clock)
         assert stage.is_true()
         assert stage.source.pages == pages, "a whole feed needs no asking"
 
@@ -184,7 +184,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         assert stage.clock.now - before < follower_of.HEAD_LAG_S
         stage.source.write()
         await stage.source.notify()
-        await until(lambda: follower.book.sequence >= stage.source.head, stage.clock)
+        await until(lambda: follower.replica.sequence >= stage.source.head, stage.clock)
 
 
 async def test_placement_unavailable_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,17 +259,17 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
     state = provider(0, generation=3, inventories={"VCPU": 8})
     stage.source.states[state.uuid] = state
     async with following(stage) as follower:
-        book, published = stage.book, []
-        roots = book.rows_of_roots()
-        follower.on_change(lambda: published.append(int(book.free("VCPU", roots)[0])))
-        book.assume("boot", {state.uuid: {"VCPU": 2}})
-        assert book.free("VCPU", roots)[0] == 6
-        book.settle("boot", {state.uuid: 4})
-        assert book.free("VCPU", roots)[0] == 6
+        replica, published = stage.book, []
+        roots = replica.rows_of_roots()
+        follower.on_change(lambda: published.append(int(replica.free("VCPU", roots)[0])))
+        replica.assume("boot", {state.uuid: {"VCPU": 2}})
+        assert replica.free("VCPU", roots)[0] == 6
+        replica.confirm("boot", {state.uuid: 4})
+        assert replica.free("VCPU", roots)[0] == 6
         await stage.source.bus.publish(FeedChanges(rows=feed_rows([used(1, 0, 4, {"VCPU": 2})])))
-        await until(lambda: book.sequence == 1, stage.clock)
-        assert book.free("VCPU", roots)[0] == 6
-        assert list(book.assumptions.keys()) == []
+        await until(lambda: replica.sequence == 1, stage.clock)
+        assert replica.free("VCPU", roots)[0] == 6
+        assert list(replica.assumptions.keys()) == []
         assert set(published) == {6}
 
 
@@ -331,7 +331,7 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
             assert asking.result()
         await until(stage.is_true, stage.clock)
         assert stage.source.snapshots == snapshots + 1
-        assert stage.book.history == "h2"
+        assert stage.book.incarnation == "h2"
 
 
 async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
@@ -340,11 +340,11 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
     stage.source.states[state.uuid] = state
     async with following(stage):
         stage.book.assume("boot", {state.uuid: {"VCPU": 2}})
-        stage.book.settle("boot", {state.uuid: 400}, 500)
+        stage.book.confirm("boot", {state.uuid: 400}, 500)
         stage.source.begin_again()
         stage.source.states[state.uuid] = state
         await stage.source.announce_head()
-        await until(lambda: stage.book.history == "h2", stage.clock)
+        await until(lambda: stage.book.incarnation == "h2", stage.clock)
         assert list(stage.book.assumptions.keys()) == []
 
 
@@ -366,12 +366,12 @@ async def test_a_book_that_was_set_back_is_noticed_by_its_feed_alone(announced: 
             await turns(20)
             stage.clock.advance(0.1)
         assert stage.source.snapshots == snapshots + 1
-        assert stage.book.history == "h2"
+        assert stage.book.incarnation == "h2"
 
 
 @pytest.mark.parametrize("later", [0, 3], ids=["no change since", "changes since"])
 async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_before(later: int) -> None:
-    """Changes that came before belong to numbers which the book has given again."""
+    """Changes that came before belong to numbers which placement has given again."""
     stage = Stage()
     source = stage.source
     source.write(60)
@@ -380,7 +380,7 @@ async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_befo
 
     def on_page() -> None:
         if source.pages == 1:
-            source.write(5)  # 61 to 65, of the former history: kept until the snapshot is read
+            source.write(5)  # 61 to 65, of the former incarnation: kept until the snapshot is read
             announced_soon.append(asyncio.create_task(source.notify()))
         elif source.pages == 4:
             source.begin_again()
@@ -396,7 +396,7 @@ async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_befo
             await source.announce_head()
             await turns(20)
             stage.clock.advance(0.1)
-        assert stage.book.history == "h2"
+        assert stage.book.incarnation == "h2"
         assert stage.is_true(), (stage.book.sequence, source.head)
 
 

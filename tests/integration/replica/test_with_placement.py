@@ -26,7 +26,7 @@ from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.request import Query
 from placement_worker.replica.search import options, search
@@ -63,13 +63,13 @@ class Site:
         await bus.close()
 
     @asynccontextmanager
-    async def replica(self, process: str) -> AsyncIterator[tuple[Follower, Book]]:
+    async def replica(self, process: str) -> AsyncIterator[tuple[Follower, Replica]]:
         async with self.bus(process) as bus:
-            follower = Follower(bus, Book(), clock=CLOCK)
+            follower = Follower(bus, Replica(), clock=CLOCK)
             await follower.start()
             async with asyncio.timeout(TIMEOUT_S):
                 await follower.ready.wait()
-            yield follower, follower.book
+            yield follower, follower.replica
             await follower.close()
 
 
@@ -98,33 +98,38 @@ def host(rng: random.Random) -> InventoryUpdate:
             traits=("CUSTOM_FAST",),
         ),
     )
-    return InventoryUpdate(source="test", version=1, root_uuid=root, providers=providers)
+    return InventoryUpdate(reporter="test", version=1, root_uuid=root, providers=providers)
 
 
-async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
+async def boot(bus: Bus, replica: Replica, rng: random.Random) -> ClaimOutcome | None:
     """As a scheduler does it: search, assume, claim, settle. None: the replica has no room."""
-    roots = search(book, QUERY).roots
+    roots = search(replica, QUERY).roots
     if not len(roots):
         return None
-    best = options(book, QUERY, int(rng.choice(roots.tolist())))
+    best = options(replica, QUERY, int(rng.choice(roots.tolist())))
     consumer = new_uuid(rng)
-    book.assume(consumer, best[0].allocations)
+    replica.assume(consumer, best[0].allocations)
     claim = Claim(consumer=consumer, options=tuple(best), project_id="p")
     result = await bus.request(claim, ClaimResult, timeout_s=TIMEOUT_S)
     won = result.outcome is ClaimOutcome.CLAIMED
     if won:
-        book.settle(consumer, result.generations)
+        replica.confirm(consumer, result.generations)
     else:
-        book.forget(consumer)
+        replica.drop_assumed(consumer)
     if won and rng.random() < 0.3:
         await bus.request(Release(consumer=consumer), ReleaseResult, timeout_s=TIMEOUT_S)
     return result.outcome
 
 
-def as_published(book: Book) -> dict[str, object]:
-    rows = book.members(book.rows_of_roots())[0].tolist()
+def as_published(replica: Replica) -> dict[str, object]:
+    rows = replica.members(replica.rows_of_roots())[0].tolist()
     return {
-        book.uuid_of(row): (book.generation[row], book.shape_of(row), book.traits_of(row), book.inventory_of(row))
+        replica.uuid_of(row): (
+            replica.generation[row],
+            replica.spec_generation_of(row),
+            replica.traits_of(row),
+            replica.inventory_of(row),
+        )
         for row in rows
     }
 
@@ -142,15 +147,15 @@ async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) 
         reports = [host(rng) for _ in range(hosts)]
         results = await client.request_all(reports, InventoryResult, timeout_s=TIMEOUT_S, causes=[""] * hosts)
         sequence = max(result.sequence for result in results if isinstance(result, InventoryResult))
-        for follower, book in (one, two):
-            await until(lambda book=book: book.sequence >= sequence, follower)  # type: ignore[misc]
-            assert len(book) == 2 * hosts
+        for follower, replica in (one, two):
+            await until(lambda replica=replica: replica.sequence >= sequence, follower)  # type: ignore[misc]
+            assert len(replica) == 2 * hosts
 
-        async def schedule(replica: tuple[Follower, Book], seed: int) -> list[ClaimOutcome]:
-            follower, book = replica
+        async def schedule(replica: tuple[Follower, Replica], seed: int) -> list[ClaimOutcome]:
+            follower, replica = replica
             dice, outcomes = random.Random(seed), []
             for _ in range(10 * hosts):
-                outcome = await boot(client, book, dice)
+                outcome = await boot(client, replica, dice)
                 if outcome is None:
                     break
                 outcomes.append(outcome)
@@ -163,10 +168,10 @@ async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) 
             ran = await asyncio.gather(*(schedule(replica, seed) for seed, replica in seeds))
         outcomes = [outcome for part in ran for outcome in part]
         assert outcomes.count(ClaimOutcome.CLAIMED) >= 3 * hosts
-        assert set(outcomes) <= {ClaimOutcome.CLAIMED, ClaimOutcome.FULL}, "usage alone never races"
-        for follower, book in (one, two):
+        assert set(outcomes) <= {ClaimOutcome.CLAIMED, ClaimOutcome.NO_CAPACITY}, "usage alone never races"
+        for follower, replica in (one, two):
             await follower.refresh(timeout_s=TIMEOUT_S)
-            await until(lambda book=book: not list(book.assumptions.keys()), follower)  # type: ignore[misc]
+            await until(lambda replica=replica: not list(replica.assumptions.keys()), follower)  # type: ignore[misc]
         async with site.replica("s3") as (_, fresh):
             truth = as_published(fresh)
             assert as_published(one[1]) == truth

@@ -11,18 +11,18 @@ import pytest
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, HostRecord, HostsPage, HostsQuery
-from bus.contracts.cell import ServiceDown, ServicesDigest
-from bus.contracts.moves import Condition, MoveAccepted, MoveRequest, MoveState
+from bus.contracts.cell import ServiceDown, ServiceStates
+from bus.contracts.moves import ActionAccepted, ActionRequest, ActionState, Condition
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
     CellFence,
+    DeleteHost,
     FenceState,
-    ForgetHost,
     HostAdminState,
+    HostDeleted,
     HostFence,
-    HostForgotten,
     SetAdminState,
 )
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
@@ -120,13 +120,13 @@ async def one_active(world: World, hosts: int = 3, config: SchedulerConfig = WAR
     return request
 
 
-async def refused(world: World, move: MoveRequest) -> str:
+async def refused(world: World, action: ActionRequest) -> str:
     """The code of the refusal: to the requester, and on the event stream."""
     with pytest.raises(RequestRefused) as fault:
-        await world.answer(move, MoveAccepted)
-    answer = await world.moved(move)
-    assert (answer.state, answer.code, answer.terminal) == (MoveState.REFUSED, fault.value.code, True)
-    assert not [one for _, one in world.moves if one.request_id == move.request_id]
+        await world.answer(action, ActionAccepted)
+    answer = await world.moved(action)
+    assert (answer.state, answer.code, answer.terminal) == (ActionState.REFUSED, fault.value.code, True)
+    assert not [one for _, one in world.actions if one.request_id == action.request_id]
     return fault.value.code
 
 
@@ -144,9 +144,9 @@ async def hosts_of(world: World) -> dict[str, HostRecord]:
     return {host.name: host for host in page.hosts}
 
 
-async def forget_host(world: World, host: str, **more: str) -> HostForgotten:
-    command = ForgetHost(**{"host": host, "reason": "scrapped", "by": "ann", **more})
-    return await world.answer(command, HostForgotten)
+async def forget_host(world: World, host: str, **more: str) -> HostDeleted:
+    command = DeleteHost(**{"host": host, "reason": "scrapped", "by": "ann", **more})
+    return await world.answer(command, HostDeleted)
 
 
 async def digests(world: World, *down: str, number: int = 1, cells: tuple[str, ...] = CELLS) -> None:
@@ -159,7 +159,7 @@ async def digests(world: World, *down: str, number: int = 1, cells: tuple[str, .
         )
         up = int(bool(world.hosts[cell]) and not silent)
         await world.buses[cell].publish(
-            ServicesDigest(cell=cell, term=1, number=number, page=1, pages=1, up=up, down=silent)
+            ServiceStates(cell=cell, term=1, number=number, page=1, pages=1, up=up, down=silent)
         )
     tables = world.tables.values()
     await until(lambda: all(t.is_complete(cell, world.clock.monotonic()) for t in tables for cell in cells))
@@ -172,9 +172,9 @@ async def fence_sent(world: World, version: int, cell: str = "c1") -> CellFence:
 
 
 async def publish_fence(
-    world: World, uuid: str, version: int, state: FenceState, *, losses: int = 0, cell: str = "c1"
+    world: World, uuid: str, version: int, state: FenceState, *, stale_machines: int = 0, cell: str = "c1"
 ) -> None:
-    announced = HostFence(cell=cell, host_uuid=uuid, version=version, state=state, losses=losses)
+    announced = HostFence(cell=cell, host_uuid=uuid, version=version, state=state, stale_machines=stale_machines)
     await world.buses[cell].publish(announced)
 
 
@@ -195,7 +195,7 @@ F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, Objec
 
 
 async def change(world: World, *changes: ObjectChange, **more: Any) -> ObjectsChanged:
-    requested = ObjectsChange(who="operator", why="a test", changes=changes, **more)
+    requested = ObjectsChange(actor="operator", reason="a test", changes=changes, **more)
     return await world.answer(requested, ObjectsChanged)
 
 

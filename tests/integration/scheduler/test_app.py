@@ -24,7 +24,7 @@ from bus.persistence.database import Database
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from cell_conductor.app import build as build_conductor
 from cell_conductor.config import ConductorConfig
 from ironic_sync.app import build as build_ironic_sync
@@ -45,8 +45,8 @@ from tests.kit.waiting import PATIENCE_S, until
 # --- A second deployment with a database of its own, on the buses of the first, takes none of its messages.
 
 
-Build = Callable[[Environment], Service]
-REFUSED = r"(?s)of its deployment is.*berth bus release.*own_database"
+Build = Callable[[Environment], WorkerRuntime]
+REFUSED = r"(?s)of its shared_database is.*berth bus disown.*own_database"
 ROLES: dict[str, Build] = {
     "scheduler": lambda env: build_scheduler(env, SchedulerConfig(), CELLS),
     "placement": lambda env: build_placement(env, PlacementConfig(), CELLS),
@@ -59,7 +59,7 @@ async def never() -> bool:
     return False
 
 
-async def entered_once(service: Service, *, has_entered: Callable[[], Awaitable[bool]] = never) -> None:
+async def entered_once(service: WorkerRuntime, *, has_entered: Callable[[], Awaitable[bool]] = never) -> None:
     """Start it, and stop it when it has entered its bus; raises what it ended of before that.
 
     has_entered: whether it has entered the bus of a cell, too: a scheduler does that on the side.
@@ -98,7 +98,7 @@ async def test_each_role_names_the_owner_of_the_bus(role: str, postgres_server: 
     """And what can be done; the first deployment's own next worker starts."""
     brokers = {name: MemoryBroker(SystemClock()) for name in (API, *CELLS)}
 
-    def worker(url: str) -> Service:
+    def worker(url: str) -> WorkerRuntime:
         def connect(bus: str) -> MemoryTransport:
             return MemoryTransport(brokers[bus], bus)
 
@@ -109,11 +109,11 @@ async def test_each_role_names_the_owner_of_the_bus(role: str, postgres_server: 
             await entered_once(worker(url))
         with pytest.raises(BusOwnedByAnother) as refused:
             await entered_once(worker(second))
-        marks = {owner for broker in brokers.values() for name, owner in broker.marks.items() if name.endswith(role)}
+        marks = {owner for broker in brokers.values() for name, owner in broker.owners.items() if name.endswith(role)}
         assert len(marks) == 1 and marks.pop() in str(refused.value)
-        assert "berth bus release" in str(refused.value)
+        assert "berth bus disown" in str(refused.value)
         for broker in brokers.values():
-            broker.marks.clear()
+            broker.owners.clear()
         await entered_once(worker(second))
 
 
@@ -170,7 +170,7 @@ async def test_of_two_that_start_at_once_on_an_empty_bus_one_has_all_of_it(
     """Each took one role, and neither ran until an operator released the bus."""
     broker, prefix = amqp
 
-    def worker(role: str, url: str) -> Service:
+    def worker(role: str, url: str) -> WorkerRuntime:
         def connect(bus: str) -> RabbitTransport:
             return RabbitTransport(broker, name=bus, prefix=f"{prefix}{bus}.")
 
@@ -187,7 +187,7 @@ async def test_of_two_that_start_at_once_on_an_empty_bus_one_has_all_of_it(
         assert sorted(role for role, _ in entered) == ["placement", "scheduler"]
         assert [type(fault) for fault in refused] == [BusOwnedByAnother] * 2, refused
         owner = entered[0][1]
-        with pytest.raises(BusOwnedByAnother, match="of its deployment is"):  # a role that no deployment had yet
+        with pytest.raises(BusOwnedByAnother, match="of its shared_database is"):  # a role that no deployment had yet
             await entered_once(worker("ironic-sync", second if owner == first else first))
         await entered_once(worker("ironic-sync", owner))
 
@@ -288,9 +288,9 @@ async def test_a_dropped_schema_ends_the_scheduler_and_no_request(world: World) 
     with pytest.raises(BusOwnedByAnother):  # the schema is made anew, and is another one
         await world.scheduler("s2")
     await world.kill("s2")
-    await world.buses[API].transport.unmark("scheduler")
+    await world.buses[API].transport.clear_owner("scheduler")
     for cell in ("c1", "c2"):
-        await world.buses[cell].transport.unmark("scheduler")
+        await world.buses[cell].transport.clear_owner("scheduler")
     await world.scheduler("s3")  # an operator's word: go on with what there is
     for request in requests:
         await world.ended(request.instance_uuid, BuildState.SCHEDULED)

@@ -13,7 +13,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
-from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import HostReport, ServiceDown, ServiceStates
 from bus.contracts.objects import (
     CellRecord,
     CellsPage,
@@ -29,9 +29,9 @@ from bus.contracts.objects import (
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
+    DeleteHost,
     FenceState,
-    ForgetHost,
-    HostForgotten,
+    HostDeleted,
     ServicesPage,
     ServicesQuery,
     SetAdminState,
@@ -83,7 +83,7 @@ async def decide_cell(
     world: World, name: str, state: str | None, *, force: bool = False, **body: Any
 ) -> ObjectsChanged:
     change = ObjectChange(kind=ObjectKind.CELL, name=name, body=None if state is None else {"state": state, **body})
-    requested = ObjectsChange(who="ann", why="a test", changes=(change,), force=force)
+    requested = ObjectsChange(actor="ann", reason="a test", changes=(change,), force=force)
     return await world.answer(requested, ObjectsChanged)
 
 
@@ -251,13 +251,13 @@ async def test_a_cell_that_cannot_be_entered_ends_no_worker_and_is_entered_when_
     other = MemoryTransport(running.brokers["c3"], "c3")
     await other.open()
     for role in ("placement", "scheduler"):
-        await other.unmark(role)
-        await other.mark(role, ABSENT)
+        await other.clear_owner(role)
+        await other.set_owner(role, ABSENT)
     await decide_cell(running, "c3", "enabled", bus={"url_file": "later"})
     await problem(running, "c3", "belongs to another deployment")
     assert all(service.ready.is_set() for service, _, _ in running.services.values())
     for role in ("placement", "scheduler"):
-        await other.unmark(role)
+        await other.clear_owner(role)
     await other.close()
     await linked(running, "c3", count=3)
 
@@ -303,7 +303,7 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     await restarted_without(world, dead)
     await until(lambda: len(world.tables["s2"]) == 1)
     listed = (await hosts_of(world))["c1-0"]
-    assert (listed.uuid, listed.announced, listed.up, listed.service) == (dead, False, False, None)
+    assert (listed.uuid, listed.reported, listed.up, listed.service) == (dead, False, False, None)
     assert listed.resources["VCPU"] == (0, 16)
     assert await code_of(decide(world, "c1-0", AdminState.FENCED, cell="c1", force=False)) == "host.unknown", (
         "a name may be of another cell's host"
@@ -317,7 +317,7 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     await becomes(world, dead, AdminState.FENCED, acknowledged=decided.fence)
     assert (await hosts_of(world))["c1-0"].admin == world.tables["s2"].decision_of(dead)
     back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
-    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
+    await publish_fence(world, dead, back.fence, FenceState.UNFENCED)
     await becomes(world, dead, AdminState.ENABLED, pending=None)
     assert (await forget_host(world, "c1-0")).removed
     await until(lambda: world.replicas["s2"].row_of(dead) is None)
@@ -328,16 +328,16 @@ async def fence_by_objects(world: World, uuid: str, host: str, *, force: bool = 
     """Fence a host as a change of objects, as any operator's program may; the fence's version."""
     body = msgspec.to_builtins(HostDecision(host=host, state=AdminState.FENCED, reason="fan"))
     change = ObjectsChange(
-        changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who="ann", why="fan", force=force
+        changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), actor="ann", reason="fan", force=force
     )
     return (await world.answer(change, ObjectsChanged)).revision
 
 
 async def dead_in_book(world: World) -> str:
-    """The book has host rack1 as the service s9's of cell c1; no service has announced it."""
+    """Placement has host rack1 as the service s9's of cell c1; no service has announced it."""
     dead = new_uuid(world.rng)
     provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
-    report = InventoryUpdate(source="compute-s9", version=1, root_uuid=dead, providers=(provider,))
+    report = InventoryUpdate(reporter="compute-s9", version=1, root_uuid=dead, providers=(provider,))
     await world.buses["c1"].publish(report)
     await until(lambda: world.replicas["s1"].row_of(dead) is not None)
     return dead
@@ -347,15 +347,15 @@ async def dead_in_book(world: World) -> str:
 async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(
     world: World, by_objects: bool
 ) -> None:
-    """The book has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
+    """Placement has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
     await world.scheduler("s1", WARM)
     dead = await dead_in_book(world)
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
-    await until(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
+    await world.buses["c1"].publish(ServiceStates(cell="c1", term=1, number=1, down=(gone,)))
+    await until(lambda: world.tables["s1"].dead_not_reported() == [("c1", "s9")])
     page = await world.answer(ServicesQuery(up=False), ServicesPage)
     (listed,) = page.services
-    assert (listed.cell, listed.name, listed.up, listed.code, listed.announced) == ("c1", "s9", False, gone.code, False)
+    assert (listed.cell, listed.name, listed.up, listed.code, listed.reported) == ("c1", "s9", False, gone.code, False)
     if by_objects:
         number = await fence_by_objects(world, dead, "rack1")
     else:
@@ -367,13 +367,13 @@ async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by
 async def acknowledged_by_c1_alone(world: World, dead: str, number: int) -> None:
     await fence_sent(world, number)
     assert {bus for bus, _ in world.fences} == {"c1"}
-    await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", losses=7)
-    await publish_fence(world, dead, number, FenceState.FENCED, losses=1)
-    await becomes(world, dead, AdminState.FENCED, acknowledged=number, losses=1)
+    await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", stale_machines=7)
+    await publish_fence(world, dead, number, FenceState.FENCED, stale_machines=1)
+    await becomes(world, dead, AdminState.FENCED, acknowledged=number, stale_machines=1)
 
 
 async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_two(world: World) -> None:
-    """The book refuses its inventory (`provider.name_taken`): it was in no list, and its name meant the other one."""
+    """Placement refuses its inventory (`provider.name_taken`): it was in no list, and its name meant the other one."""
     (old,) = await world.scheduler_and_hosts(1, WARM)
     new = new_uuid(world.rng)
     world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
@@ -382,9 +382,9 @@ async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_tw
     page = await world.answer(HostsQuery(), HostsPage)
     listed = {one.uuid: one for one in page.hosts}
     assert listed.keys() == {old, new} and {one.name for one in page.hosts} == {"c1-0"}
-    assert old in listed[new].not_in_book and not listed[old].not_in_book
+    assert old in listed[new].not_in_placement and not listed[old].not_in_placement
     for command, reply in (
-        (ForgetHost(host="c1-0", reason="scrapped", by="ann"), HostForgotten),
+        (DeleteHost(host="c1-0", reason="scrapped", by="ann"), HostDeleted),
         (SetAdminState(host="c1-0", state=AdminState.DISABLED, reason="?", by="ann"), AdminStateSet),
     ):
         assert await code_of(world.answer(command, reply)) == "host.ambiguous"

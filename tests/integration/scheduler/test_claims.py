@@ -15,7 +15,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE
 from bus.contracts.cell import CellBuild, CellBuildQuery
-from bus.contracts.placement import ReleaseRun
+from bus.contracts.placement import ReleaseByOwner
 from bus.contracts.queues import BY_QUEUE, DEAD, QueueKind
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
@@ -25,15 +25,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import requests
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import max_request_age_s, purge
-from tests.integration.scheduler.steps import (
-    BEGUN_S,
-    CONFIG,
-    ROOM_FOR_ONE,
-    Gate,
-    forget,
-    running,
-    unannounce,
-)
+from tests.integration.scheduler.steps import BEGUN_S, CONFIG, ROOM_FOR_ONE, Gate, forget, running, unannounce
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import until
 
@@ -67,7 +59,7 @@ async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
         await world.kill("s1")
         if is_forgotten:
             await forget(world, request.instance_uuid)
-        await until(lambda: world.brokers["api"].queue("scheduler.given_up").ready)
+        await until(lambda: world.brokers["api"].queue("scheduler.dead_letters").ready)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     world.events.clear()
@@ -102,8 +94,8 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await unannounce(world, host, has_another=False)
-    book = world.replicas["s2"]
-    await until(lambda: book.row_of(host) is not None)
+    replica = world.replicas["s2"]
+    await until(lambda: replica.row_of(host) is not None)
     ended = Gate(monkeypatch, placing, "write_decided", after=True)
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
@@ -128,7 +120,7 @@ async def test_a_delete_reaches_the_cell_that_holds_a_later_attempt(world: World
     assert set(await world.used()) == {host}
 
 
-# --- What a failed build costs: how often placement is asked, and what is left in the book.
+# --- What a failed build costs: how often placement is asked, and what is left in placement.
 
 
 QUEUES = ("placement.requests", "placement.reads", "placement.releases")
@@ -140,7 +132,7 @@ def asked(world: World) -> list[int]:
 
 
 async def consumers(world: World) -> int:
-    """How many rows the book has of consumers, fences among them."""
+    """How many rows placement has of consumers, fences among them."""
     ((found,),) = await world.sql("SELECT count(*) FROM placement.consumers")
     return int(found)
 
@@ -151,8 +143,8 @@ async def test_a_build_that_no_host_can_take_is_two_reads_and_leaves_no_row_in_t
     """
     await world.scheduler_and_hosts(1, CONFIG, on="c1", **ROOM_FOR_ONE)
     await world.active(world.request())
-    book = world.replicas["s1"]
-    await until(lambda: not book.free("VCPU", book.rows_of_roots()).any())
+    replica = world.replicas["s1"]
+    await until(lambda: not replica.free("VCPU", replica.rows_of_roots()).any())
     before, rows = asked(world), await consumers(world)
     request = world.request()
     await world.answer(request, BuildAccepted)
@@ -169,8 +161,8 @@ async def test_a_delete_of_a_build_that_another_scheduler_may_claim_for_is_relea
     await world.ask(request, DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id))
     await world.ended(request.instance_uuid, BuildState.DELETED)
     await until(lambda: asked(world)[2] == before[2] + 1)
-    assert (BY_QUEUE[QUEUES[2]].kind, BY_TYPE[ReleaseRun].reply) == (QueueKind.DURABLE, None)
-    assert BY_TYPE[ReleaseRun].persistent and BY_TYPE[ReleaseRun].publishers == ("scheduler_worker",)
+    assert (BY_QUEUE[QUEUES[2]].kind, BY_TYPE[ReleaseByOwner].reply) == (QueueKind.DURABLE, None)
+    assert BY_TYPE[ReleaseByOwner].persistent and BY_TYPE[ReleaseByOwner].publishers == ("scheduler_worker",)
 
 
 # --- A refusal waits for the disk.
@@ -200,7 +192,7 @@ RETAINING = SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=DAY_S)
 
 
 class Yesterdays(SystemClock):
-    """A clock that is two days slow: what it stamps was sent two days ago."""
+    """A clock that is two days slow: what it stage_times was sent two days ago."""
 
     def time(self) -> float:
         return super().time() - 2 * DAY_S

@@ -19,8 +19,8 @@ DRAIN, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "de")
 MOVED, INSTANCES, UNDER_WAY = 20_000, 500, 100
 # The drain has moved 20,000 instances, an evacuation as many; one instance was refused 1,000 times by each of them.
 FILL = f"""
-INSERT INTO moves (request_id, instance_uuid, kind, project_id, digest, state, sequence, terminal, created_at,
-    updated_at, drain)
+INSERT INTO instance_actions (request_id, instance_uuid, kind, project_id, digest, state, sequence, terminal,
+    created_at, updated_at, drain)
 SELECT gen_random_uuid(), CASE WHEN n % 20 = 0 THEN '{DRAIN}'::uuid ELSE md5(n::text)::uuid END, 'migrate', 'p', '',
     CASE WHEN n <= {MOVED - UNDER_WAY} THEN 'done' ELSE 'scheduled' END, 9, n <= {MOVED - UNDER_WAY}, n, n, d::uuid
 FROM generate_series(1, {MOVED}) n, (VALUES ('{DRAIN}'), ('{OTHER}'), (NULL)) drains(d)

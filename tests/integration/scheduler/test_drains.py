@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceStates
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.drains import (
     DrainAction,
@@ -28,7 +28,7 @@ from bus.contracts.drains import (
     DrainState,
     DrainTarget,
 )
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellAction, Condition
 from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLogQuery
 from bus.contracts.operations import AdminState, FenceState, HostFence
 from bus.contracts.placement import GroupPolicy, ServerGroup
@@ -120,25 +120,25 @@ async def active(world: World, count: int, host: str, **more: Any) -> list[Build
     return builds
 
 
-def commanded(world: World) -> list[CellMove]:
+def commanded(world: World) -> list[CellAction]:
     """The moves that the cells were commanded, in order; one that a killed process sent twice is one."""
-    return list({one.request_id: one for _, one in world.moves}.values())
+    return list({one.request_id: one for _, one in world.actions}.values())
 
 
 def has_begun(world: World, count: int) -> bool:
     return len(commanded(world)) >= count
 
 
-async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, **more: Any) -> None:
+async def ends(world: World, action: CellAction, state: ActionState = ActionState.DONE, **more: Any) -> None:
     """The cell announces how a move ended; a move that is done is at its first host."""
     fields = {"terminal": True, "condition": Condition.ACTIVE, "sequence": 30, **more}
-    if state is MoveState.DONE:
-        fields.setdefault("host", move.selections[0].host)
-        await world.claim_destination(move)
-        await world.release(move.request_id)
-    request = world.move(BuildRequest(instance_uuid=move.instance_uuid, flavor="", project_id="demo"), move.kind)
-    request = replace(request, request_id=move.request_id)
-    await world.move_announced("c1", request, state, **fields)
+    if state is ActionState.DONE:
+        fields.setdefault("host", action.selections[0].host)
+        await world.claim_destination(action)
+        await world.release(action.request_id)
+    request = world.action(BuildRequest(instance_uuid=action.instance_uuid, flavor="", project_id="demo"), action.kind)
+    request = replace(request, request_id=action.request_id)
+    await world.action_announced("c1", request, state, **fields)
     await world.moved(request, state)
 
 
@@ -168,7 +168,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=2048, DISK_GB=20)
     busy = world.request("m1.small", host="c1-0")
     await world.active(busy)
-    stop = world.move(busy, MoveKind.STOP)
+    stop = world.action(busy, ActionKind.STOP)
     await world.commanded(stop)
     await until(lambda: not list(world.replicas["s1"].assumptions.keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
@@ -180,13 +180,13 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
         firsts = [found[one.instance_uuid].hosts[:1] for one in builds]
         assert sorted(firsts) == [(), ("c1-1",), ("c1-2",)]
         assert [one.code for one in plan.moves if not one.hosts and one.code != "instance.busy"] == ["no_valid_host"]
-    assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
+    assert [one.kind for _, one in world.actions] == [ActionKind.STOP]
     assert not list(world.replicas["s1"].assumptions.keys())
     few = await plan_of(world, host, limit=2)
     assert (len(few.moves), few.more) == (2, True)
     assert await code_of(plan_of(world, "nowhere")) == "host.unknown"
     down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
+    await world.buses["c1"].publish(ServiceStates(cell="c1", term=1, number=1, down=(down,), up=0))
     await until(lambda: world.tables["s1"].is_down(host))
     assert {one.code for one in (await plan_of(world, "c1-0")).moves} == {"instance.busy", "service.down"}
 
@@ -217,8 +217,8 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
     assert {*order[3:]} == {one.instance_uuid for one in small}
     assert not list(world.replicas["s1"].assumptions.keys())
     await digests(world)
-    assert await code_of(plan_of(world, "c1", target=DrainTarget.CELL)) == "move.across_cells"
-    assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "move.across_cells"
+    assert await code_of(plan_of(world, "c1", target=DrainTarget.CELL)) == "action.across_cells"
+    assert await start_code(world, "c1", target=DrainTarget.CELL, force=True) == "action.across_cells"
     assert (await plan_of(world, "compute-c1")).target is DrainTarget.SERVICE
 
 
@@ -231,12 +231,12 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     assert (begun.planned, begun.hosts, begun.state, begun.by) == (5, 1, DrainState.RUNNING, "ann")
     ended = await carried_out(world, begun, at_once=2, count=5)
     assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
-    assert all("c1-0" not in {one.host for one in move.selections} for move in commanded(world))
+    assert all("c1-0" not in {one.host for one in action.selections} for action in commanded(world))
     await until(lambda: world.tables["s2"].hosts_of_drain(begun.id))
     decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
     assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
     log = await world.answer(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage)
-    assert [(one.who[:9], one.name) for one in log.entries] == [("scheduler", begun.id), ("ann", begun.id)]
+    assert [(one.actor[:9], one.name) for one in log.entries] == [("scheduler", begun.id), ("ann", begun.id)]
     page = await world.answer(DrainsQuery(), DrainsPage)
     assert [(one.id, one.counts) for one in page.drains] == [(begun.id, {"moved": 5})]
 
@@ -253,7 +253,7 @@ async def test_each_move_chooses_when_it_begins_whatever_host_was_planned(world:
     await world.add_hosts("c1", 1)
     ended = await carried_out(world, begun, at_once=1, count=2)
     assert ended.code == "drain.done"
-    assert [[one.host for one in move.selections] for move in commanded(world)] == [["c1-1"], ["c1-2"]]
+    assert [[one.host for one in action.selections] for action in commanded(world)] == [["c1-1"], ["c1-2"]]
 
 
 async def test_a_repeated_start_is_one_drain_and_a_killed_scheduler_leaves_the_rest_to_another(world: World) -> None:
@@ -304,7 +304,7 @@ async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
 
 
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
-    await world.scheduler_and_hosts(2, replace(WARM, moves_across_cells=True))
+    await world.scheduler_and_hosts(2, replace(WARM, actions_across_cells=True))
     await world.add_hosts("c2", 1)
     await active(world, 1, "c1-0")
     first = await begin(world, "c1-0")
@@ -319,7 +319,7 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
 
 async def test_what_cannot_leave_a_cell_that_is_drained_is_not_moved_within_it(world: World) -> None:
     """It was moved to a host that joined the cell, and the drain was done with that instance in the cell."""
-    await world.scheduler_and_hosts(1, replace(WARM, moves_across_cells=True))
+    await world.scheduler_and_hosts(1, replace(WARM, actions_across_cells=True))
     await world.add_hosts("c2", 1)
     await active(world, 1, "c1-0", networks=(NetworkRequest(network="e0000000-0000-4000-8000-000000000001"),))
     await digests(world)
@@ -327,7 +327,7 @@ async def test_what_cannot_leave_a_cell_that_is_drained_is_not_moved_within_it(w
     await world.add_hosts("c1", 1)
 
     def refused() -> int:
-        return len({one.request_id for one in world.move_events if one.code == "move.across_cells"})
+        return len({one.request_id for one in world.action_events if one.code == "action.across_cells"})
 
     await until(refused)
     before = refused()
@@ -337,17 +337,17 @@ async def test_what_cannot_leave_a_cell_that_is_drained_is_not_moved_within_it(w
 
 async def test_the_instances_of_a_cell_leave_it_also_where_a_host_joins_it(world: World) -> None:
     """They were moved to the new host; and with no other cell the drain began, and each instance was refused."""
-    await world.scheduler_and_hosts(1, replace(WARM, moves_across_cells=True))
+    await world.scheduler_and_hosts(1, replace(WARM, actions_across_cells=True))
     await active(world, 1, "c1-0")
     await digests(world)
     whole_cell = {"target": DrainTarget.CELL, "force": True}
-    assert await start_code(world, "c1", **whole_cell) == "move.across_cells"
+    assert await start_code(world, "c1", **whole_cell) == "action.across_cells"
     await world.add_hosts("c2", 1, VCPU=1, MEMORY_MB=1, DISK_GB=1)
     await digests(world)
     await begin(world, "c1", **whole_cell)
 
     def refused() -> int:
-        return len({one.request_id for one in world.move_events if one.code == "no_valid_host"})
+        return len({one.request_id for one in world.action_events if one.code == "no_valid_host"})
 
     await until(refused)
     await world.add_hosts("c1", 1)
@@ -368,7 +368,7 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
     begun = await begin(world, "c1-0", at_once=1)
     await until(partial(has_begun, world, 1))
     await world.buses["c1"].publish(
-        HostFence(cell="c1", host_uuid=uuid, version=900, state=FenceState.FENCED, losses=1)
+        HostFence(cell="c1", host_uuid=uuid, version=900, state=FenceState.FENCED, stale_machines=1)
     )
     await fence_becomes(world, uuid, AdminState.FENCED, drain=begun.id, pending=AdminState.DISABLED)
     await ends(world, commanded(world)[0])
@@ -420,7 +420,7 @@ async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(
 
 async def test_other_kinds_of_moves_and_unknown_drains_are_refused(world: World) -> None:
     await world.scheduler_and_hosts(1, WARM)
-    assert await start_code(world, "c1-0", kind=MoveKind.EVACUATE) == "request.invalid"
+    assert await start_code(world, "c1-0", kind=ActionKind.EVACUATE) == "request.invalid"
     assert await start_code(world, "nowhere") == "host.unknown"
     assert await start_code(world, "nowhere", target=DrainTarget.CELL) == "cell.unknown"
     empty = await begin(world, "rack")

@@ -8,7 +8,7 @@ import pytest
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellAction, Condition
 from tests.integration.scheduler.test_drains import (
     WARM,
     active,
@@ -52,12 +52,12 @@ async def building(world: World, host: str) -> BuildRequest:
     return build
 
 
-async def arrives(world: World, build: BuildRequest, sent: CellMove) -> None:
+async def arrives(world: World, build: BuildRequest, sent: CellAction) -> None:
     """The cell announces the end of a move that needs no confirm."""
-    move = world.move(build, sent.kind, request_id=sent.request_id)
+    action = world.action(build, sent.kind, request_id=sent.request_id)
     done = {"host": sent.selections[0].host, "terminal": True, "condition": Condition.ACTIVE}
-    await world.move_announced("c1", move, MoveState.DONE, 30, **done)
-    await world.moved(move, MoveState.DONE)
+    await world.action_announced("c1", action, ActionState.DONE, 30, **done)
+    await world.moved(action, ActionState.DONE)
 
 
 async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None:
@@ -75,7 +75,7 @@ async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
-async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellMove]:
+async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellAction]:
     """An instance that a drain moves to the second host, where it is claimed; the migration keeps its source."""
     await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
@@ -127,24 +127,24 @@ async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "condition", "code"),
     [
-        (MoveKind.SHELVE, Condition.SHELVED, "instance.shelved"),
-        (MoveKind.RESCUE, Condition.RESCUED, "instance.rescued"),
-        (MoveKind.MIGRATE, Condition.RESIZED, "instance.resized"),
+        (ActionKind.SHELVE, Condition.SHELVED, "instance.shelved"),
+        (ActionKind.RESCUE, Condition.RESCUED, "instance.rescued"),
+        (ActionKind.MIGRATE, Condition.RESIZED, "instance.resized"),
     ],
 )
 async def test_a_plan_names_what_its_cell_would_refuse_to_move(
-    world: World, kind: MoveKind, condition: Condition, code: str
+    world: World, kind: ActionKind, condition: Condition, code: str
 ) -> None:
     await world.scheduler_and_hosts(2, WARM)
     (build,) = await active(world, 1, "c1-0")
-    move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
-    sent = await world.commanded(move)
+    action = world.action(build, kind, rescue_password="p" if kind is ActionKind.RESCUE else "")
+    sent = await world.commanded(action)
     host = "c1-0"
     if sent.selections:
         await world.claim_destination(sent)
         host = sent.selections[0].host
-    await world.move_announced("c1", move, MoveState.DONE, 20, terminal=True, condition=condition, host=host)
-    await world.moved(move, MoveState.DONE)
+    await world.action_announced("c1", action, ActionState.DONE, 20, terminal=True, condition=condition, host=host)
+    await world.moved(action, ActionState.DONE)
     (planned,) = (await plan_of(world, host)).moves
     assert (planned.hosts, planned.code) == ((), code)
     assert await start_code(world, host) == "drain.stuck"

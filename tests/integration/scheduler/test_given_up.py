@@ -12,7 +12,7 @@ from bus.consuming.dead_letters import list_dead
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import routing_key
-from bus.contracts.moves import CellMoveQuery, Condition, MoveKind, MovePage, MoveQuery, MoveState
+from bus.contracts.moves import ActionKind, ActionPage, ActionQuery, ActionState, CellActionQuery, Condition
 from bus.contracts.queues import COMMANDS
 from bus.port import Transport
 from bus.rabbitmq.transport import RabbitTransport
@@ -126,7 +126,7 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     monkeypatch.setattr(Placer, "place", crashes)
     await world.ask(bad, good)
     failed = await world.ended(bad.instance_uuid, BuildState.FAILED)
-    assert (failed.code, failed.terminal) == ("delivery.given_up", True)
+    assert (failed.code, failed.terminal) == ("delivery.dead_lettered", True)
     assert "handler.crashed" in failed.reason
     await world.ended(good.instance_uuid, BuildState.SCHEDULED)
     assert [event.instance_uuid for event in world.events if event.terminal] == [bad.instance_uuid]
@@ -151,7 +151,7 @@ async def test_a_request_that_expired_with_its_deadline_has_no_event_and_its_rep
 # --- Requests without news: their cell is queried; its answer ends them, or they are marked as silent.
 
 
-QUERIES_SOON = SchedulerConfig(hosts_warmup_s=0.001, move_query_s=0.2)
+QUERIES_SOON = SchedulerConfig(hosts_warmup_s=0.001, action_query_s=0.2)
 SOON_S = 8.0
 
 
@@ -163,36 +163,38 @@ async def soon(condition) -> bool:  # type: ignore[no-untyped-def]
     return True
 
 
-def queries_of(world: World, request: str) -> list[tuple[str, CellMoveQuery]]:
-    return [(cell, one) for cell, one in world.queries if isinstance(one, CellMoveQuery) and one.request_id == request]
+def queries_of(world: World, request: str) -> list[tuple[str, CellActionQuery]]:
+    return [
+        (cell, one) for cell, one in world.queries if isinstance(one, CellActionQuery) and one.request_id == request
+    ]
 
 
 async def test_a_cell_is_queried_and_its_answer_ends_the_request(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
-    move = world.move(built, MoveKind.MIGRATE)
-    await world.commanded(move)
+    action = world.action(built, ActionKind.MIGRATE)
+    await world.commanded(action)
     # A cell that was set back counts from lower numbers again than those that it has announced before.
-    await world.move_announced("c1", move, MoveState.CLAIMING, 40, condition=Condition.MOVING)
-    queried = await until(lambda: queries_of(world, move.request_id))
+    await world.action_announced("c1", action, ActionState.CLAIMING, 40, condition=Condition.MOVING)
+    queried = await until(lambda: queries_of(world, action.request_id))
     cell, query = queried[0]
-    assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, MoveKind.MIGRATE)
-    await world.move_announced(
-        "c1", move, MoveState.FAILED, 12, terminal=True, code="move.lost", condition=Condition.ACTIVE
+    assert (cell, query.instance_uuid, query.kind) == ("c1", built.instance_uuid, ActionKind.MIGRATE)
+    await world.action_announced(
+        "c1", action, ActionState.FAILED, 12, terminal=True, code="action.lost", condition=Condition.ACTIVE
     )
-    end = await world.moved(move)
-    assert (end.state, end.code) == (MoveState.FAILED, "move.lost")
+    end = await world.moved(action)
+    assert (end.state, end.code) == (ActionState.FAILED, "action.lost")
     record = await world.show(built.instance_uuid)
     assert record is not None and (record.under_way, record.condition) == (None, "active")
 
 
 async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World) -> None:
     built = await one_active(world, config=QUERIES_SOON)
-    move = world.move(built, MoveKind.STOP)
-    await world.commanded(move)
+    action = world.action(built, ActionKind.STOP)
+    await world.commanded(action)
 
     async def state() -> tuple[bool, str]:
-        page = await world.answer(MoveQuery(request_id=move.request_id), MovePage)
-        return page.moves[0].terminal, page.moves[0].code
+        page = await world.answer(ActionQuery(request_id=action.request_id), ActionPage)
+        return page.actions[0].terminal, page.actions[0].code
 
     async with asyncio.timeout(PATIENCE_S):
         while (await state())[1] == "":
@@ -200,8 +202,8 @@ async def test_of_a_cell_that_does_not_answer_the_record_states_it(world: World)
     assert await state() == (False, "cell.silent")
     record = await world.show(built.instance_uuid)
     assert record is not None and any(line.what == "stop waits" for line in record.timeline)
-    await world.move_announced("c1", move, MoveState.DONE, 12, terminal=True, condition=Condition.STOPPED)
-    assert (await world.moved(move)).state is MoveState.DONE
+    await world.action_announced("c1", action, ActionState.DONE, 12, terminal=True, condition=Condition.STOPPED)
+    assert (await world.moved(action)).state is ActionState.DONE
     assert await state() == (True, "")
 
 

@@ -1,4 +1,4 @@
-"""Server groups, members, gangs, flavors with groups, and quotas, from the request to the book."""
+"""Server groups, members, gangs, flavors with groups, and quotas, from the request to placement."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.build import (
-    BuildAccepted,
-    BuildEvent,
-    BuildPage,
-    BuildQuery,
-    BuildRequest,
-    BuildState,
-    member_uuids,
-)
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildPage, BuildQuery, BuildRequest, BuildState, member_uuids
 from bus.contracts.cell import HostReport
-from bus.contracts.moves import Condition, MoveAccepted, MoveKind, MoveState, ResizePolicy
+from bus.contracts.moves import ActionAccepted, ActionKind, ActionState, Condition, ResizePolicy
 from bus.contracts.objects import ObjectChange, ObjectKind
 from bus.contracts.placement import (
     Claim,
@@ -156,13 +148,13 @@ async def test_members_that_are_set_otherwise_are_set_again(world: World, monkey
         return ZONE in book.aggregates_of(book.row_of(host) or 0)
 
     await until(is_member)
-    was = book.shape_of(book.row_of(host) or 0)
+    was = book.spec_generation_of(book.row_of(host) or 0)
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=())
-    await until(lambda: is_member() and book.shape_of(book.row_of(host) or 0) > was)
+    await until(lambda: is_member() and book.spec_generation_of(book.row_of(host) or 0) > was)
     assert set(book.aggregates_of(book.row_of(host) or 0)) == {ZONE}, "and in no other"
 
 
-# --- Flavors with numbered groups and shared pools, from the request to what is used in the book.
+# --- Flavors with numbered groups and shared pools, from the request to what is used in placement.
 
 
 FLAVOR = Flavor(
@@ -222,7 +214,7 @@ async def add_pool(world: World, rack: str, disk_gb: int) -> str:
 
 
 async def report(world: World, root: str, providers: tuple[ProviderReport, ...]) -> None:
-    update = InventoryUpdate(source="world", version=1, root_uuid=root, providers=providers)
+    update = InventoryUpdate(reporter="world", version=1, root_uuid=root, providers=providers)
     answer = await world.answer(update, InventoryResult)
     assert answer.outcome == "applied", answer
 
@@ -278,12 +270,12 @@ async def test_a_resize_on_its_own_tree_takes_what_the_larger_size_takes(world: 
     await world.announce("c1")
     for built in (world.request("other"), world.request("medium")):
         await world.active(built)
-    move = world.move(built, MoveKind.RESIZE, flavor=then, policy=ResizePolicy.SAME_HOST)
+    action = world.action(built, ActionKind.RESIZE, flavor=then, policy=ResizePolicy.SAME_HOST)
     if not fits:
-        await world.answer(move, MoveAccepted)
-        assert (await world.moved(move)).state is MoveState.FAILED
+        await world.answer(action, ActionAccepted)
+        assert (await world.moved(action)).state is ActionState.FAILED
         return
-    command = await world.commanded(move)
+    command = await world.commanded(action)
     (chosen,) = command.selections
     assert chosen.host_uuid in tree
     build = next(one for _, one in world.builds if one.spec.instance_uuid == built.instance_uuid)
@@ -293,7 +285,7 @@ async def test_a_resize_on_its_own_tree_takes_what_the_larger_size_takes(world: 
         consumer_generation=build.consumer_generation,
         options=(ClaimOption(allocations=chosen.allocations),),
         project_id=built.project_id,
-        migration=Migration(uuid=move.request_id, source=build.selections[0].allocations),
+        migration=Migration(uuid=action.request_id, source=build.selections[0].allocations),
     )
     assert (await world.answer(claim, ClaimResult)).outcome is ClaimOutcome.CLAIMED
     used = await world.used()
@@ -302,7 +294,7 @@ async def test_a_resize_on_its_own_tree_takes_what_the_larger_size_takes(world: 
     assert sum(amounts.get("VCPU", 0) for amounts in used.values()) == 8, "all of both NUMA cells"
 
 
-# --- A project's quota, from the request to the book, while two schedulers race.
+# --- A project's quota, from the request to placement, while two schedulers race.
 
 
 CONFIG = SchedulerConfig(default_quota={"VCPU": 5}, quotas={"small": {"INSTANCES": 1}, "unbound": {}})
@@ -334,11 +326,11 @@ async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(
 
 async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world: World) -> None:
     built = await one_active(world, config=replace(WARM, quotas={"demo": {"INSTANCES": 2, "VCPU": 2}}))
-    shelve = world.move(built, MoveKind.SHELVE, offload=True)
+    shelve = world.action(built, ActionKind.SHELVE, offload=True)
     assert not (await world.commanded(shelve)).limits
     await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
     done = DONE | {"condition": Condition.OFFLOADED}
-    await world.move_announced("c1", shelve, MoveState.DONE, 20, **done)
+    await world.action_announced("c1", shelve, ActionState.DONE, 20, **done)
     await world.moved(shelve)
     ended = []
     for other in (world.request(), world.request()):
@@ -349,32 +341,32 @@ async def test_an_offloaded_instance_is_an_instance_of_its_projects_quota(world:
         (BuildState.FAILED, "quota.exceeded"),
     ]
     assert world.builds[-1][1].limits == {"INSTANCES": 1, "VCPU": 2}, "of its alternates, too"
-    unshelve = world.move(built, MoveKind.UNSHELVE)
+    unshelve = world.action(built, ActionKind.UNSHELVE)
     assert (await world.commanded(unshelve)).limits == {"VCPU": 2}, "it is no other instance"
 
 
 async def test_what_is_between_two_cells_is_of_its_projects_quota_with_all_that_it_had(world: World) -> None:
     quotas = {"demo": {"INSTANCES": 2, "VCPU": 3}}
-    built = await one_active(world, config=replace(WARM, quotas=quotas, moves_across_cells=True))
-    move = world.move(built, MoveKind.MIGRATE, host="c2-0")
-    departure = departure_of(await departing(world, move))
+    built = await one_active(world, config=replace(WARM, quotas=quotas, actions_across_cells=True))
+    action = world.action(built, ActionKind.MIGRATE, host="c2-0")
+    departure = departure_of(await departing(world, action))
     await world.answer(Release(consumer=built.instance_uuid), ReleaseResult)
-    await world.move_announced("c1", move, MoveState.MIGRATING, 16, departure=departure)
-    await until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    await world.action_announced("c1", action, ActionState.MIGRATING, 16, transfer=departure)
+    await until(lambda: [one for cell, one in world.actions if cell == "c2"])
     limits = []
     for (state, number), other in zip(
-        ((None, 0), (MoveState.FINISHING, 20)), (world.request(), world.request()), strict=True
+        ((None, 0), (ActionState.FINISHING, 20)), (world.request(), world.request()), strict=True
     ):
         if state is not None:
-            await world.move_announced("c2", move, state, number, host="c2-0", condition=Condition.MOVING)
-            await world.moved(move, state)
+            await world.action_announced("c2", action, state, number, host="c2-0", condition=Condition.MOVING)
+            await world.moved(action, state)
         await world.ask(other)
         await world.ended(other.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)
         limits.append(world.builds[-1][1].limits)
     assert limits == [{"INSTANCES": 1, "VCPU": 2}, quotas["demo"]], "from its claim on that is what counts"
 
 
-# --- Requests for several machines that start together or not at all, from the message to the book.
+# --- Requests for several machines that start together or not at all, from the message to placement.
 
 
 ENDS = (BuildState.SCHEDULED, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
@@ -407,7 +399,7 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
     assert sum(len(used) > 0 for used in (await world.used()).values()) == 3
     assert len({cell for cell, _ in world.builds}) == 2, "one gang, two cells"
     page = await world.answer(BuildQuery(gang=request.instance_uuid), BuildPage)
-    assert {(one.instance_uuid, one.gang, one.gang_min) for one in page.builds} == {
+    assert {(one.instance_uuid, one.gang, one.gang_min_count) for one in page.builds} == {
         (uuid, request.instance_uuid, 5) for uuid in reply.members
     }
 
@@ -441,7 +433,7 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
 
 
 class Watch:
-    """Looks at the book again and again: every look is one snapshot. partial: gangs that were seen in part."""
+    """Looks at placement again and again: every look is one snapshot. partial: gangs that were seen in part."""
 
     def __init__(self, url: str, gangs: Sequence[BuildRequest]) -> None:
         self.looks, self.partial = 0, list[tuple[str, int]]()

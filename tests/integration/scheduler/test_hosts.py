@@ -13,8 +13,8 @@ from bus.clock import new_uuid
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import routing_key
-from bus.contracts.cell import ServiceDown, ServicesDigest
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.cell import ServiceDown, ServiceStates
+from bus.contracts.moves import ActionKind, ActionState, CellAction, Condition
 from bus.contracts.objects import (
     ObjectChange,
     ObjectKind,
@@ -25,14 +25,7 @@ from bus.contracts.objects import (
     ObjectsPage,
     ObjectsQuery,
 )
-from bus.contracts.operations import (
-    AdminState,
-    AdminStateSet,
-    EvacuationPolicy,
-    FenceState,
-    ForgetHost,
-    SetAdminState,
-)
+from bus.contracts.operations import AdminState, AdminStateSet, DeleteHost, EvacuationPolicy, FenceState, SetAdminState
 from bus.contracts.placement import GroupPolicy, Release, ReleaseResult, ServerGroup
 from bus.contracts.queues import COMMANDS
 from bus.faults import RequestRefused, RequestTimeout
@@ -111,7 +104,7 @@ async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world
             await world.answer(ObjectsQuery(), ObjectsPage)
     await decide(world, host, AdminState.ENABLED, reason="last")
     log = await world.answer(ObjectLogQuery(name=host), ObjectLogPage)
-    assert [one.why for one in log.entries] == ["last", "fan"]
+    assert [one.reason for one in log.entries] == ["last", "fan"]
     assert world.fences == []
     await store.close()
 
@@ -129,7 +122,7 @@ async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world:
                     body={"host": "c1-0", "state": "fenced"},
                 ),
             ),
-            who="ann",
+            actor="ann",
         ),
     ):
         reply = AdminStateSet if isinstance(change, SetAdminState) else ObjectsChanged
@@ -159,7 +152,7 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     await world.scheduler("s2", WARM)
     gone, other = await world.add_hosts("c1", 2)
     aggregate = {"name": "rack", "uuid": ZONE, "hosts": ["c1-0", "c1-1"]}
-    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.AGGREGATE, name="rack", body=aggregate),), who="ann")
+    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.AGGREGATE, name="rack", body=aggregate),), actor="ann")
     await world.answer(change, ObjectsChanged)
     await decide(world, "c1-0", AdminState.DISABLED, reason="smoke")
     await digests(world, "compute-c1")
@@ -171,7 +164,7 @@ async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates
     assert all(book.row_of(other) is not None for book in world.replicas.values())
     log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
     newest = log.entries[0]
-    assert (newest.who, newest.why, newest.after) == ("ann", "scrapped", None)
+    assert (newest.actor, newest.reason, newest.after) == ("ann", "scrapped", None)
     assert newest.before is not None and newest.before["host"] == "c1-0"
     again = await forget_host(world, gone)
     assert (again.host_uuid, again.removed) == (gone, False)
@@ -184,7 +177,7 @@ async def test_a_copy_of_a_command_forgets_nothing_that_was_decided_since(world:
     await world.scheduler("s1", WARM)
     (gone,) = await world.add_hosts("c1", 1)
     await digests(world, "compute-c1")
-    command = ForgetHost(host=gone, reason="scrapped", by="ann")
+    command = DeleteHost(host=gone, reason="scrapped", by="ann")
     message = Outgoing(
         exchange=COMMANDS, routing_key=routing_key(command), body=encode(command), message_id="m", mandatory=True
     )
@@ -208,31 +201,31 @@ async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> N
     await world.scheduler("s2", WARM)
     await until(lambda: world.tables["s2"].index_of(host) is not None)
     silent = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat")
-    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(silent,)))
+    await world.buses["c1"].publish(ServiceStates(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(silent,)))
     await until(lambda: world.tables["s2"].is_down(host))
     assert await refused_code(world, "c1-0") == "host.cell_silent"  # c2 may have it
-    await world.buses["c2"].publish(ServicesDigest(cell="c2", term=1, number=1, page=1, pages=1, up=2))
+    await world.buses["c2"].publish(ServiceStates(cell="c2", term=1, number=1, page=1, pages=1, up=2))
     await decide(world, "c1-0", AdminState.DISABLED)
     assert await refused_code(world, "c1-0") == "host.cell_silent"  # a service of c2 has not announced its hosts here
     assert world.replicas["s2"].row_of(host) is not None
 
 
 async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> None:
-    """Its instance by the schedulers' record; its fence; and what a consumer holds by the book, whichever that is."""
+    """Its instance by the schedulers' record; its fence; and what a consumer holds by placement, whichever that is."""
     (host,) = await world.scheduler_and_hosts(1, WARM)
     build = world.request()
     await world.active(build)
     await digests(world, "compute-c1")
     assert await refused_code(world, "c1-0") == "host.has_instances"
     number = (await decide(world, host, AdminState.FENCED)).fence
-    await publish_fence(world, host, number, FenceState.FENCED, losses=1)
+    await publish_fence(world, host, number, FenceState.FENCED, stale_machines=1)
     await world.announced("c1", build, BuildState.DELETED, 12, terminal=True)
     await world.ended(build.instance_uuid, BuildState.DELETED)
     assert await refused_code(world, "c1-0") == "host.fence_open"
     await decide(world, host, AdminState.ENABLED, reason="burnt", force=True)
     assert await refused_code(world, "c1-0") == "host.fence_open"  # its cell would put the fence on record again
-    (lift,) = {one.version for _, one in await until(lambda: [one for one in world.fences if one[1].lift])}
-    await publish_fence(world, host, lift, FenceState.LIFTING, losses=1)
+    (lift,) = {one.version for _, one in await until(lambda: [one for one in world.fences if one[1].unfence])}
+    await publish_fence(world, host, lift, FenceState.UNFENCING, stale_machines=1)
     async with asyncio.timeout(PATIENCE_S):
         while await refused_code(world, "c1-0") == "host.fence_open":
             pass
@@ -241,7 +234,7 @@ async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> No
     await world.answer(Release(consumer=build.instance_uuid), ReleaseResult)
     assert (await forget_host(world, "c1-0")).removed
     # A report about the fence that was under way does not bring it back.
-    await publish_fence(world, host, lift, FenceState.LIFTING, losses=1)
+    await publish_fence(world, host, lift, FenceState.UNFENCING, stale_machines=1)
     await decide(world, (await world.add_hosts("c2", 1))[0], AdminState.DISABLED)
     page = await world.answer(ObjectsQuery(kind=ObjectKind.FENCE), ObjectsPage)
     assert page.objects == ()
@@ -271,11 +264,11 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     assert (decided.state, decided.acknowledged) == (AdminState.FENCED, 0)
     number = decided.fence
     command = await fence_sent(world, number)
-    assert (command.host_uuid, command.host, command.lift, command.by) == (uuid, "c1-0", False, "ann")
+    assert (command.host_uuid, command.host, command.unfence, command.by) == (uuid, "c1-0", False, "ann")
     await until(lambda: len(world.fences) >= 3)  # repeated
     assert {bus for bus, _ in world.fences} == {"c1"}
-    await publish_fence(world, uuid, number, FenceState.FENCED, losses=2)
-    await becomes(world, uuid, AdminState.FENCED, acknowledged=number, losses=2)
+    await publish_fence(world, uuid, number, FenceState.FENCED, stale_machines=2)
+    await becomes(world, uuid, AdminState.FENCED, acknowledged=number, stale_machines=2)
     await world.stop("s1")
     # A scheduler that starts now has it from the record, and does not publish it again before `REPEAT_S`.
     before = len(world.fences)
@@ -324,22 +317,22 @@ async def fence(world: World, uuid: str, *, by_cell: bool = True) -> int:
     return version
 
 
-def evacuated(world: World) -> list[CellMove]:
+def evacuated(world: World) -> list[CellAction]:
     """The requests, in the order in which the cell got them; one that a killed process sent twice is one."""
-    return list({one.request_id: one for _, one in world.moves if one.kind is MoveKind.EVACUATE}.values())
+    return list({one.request_id: one for _, one in world.actions if one.kind is ActionKind.EVACUATE}.values())
 
 
 def is_begun(world: World, count: int) -> bool:
     return len(evacuated(world)) >= count
 
 
-async def ends(world: World, command: CellMove, state: MoveState, **more: object) -> None:
+async def ends(world: World, command: CellAction, state: ActionState, **more: object) -> None:
     """The cell announces how it ended."""
-    move = world.move(BuildRequest(instance_uuid=command.instance_uuid, flavor="", project_id="demo"), command.kind)
-    move = replace(move, request_id=command.request_id)
+    action = world.action(BuildRequest(instance_uuid=command.instance_uuid, flavor="", project_id="demo"), command.kind)
+    action = replace(action, request_id=command.request_id)
     fields = {"terminal": True, "condition": Condition.ACTIVE, **more}
-    await world.move_announced("c1", move, state, 30, **fields)
-    await world.moved(move, state)
+    await world.action_announced("c1", action, state, 30, **fields)
+    await world.moved(action, state)
 
 
 async def test_several_schedulers_evacuate_each_instance_once(world: World) -> None:
@@ -351,7 +344,7 @@ async def test_several_schedulers_evacuate_each_instance_once(world: World) -> N
     await fence(world, uuid)
     await until(lambda: len(evacuated(world)) >= len(builds))
     for command in list(evacuated(world)):
-        await ends(world, command, MoveState.DONE, host="c1-1")
+        await ends(world, command, ActionState.DONE, host="c1-1")
     # One more host: when what is there has been evacuated, all of them have looked at the first one again.
     last = (await active(world, 1, on_host_failure=RESTART, host="c1-2"))[0]
     await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-2"))
@@ -372,7 +365,7 @@ async def test_no_more_evacuations_are_under_way_than_may_be_whoever_makes_them(
     for done in range(len(builds)):
         await until(partial(is_begun, world, min(done + 2, len(builds))))
         assert len(evacuated(world)) - done <= 2
-        await ends(world, evacuated(world)[done], MoveState.DONE, host="c1-2")
+        await ends(world, evacuated(world)[done], ActionState.DONE, host="c1-2")
     assert sorted(one.instance_uuid for one in evacuated(world)) == sorted(one.instance_uuid for one in builds)
 
 
@@ -393,16 +386,20 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
     """No host is chosen for it: its cell has the proof that its host is off, and offloads it."""
     (uuid,) = await world.scheduler_and_hosts(1, EVACUATING)
     (built,) = await active(world, 1, on_host_failure=RESTART)
-    shelve = world.move(built, MoveKind.SHELVE)
+    shelve = world.action(built, ActionKind.SHELVE)
     await world.commanded(shelve)
-    await world.move_announced("c1", shelve, MoveState.DONE, 20, terminal=True, condition=Condition.SHELVED)
+    await world.action_announced("c1", shelve, ActionState.DONE, 20, terminal=True, condition=Condition.SHELVED)
     await world.moved(shelve)
     await world.add_hosts("c1", 1)
     await fence(world, uuid)
-    found = await until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
-    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.EVACUATE, built.instance_uuid, ())
-    await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
-    unshelve = world.move(built, MoveKind.UNSHELVE)
+    found = await until(lambda: [one for _, one in world.actions if one.request_id != shelve.request_id])
+    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (
+        ActionKind.EVACUATE,
+        built.instance_uuid,
+        (),
+    )
+    await ends(world, found[0], ActionState.DONE, condition=Condition.OFFLOADED)
+    unshelve = world.action(built, ActionKind.UNSHELVE)
     assert [one.host for one in (await world.commanded(unshelve)).selections] == ["c1-1"]
 
 
@@ -416,12 +413,12 @@ async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tr
     (uuid,) = await world.add_hosts("c1", 1)
     await active(world, 1, on_host_failure=RESTART)
     await fence(world, uuid)
-    await until(lambda: len({one.request_id for one in world.move_events if one.terminal}) >= 3)
+    await until(lambda: len({one.request_id for one in world.action_events if one.terminal}) >= 3)
     await world.stop("s1")
     await world.scheduler("s3", EVACUATING)  # it counts what is on record
     await world.add_hosts("c1", 1)
     (other,) = await active(world, 1, on_host_failure=RESTART)
     await fence(world, next(uuid for uuid, host in world.hosts["c1"].items() if host.name == "c1-1"))
-    await until(lambda: any(one.instance_uuid == other.instance_uuid for one in world.move_events))
-    ended = {one.request_id for one in world.move_events if one.instance_uuid != other.instance_uuid}
+    await until(lambda: any(one.instance_uuid == other.instance_uuid for one in world.action_events))
+    ended = {one.request_id for one in world.action_events if one.instance_uuid != other.instance_uuid}
     assert len(ended) == 3

@@ -28,9 +28,9 @@ from bus.contracts.objects import (
 )
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
-from scheduler_worker.changes import ChangeHandler
+from scheduler_worker.changes import OperatorHandler
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.domain.objects import ChangeActor
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.steps import A, F, S, change, code_of, flavor, refused_change
 from tests.integration.scheduler.world import World
@@ -99,7 +99,7 @@ async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
     async def write(kind: ObjectKind, name: str, after: dict[str, Any] | None) -> None:
         async with store.operation() as unit:
             await unit.lock_objects()
-            await unit.write_objects([ChangedObject(kind=kind, name=name, after=after)], ChangeAuthor("dead", "", 1.0))
+            await unit.write_objects([ChangedObject(kind=kind, name=name, after=after)], ChangeActor("dead", "", 1.0))
 
     await write(F, "new", {"vcpus": 1})
     async with asyncio.timeout(PATIENCE_S):
@@ -140,7 +140,7 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
     assert (await change(world, zone, ObjectChange(kind=F, name="m1.small"), force=True)).revision == 2
     assert await taken(world, world.request("m1.tiny", availability_zone="east")) == ""
     (entry, _) = (await log(world)).entries[:2]
-    assert entry.forced and entry.who == "operator"
+    assert entry.forced and entry.actor == "operator"
 
 
 async def log(world: World, **more: Any) -> ObjectLogPage:
@@ -267,7 +267,7 @@ def test_a_merge_patch(before: dict[str, Any], patch: dict[str, Any], after: dic
 # --- Operators' commands that were refused: what is repeated, replayed, or handled once more.
 
 
-UNKNOWN = ObjectsChange(who="ann", why="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="small"),))
+UNKNOWN = ObjectsChange(actor="ann", reason="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="small"),))
 
 
 async def test_a_refused_command_without_a_requester_is_carried_out_when_it_is_replayed(world: World) -> None:
@@ -299,9 +299,9 @@ async def test_a_refusal_keeps_its_reason_when_its_batch_is_handled_again(
 ) -> None:
     """Another command of the batch met a transient fault."""
     await world.scheduler()
-    call, has_failed = ChangeHandler.__call__, False
+    call, has_failed = OperatorHandler.__call__, False
 
-    async def fails_once(handler: ChangeHandler, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def fails_once(handler: OperatorHandler, batch: Sequence[Received]) -> Sequence[Outcome]:
         nonlocal has_failed
         outcomes = await call(handler, batch)
         if not has_failed:
@@ -309,5 +309,5 @@ async def test_a_refusal_keeps_its_reason_when_its_batch_is_handled_again(
             raise DatabaseUnavailable("planted")
         return outcomes
 
-    monkeypatch.setattr(ChangeHandler, "__call__", fails_once)
+    monkeypatch.setattr(OperatorHandler, "__call__", fails_once)
     assert await code_of(world.answer(UNKNOWN, ObjectsChanged)) == "object.unknown"

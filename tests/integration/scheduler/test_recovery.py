@@ -18,7 +18,7 @@ from bus.consuming.consumer import Consumer
 from bus.contracts.base import DatabaseMark
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import Selection
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, Condition
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, ReleaseResult
 from bus.contracts.recovery import CellRecovering
@@ -88,10 +88,10 @@ def held_on(host: str) -> dict[str, dict[str, int]]:
 
 
 async def move_to(
-    world: World, built: BuildRequest, kind: MoveKind, source: str, attempt: int
+    world: World, built: BuildRequest, kind: ActionKind, source: str, attempt: int
 ) -> tuple[str, Selection]:
     """A move that the cell has begun: its claim holds the destination, and the migration the source."""
-    request = world.move(built, kind)
+    request = world.action(built, kind)
     command = await world.commanded(request)
     to = command.selections[0]
     claim = Claim(
@@ -129,12 +129,12 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
     (away,) = await world.add_hosts("c2", 1, on="c2")
     await world.active(replace(elsewhere, host="c2-0"), "c2")
     at = dict(await world.sql("SELECT instance_uuid::text, host_uuid::text FROM scheduler.build_requests"))
-    request_id, to = await move_to(world, moving, MoveKind.MIGRATE, at[moving.instance_uuid], 2)
-    confirms, there = await move_to(world, resized, MoveKind.MIGRATE, at[resized.instance_uuid], 3)
+    request_id, to = await move_to(world, moving, ActionKind.MIGRATE, at[moving.instance_uuid], 2)
+    confirms, there = await move_to(world, resized, ActionKind.MIGRATE, at[resized.instance_uuid], 3)
     done = {"host": there.host, "terminal": True, "condition": Condition.RESIZED}
-    move = replace(world.move(resized, MoveKind.MIGRATE), request_id=confirms)
-    await world.move_announced("c1", move, MoveState.DONE, 20, **done)
-    await world.moved(move)
+    action = replace(world.action(resized, ActionKind.MIGRATE), request_id=confirms)
+    await world.action_announced("c1", action, ActionState.DONE, 20, **done)
+    await world.moved(action)
     await world.announced("c1", ended, BuildState.FAILED, 20, code="instance.lost")
     await world.ended(ended.instance_uuid, BuildState.FAILED)
     await world.release(ended.instance_uuid)
@@ -149,7 +149,7 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
     there_by_map = {one.instance_uuid for one in (active, moving, resized, scheduled)}
     assert found.keys() == {*there_by_map, orphan, elsewhere.instance_uuid, nobody}
 
-    assert found[active.instance_uuid].is_here and found[active.instance_uuid].is_active
+    assert found[active.instance_uuid].is_in_this_cell and found[active.instance_uuid].is_active
     assert hosts(found[active.instance_uuid]) == [at[active.instance_uuid]]
     assert found[active.instance_uuid].selections[0].service == "compute-c1"
     assert not found[scheduled.instance_uuid].is_active and found[scheduled.instance_uuid].attempt == 1
@@ -158,14 +158,14 @@ async def test_everything_that_the_map_or_placement_has_in_the_cell_is_told(worl
 
     one = found[moving.instance_uuid]
     assert (hosts(one), one.attempt) == ([to.host_uuid, at[moving.instance_uuid]], 2)
-    assert (one.request_id, one.kind) == (request_id, MoveKind.MIGRATE)
+    assert (one.request_id, one.kind) == (request_id, ActionKind.MIGRATE)
     one = found[resized.instance_uuid]
     assert (hosts(one), one.attempt) == ([there.host_uuid, at[resized.instance_uuid]], 3)
     assert (one.request_id, one.power) == ("", None)
 
     assert (found[orphan].exists, found[orphan].project_id, hosts(found[orphan])) == (False, "lost", [to.host_uuid])
     one = found[elsewhere.instance_uuid]
-    assert (one.is_elsewhere, one.is_here, hosts(one)) == (True, False, [away])
+    assert (one.is_in_other_cell, one.is_in_this_cell, hosts(one)) == (True, False, [away])
     assert found[nobody] == KnownInstance(exists=False, is_active=False)
     assert not any(one.is_old for one in found.values())
 
@@ -192,9 +192,9 @@ async def test_an_instance_that_a_client_gave_the_id_of_a_move_is_told(world: Wo
     await cell_with_hosts(world)
     first = world.request()
     await world.active(first)
-    move = world.move(first, MoveKind.STOP)
-    await world.commanded(move)
-    second = world.request(instance_uuid=move.request_id)
+    action = world.action(first, ActionKind.STOP)
+    await world.commanded(action)
+    second = world.request(instance_uuid=action.request_id)
     await world.active(second)
     found = told(await answer(world))
     assert found.keys() == {first.instance_uuid, second.instance_uuid}
@@ -258,7 +258,7 @@ async def test_what_schedulers_commit_while_they_answer_is_told_or_comes_as_a_co
     assert found.keys() == {high.instance_uuid, *(one.instance_uuid for one in first)}
     assert {one.spec.instance_uuid for _, one in world.builds} >= {low.instance_uuid, high.instance_uuid}
     assert not found[deleted["passed"]].is_deleted and found[deleted["coming"]].is_deleted
-    assert found[high.instance_uuid].is_here and hosts(found[high.instance_uuid])
+    assert found[high.instance_uuid].is_in_this_cell and hosts(found[high.instance_uuid])
 
 
 async def test_a_build_that_is_not_dispatched_yet_is_nowhere(world: World) -> None:
@@ -270,7 +270,7 @@ async def test_a_build_that_is_not_dispatched_yet_is_nowhere(world: World) -> No
     )
     assert (await world.answer(claim, ClaimResult)).outcome is ClaimOutcome.CLAIMED
     found = told(await answer(world))[build.instance_uuid]
-    assert (found.exists, found.is_here, hosts(found)) == (False, False, [mine])
+    assert (found.exists, found.is_in_this_cell, hosts(found)) == (False, False, [mine])
 
 
 async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
     await cell_with_hosts(world, 1)
     await world.active(world.request())
     assert told(await answer(world, cell="c2")) == {}
-    foreign = CellRecovering(cell="c1", process="world", database_incarnation=INCARNATION, question=new_uuid(world.rng))
+    foreign = CellRecovering(cell="c1", process="world", database_incarnation=INCARNATION, query_id=new_uuid(world.rng))
     got = list[object]()
     reader = KnownReader(world.buses["c2"])
 
@@ -298,7 +298,7 @@ async def test_a_cell_that_asks_on_anothers_bus_or_has_nothing(world: World, mon
 
 async def test_a_conductor_that_is_gone_keeps_no_other_waiting(world: World) -> None:
     await cell_with_hosts(world, 1)
-    question = CellRecovering(cell="c1", process="gone", database_incarnation=4, question=new_uuid(world.rng))
+    question = CellRecovering(cell="c1", process="gone", database_incarnation=4, query_id=new_uuid(world.rng))
     await world.buses["c1"].publish(question)
     build = world.request()
     await world.active(build)
@@ -407,6 +407,6 @@ async def test_a_cell_with_3000_instances_has_a_whole_answer_although_a_schedule
     found = told(parts)
     assert killed[0] in {"s1", "s2"} and len(world.services) == 2  # placement, and the other scheduler
     assert found.keys() == {one.instance_uuid for one in wanted}
-    assert all(one.is_here and len(one.selections) == 1 for one in found.values())
+    assert all(one.is_in_this_cell and len(one.selections) == 1 for one in found.values())
     assert [part.after for part in parts[1:]] == [part.last for part in parts[:-1]]
     assert max(len(part.instances) for part in parts) <= 500

@@ -1,4 +1,4 @@
-"""A whole scheduler against the real resource book: what it dispatches, what it publishes, what it leaves behind."""
+"""A whole scheduler against the real placement: what it dispatches, what it publishes, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from collections import Counter
 import pytest
 
 from bus.bus import API
-from bus.contracts.build import (
-    BuildAccepted,
-    BuildRequest,
-    BuildState,
-    DeleteRequest,
-    HostsPage,
-    HostsQuery,
-)
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, HostsPage, HostsQuery
 from bus.faults import RequestRefused
 from scheduler_worker import announcements
 from scheduler_worker.config import SchedulerConfig
@@ -64,7 +57,7 @@ async def test_a_request_is_claimed_dispatched_and_announced(world: World) -> No
 
 async def test_a_loss_whose_request_has_no_other_end_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `active` is a dead letter, or older than the scheduler's backup."""
-    monkeypatch.setattr(announcements, "MAX_EARLY", 1)
+    monkeypatch.setattr(announcements, "MAX_OUT_OF_ORDER", 1)
     await world.scheduler_and_hosts(1)
     request = await world.requested()
     await until(lambda: world.builds)

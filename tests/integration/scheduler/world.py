@@ -17,23 +17,16 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import routing_key
-from bus.contracts.cell import (
-    CellBuild,
-    CellBuildQuery,
-    CellDelete,
-    ComputeHosts,
-    HostReport,
-    ReportHosts,
-)
+from bus.contracts.cell import CellBuild, CellBuildQuery, CellDelete, ComputeHosts, HostReport, ReportHosts
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import (
-    CellDepart,
-    CellMove,
-    CellMoveQuery,
-    MoveEvent,
-    MoveKind,
-    MoveRequest,
-    MoveState,
+    ActionEvent,
+    ActionKind,
+    ActionRequest,
+    ActionState,
+    CellAction,
+    CellActionQuery,
+    CellTransferOut,
 )
 from bus.contracts.objects import CellBus
 from bus.contracts.operations import CellFence
@@ -54,10 +47,10 @@ from bus.contracts.queues import COMMANDS
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport
 from bus.service.environment import CellAddressInvalid, Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from placement_worker.app import build as build_placement
 from placement_worker.config import PlacementConfig
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
@@ -75,14 +68,14 @@ class World:
         self.rng = random.Random(11)
         self.brokers = {name: MemoryBroker(self.clock) for name in (API, *CELLS)}
         self.url = postgres_url
-        self.services: dict[str, tuple[Service, asyncio.Event, asyncio.Task[None]]] = {}
-        self.replicas: dict[str, Book] = {}
+        self.services: dict[str, tuple[WorkerRuntime, asyncio.Event, asyncio.Task[None]]] = {}
+        self.replicas: dict[str, Replica] = {}
         self.tables: dict[str, HostTable] = {}
         self.events: list[BuildEvent] = []
-        self.move_events: list[MoveEvent] = []
-        self.moves: list[tuple[str, CellMove]] = []
-        self.departs: list[tuple[str, CellDepart]] = []
-        self.queries: list[tuple[str, CellMoveQuery | CellBuildQuery]] = []
+        self.action_events: list[ActionEvent] = []
+        self.actions: list[tuple[str, CellAction]] = []
+        self.departs: list[tuple[str, CellTransferOut]] = []
+        self.queries: list[tuple[str, CellActionQuery | CellBuildQuery]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
@@ -147,16 +140,16 @@ class World:
             rng=random.Random(self.rng.getrandbits(32)),
         )
 
-    async def placement(self, name: str = "p1") -> Service:
+    async def placement(self, name: str = "p1") -> WorkerRuntime:
         return await self.start(name, build_placement(self.environment(name), PlacementConfig(), CELLS))
 
-    async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> Service:
-        book, table = Book(), HostTable()
-        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, book=book, table=table)
+    async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> WorkerRuntime:
+        book, table = Replica(), HostTable()
+        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, replica=book, table=table)
         self.replicas[name], self.tables[name] = book, table
         return await self.start(name, service)
 
-    async def start(self, name: str, service: Service) -> Service:
+    async def start(self, name: str, service: WorkerRuntime) -> WorkerRuntime:
         stop = asyncio.Event()
         task = asyncio.create_task(service.run(stop))
         self.services[name] = (service, stop, task)
@@ -178,7 +171,7 @@ class World:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def _gone(self, name: str) -> tuple[Service, asyncio.Event, asyncio.Task[None]]:
+    def _gone(self, name: str) -> tuple[WorkerRuntime, asyncio.Event, asyncio.Task[None]]:
         self.replicas.pop(name, None)
         self.tables.pop(name, None)
         return self.services.pop(name)
@@ -192,9 +185,9 @@ class World:
     # --- what the neighbours receive
 
     async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        moves = [received for received in batch if isinstance(received.message, MoveEvent)]
-        self.move_events += [received.message for received in moves]
-        self.events += [received.message for received in batch if received not in moves]
+        actions = [received for received in batch if isinstance(received.message, ActionEvent)]
+        self.action_events += [received.message for received in actions]
+        self.events += [received.message for received in batch if received not in actions]
         return [Done()] * len(batch)
 
     async def _command(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -203,11 +196,11 @@ class World:
                 self.builds.append((received.bus, received.message))
             elif isinstance(received.message, CellDelete):
                 self.deletes.append((received.bus, received.message))
-            elif isinstance(received.message, CellMove):
-                self.moves.append((received.bus, received.message))
-            elif isinstance(received.message, CellDepart):
+            elif isinstance(received.message, CellAction):
+                self.actions.append((received.bus, received.message))
+            elif isinstance(received.message, CellTransferOut):
                 self.departs.append((received.bus, received.message))
-            elif isinstance(received.message, CellMoveQuery | CellBuildQuery):
+            elif isinstance(received.message, CellActionQuery | CellBuildQuery):
                 self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
                 self.fences.append((received.bus, received.message))
@@ -230,9 +223,9 @@ class World:
     # --- hosts
 
     async def add_hosts(self, cell: str, count: int, *, on: str = API, **inventory: int) -> list[str]:
-        """New hosts with these amounts, in the book and announced, and known to every scheduler. Their uuids.
+        """New hosts with these amounts, in placement and announced, and known to every scheduler. Their uuids.
 
-        on: the bus that they are reported on, which the book has as their cell.
+        on: the bus that they are reported on, which placement has as their cell.
         """
         amounts = inventory or {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
         uuids = []
@@ -267,7 +260,7 @@ class World:
         self._version += 1
         inventories = {key: Inventory(total=total, max_unit=total) for key, total in amounts.items()}
         provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits, aggregates=aggregates)
-        update = InventoryUpdate(source="world", version=self._version, root_uuid=uuid, providers=(provider,))
+        update = InventoryUpdate(reporter="world", version=self._version, root_uuid=uuid, providers=(provider,))
         answer = await self.answer(update, InventoryResult, on=on)
         assert answer.outcome == "applied", answer
 
@@ -305,7 +298,7 @@ class World:
         for its answer; None: nobody does.
         """
         headers = {"berth-sent-at-ms": int((self.clock.time() if sent_at is None else sent_at) * 1000)}
-        headers |= {} if patience_s is None else {"berth-patience-ms": int(patience_s * 1000)}
+        headers |= {} if patience_s is None else {"berth-timeout-ms": int(patience_s * 1000)}
         outgoing = Outgoing(
             exchange=COMMANDS,
             routing_key=routing_key(message),
@@ -378,8 +371,8 @@ class World:
         assert scheduled.host is not None
         return scheduled.host
 
-    def move(self, request: BuildRequest, kind: MoveKind, **more: Any) -> MoveRequest:
-        return MoveRequest(
+    def action(self, request: BuildRequest, kind: ActionKind, **more: Any) -> ActionRequest:
+        return ActionRequest(
             request_id=more.pop("request_id", None) or new_uuid(self.rng),
             instance_uuid=request.instance_uuid,
             project_id=more.pop("project_id", request.project_id),
@@ -387,54 +380,56 @@ class World:
             **more,
         )
 
-    async def moved(self, move: MoveRequest, *states: MoveState) -> MoveEvent:
+    async def moved(self, action: ActionRequest, *states: ActionState) -> ActionEvent:
         """Wait for the event of one of these states (any terminal one when none is given)."""
 
-        def found() -> MoveEvent | None:
-            mine = [event for event in self.move_events if event.request_id == move.request_id]
+        def found() -> ActionEvent | None:
+            mine = [event for event in self.action_events if event.request_id == action.request_id]
             return next((e for e in mine if (e.state in states if states else e.terminal)), None)
 
         event = await until(found)
         assert event is not None
         return event
 
-    async def dispatched(self, move: MoveRequest) -> CellMove:
+    async def dispatched(self, action: ActionRequest) -> CellAction:
         """Wait for the command to the cell."""
-        found = await until(lambda: [one for _, one in self.moves if one.request_id == move.request_id])
+        found = await until(lambda: [one for _, one in self.actions if one.request_id == action.request_id])
         return found[0]
 
-    async def commanded(self, move: MoveRequest) -> CellMove:
+    async def commanded(self, action: ActionRequest) -> CellAction:
         """Ask for a move, and wait for the command to the cell."""
-        await self.ask(move)
-        return await self.dispatched(move)
+        await self.ask(action)
+        return await self.dispatched(action)
 
-    async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
+    async def action_announced(
+        self, cell: str, action: ActionRequest, state: ActionState, sequence: int, **more: Any
+    ) -> None:
         """The announcements that the cell's conductor would make of a move."""
         more.setdefault("host_uuid", self.host_named(cell, more.get("host")))
-        event = MoveEvent(
-            request_id=move.request_id,
-            instance_uuid=move.instance_uuid,
-            project_id=move.project_id,
-            kind=move.kind,
+        event = ActionEvent(
+            request_id=action.request_id,
+            instance_uuid=action.instance_uuid,
+            project_id=action.project_id,
+            kind=action.kind,
             state=state,
             sequence=sequence,
             **more,
         )
         await self.buses[cell].publish(event)
 
-    async def claim_destination(self, move: CellMove) -> None:
+    async def claim_destination(self, action: CellAction) -> None:
         """As the cell does: the instance's allocation is that of its first host, and the migration keeps the source."""
         self._attempt += 1
         claim = Claim(
-            consumer=move.instance_uuid,
+            consumer=action.instance_uuid,
             attempt=self._attempt,
             consumer_generation=1,
-            options=(ClaimOption(allocations=move.selections[0].allocations),),
-            project_id=move.project_id,
-            migration=Migration(uuid=move.request_id, source=move.selections[0].allocations),
+            options=(ClaimOption(allocations=action.selections[0].allocations),),
+            project_id=action.project_id,
+            migration=Migration(uuid=action.request_id, source=action.selections[0].allocations),
         )
         answer = await self.answer(claim, ClaimResult)
-        if answer.outcome is ClaimOutcome.CONSUMER_CHANGED:
+        if answer.outcome is ClaimOutcome.CONSUMER_CONFLICT:
             again = replace(claim, consumer_generation=answer.consumer_generation)
             answer = await self.answer(again, ClaimResult)
         assert answer.outcome is ClaimOutcome.CLAIMED, answer
@@ -451,7 +446,7 @@ class World:
         await self.ask(DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id))
 
     async def used(self) -> dict[str, dict[str, int]]:
-        """Usage in the book, where there is any: {provider: {class: amount}}."""
+        """Usage in placement, where there is any: {provider: {class: amount}}."""
         page = await self.answer(SnapshotRequest(limit=5000), SnapshotPage)
         used = {p.uuid: {name: amount for name, amount in p.used.items() if amount} for p in page.providers}
         return {uuid: amounts for uuid, amounts in used.items() if amounts}

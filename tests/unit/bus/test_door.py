@@ -74,7 +74,7 @@ async def test_what_the_door_refuses_takes_its_turn_anew() -> None:
         queue = door.brokers[API].queue(await door.api.declare("scheduler.door"))
         queue.shut = 1
         post = asyncio.create_task(web.send(build("demo")))
-        await until(lambda: len(web.turns._queue._lines) == 1 and not web.turns._queue._begun)  # it was refused
+        await until(lambda: len(web.turns._queue._lines) == 1 and not web.turns._queue._started)  # it was refused
         assert not post.done()
         queue.shut = 0
         async with door.scheduler("scheduler.door"):

@@ -69,7 +69,7 @@ def test_what_has_begun_is_bounded_in_all_and_of_one_project() -> None:
 def test_projects_that_are_idle_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_IDLE", 4)
     queue: FairQueue[str] = FairQueue()
-    queue._forget_from = 4
+    queue._drop_idle_from = 4
     for number in range(100):
         queue.put(f"p{number}", 1, f"p{number}")
         taken = queue.take()
@@ -89,7 +89,7 @@ class AgainstAModel(RuleBasedStateMachine):
         super().__init__()
         self.queue: FairQueue[int] = FairQueue(self.MOST, self.MOST_OF_ONE)
         self.waiting: dict[str, list[tuple[int, int]]] = {project: [] for project in PROJECTS}
-        self.begun: list[tuple[str, int]] = []
+        self.started: list[tuple[str, int]] = []
         self.had_beside: dict[tuple[str, str], int] = {}  # what one had more than the other, since both wait
         self.number = 0
 
@@ -105,8 +105,8 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         found = self.queue.take()
-        total, by_one = sum(cost for _, cost in self.begun), Counter[str]()
-        for project, cost in self.begun:
+        total, by_one = sum(cost for _, cost in self.started), Counter[str]()
+        for project, cost in self.started:
             by_one[project] += cost
         may = [one for one in PROJECTS if self.waiting[one] and by_one[one] < self.MOST_OF_ONE]
         if total >= self.MOST or not may:
@@ -114,7 +114,7 @@ class AgainstAModel(RuleBasedStateMachine):
             return
         (project,) = (one for one in may if self.waiting[one][0][0] == found)  # the first of one that may
         _, cost = self.waiting[project].pop(0)
-        self.begun.append((project, cost))
+        self.started.append((project, cost))
         for other in PROJECTS:
             if other != project:
                 self.had_beside[project, other] += cost
@@ -122,10 +122,10 @@ class AgainstAModel(RuleBasedStateMachine):
                 if other in may and self.waiting[project]:
                     assert self.had_beside[project, other] <= 2 * self.LARGEST
 
-    @precondition(lambda self: self.begun)
+    @precondition(lambda self: self.started)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        self.queue.end(*self.begun.pop(data.draw(st.integers(0, len(self.begun) - 1))))
+        self.queue.end(*self.started.pop(data.draw(st.integers(0, len(self.started) - 1))))
 
     @precondition(lambda self: any(self.waiting.values()))
     @rule(data=st.data())
@@ -139,15 +139,15 @@ class AgainstAModel(RuleBasedStateMachine):
         assert len(self.queue) == sum(map(len, self.waiting.values()))
 
     def teardown(self) -> None:
-        while self.begun:
-            self.queue.end(*self.begun.pop())
+        while self.started:
+            self.queue.end(*self.started.pop())
         left = 0
         while self.queue.take() is not None:
             left += 1
             for project in PROJECTS:
                 line = self.queue._lines.get(project)
-                if line is not None and line.begun:
-                    self.queue.end(project, line.begun)
+                if line is not None and line.started:
+                    self.queue.end(project, line.started)
         assert left == sum(map(len, self.waiting.values()))
 
 
@@ -179,7 +179,7 @@ async def test_a_turn_that_ends_gives_way_however_it_ends(monkeypatch: pytest.Mo
     gates["d"].set()
     await tasks["d"]
     assert order == ["a", "b", "d"]
-    assert (len(turns._queue), turns._queue._begun) == (0, 0)
+    assert (len(turns._queue), turns._queue._started) == (0, 0)
 
 
 async def test_a_task_cancelled_just_as_it_begins_gives_way() -> None:
@@ -197,7 +197,7 @@ async def test_a_task_cancelled_just_as_it_begins_gives_way() -> None:
     await holding  # its end has begun the second, which has not run yet
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert (len(turns._queue), turns._queue._begun) == (0, 0)
+    assert (len(turns._queue), turns._queue._started) == (0, 0)
 
 
 async def test_a_turn_that_lasts_long_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,4 +214,4 @@ async def test_a_turn_that_lasts_long_keeps_nobody_waiting(monkeypatch: pytest.M
         assert not holding.done()
     holding.cancel()
     await asyncio.gather(holding, return_exceptions=True)
-    assert turns._queue._begun == 0
+    assert turns._queue._started == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.gather import SLOW_S, Gather
+from bus.gather import SLOW_S, Batcher
 
 TURNS = 6  # of the loop: more than everything that may begin needs to begin
 SIZE = 3  # the items of a full batch
@@ -41,7 +41,7 @@ class Batch:
 
 
 class World:
-    """A line of numbers and the batches that a `Gather` makes of them, which end when the test ends them."""
+    """A line of numbers and the batches that a `Batcher` makes of them, which end when the test ends them."""
 
     def __init__(self, at_once: int, most: int, *, paused: bool) -> None:
         self.line: deque[int] = deque()
@@ -54,7 +54,7 @@ class World:
         self.closed = False
         self.broken = ""  # what raises
         self.errors: list[Exception] = []
-        self.gather: Gather[int] = Gather(
+        self.gather: Batcher[int] = Batcher(
             self.take,
             self.handle,
             waiting=self.line.__len__,
@@ -117,7 +117,7 @@ class World:
     def check(self) -> None:
         under_way = self.under_way
         slow = sum(batch.is_slow for batch in under_way)
-        assert (self.gather.under_way, self.gather.slow) == (len(under_way), slow)
+        assert (self.gather.in_progress, self.gather.slow) == (len(under_way), slow)
         assert len(under_way) <= self.most
         assert all(batch.quick < self.at_once or batch.was_full for batch in self.batches), "it began too early"
         assert [item for batch in self.batches for item in batch.items] + list(self.line) == list(range(self.put))
@@ -233,13 +233,13 @@ async def test_a_take_or_handling_that_raises_is_told_of_and_loses_no_batch(rais
         if items == [1] and raises == 3:
             raise Broken
 
-    gather: Gather[int] = Gather(take, handle, waiting=line.__len__, most=2, at_once=2, on_error=errors.append)
+    gather: Batcher[int] = Batcher(take, handle, waiting=line.__len__, most=2, at_once=2, on_error=errors.append)
     gather.wake()
     await asyncio.wait_for(gather.idle(), 30)
     gather.wake()
     await asyncio.wait_for(gather.idle(), 30)
     assert [type(error) for error in errors] == [Broken]
-    assert (sorted(handled), gather.under_way) == ([1, 2, 3], 0)
+    assert (sorted(handled), gather.in_progress) == ([1, 2, 3], 0)
 
 
 async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> None:
@@ -250,7 +250,7 @@ async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> Non
     async def handle(items: Sequence[int]) -> None:
         seen.put_nowait(where.get())
 
-    gather: Gather[int] = Gather(lambda: [line.popleft()], handle, waiting=line.__len__, most=1, on_error=raise_it)
+    gather: Batcher[int] = Batcher(lambda: [line.popleft()], handle, waiting=line.__len__, most=1, on_error=raise_it)
     where.set("woken")
     gather.wake()
     assert await asyncio.wait_for(seen.get(), 30) == "made"

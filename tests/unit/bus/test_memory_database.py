@@ -15,7 +15,7 @@ from bus.persistence.memory_database import UNFLUSHED_S, MemoryDatabase, MemoryS
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed, OptimisticUnitOfWork, VersionCache, WriteSet
 from bus.port import BusForbidden, BusUnavailable
-from bus.retrying import Backoff, Retrying, RetryPolicy, passes_with_time
+from bus.retrying import Backoff, Retrying, RetryPolicy, is_transient
 
 # --- The memory database and retries.
 
@@ -50,7 +50,7 @@ async def test_a_lost_connection_commits_nothing_and_frees_its_rows() -> None:
         async with lost.transaction() as transaction:
             await transaction.lock(["a"])
             transaction.will(lambda: rows.append("never"))
-            lost.cut()
+            lost.disconnect()
     await change(database.session(), rows, "a")
     assert rows == ["a"]
 
@@ -60,12 +60,12 @@ async def test_each_connection_that_ends_is_counted_and_takes_no_earlier_loss_ba
     session, counted = MemoryDatabase(SystemClock()).session(), [0]
     for kind in ("cut", "lost", "cut", "lost"):
         if kind == "cut":
-            session.cut()
+            session.disconnect()
         else:
             with pytest.raises(DatabaseUnavailable):
                 async with session.transaction():
                     raise DatabaseUnavailable("away")
-        counted.append(session.losses)
+        counted.append(session.connection_losses)
     assert counted == [0, 1, 2, 3, 4]
 
 
@@ -124,13 +124,13 @@ async def test_a_crash_takes_back_what_is_not_on_disk_and_gives_its_numbers_agai
     session = database.session()
     await handle(session, "kept", durable=True)
     lost = [await handle(session, message, durable=False) for message in ("one", "two")]
-    losses = session.losses
-    session.cut()
+    losses = session.connection_losses
+    session.disconnect()
     database.crash()
     assert [message for _, message in database.handled] == ["kept"]
     assert database.taken_back == 2
     assert await handle(session, "one", durable=False) == lost[0]
-    assert session.losses == losses + 1
+    assert session.connection_losses == losses + 1
 
 
 @pytest.mark.parametrize("how", ["by a commit that waits for the disk", "by a flush", "by the time"])
@@ -269,7 +269,7 @@ async def test_what_does_not_pass_is_raised_at_once() -> None:
         with pytest.raises(type(error)):
             await Retrying(EVEN, Recorded()).call(failing)
         assert failing.calls == 1
-    assert passes_with_time(BusUnavailable("unavailable")) and not passes_with_time(asyncio.CancelledError())
+    assert is_transient(BusUnavailable("unavailable")) and not is_transient(asyncio.CancelledError())
 
 
 async def test_a_fault_that_follows_one_that_passes_is_raised() -> None:

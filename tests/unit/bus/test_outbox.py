@@ -91,10 +91,10 @@ async def test_a_row_of_which_one_message_waits_for_its_confirm_stays() -> None:
     relay.send([1], [OutboxMessage("c1", message), OutboxMessage("c1", message)])
     async with asyncio.timeout(30):
         first, last = bus.waiters
-        first.settle(None)
+        first.resolve(None)
         await relay.drain(0.05)
         assert table.rows.empty() and relay.held == 1
-        last.settle(None)
+        last.resolve(None)
         await relay.drain(30)
         assert await table.rows.get() == 1
     await cancelled(running)
@@ -145,7 +145,7 @@ class LeftRows:
 
     async def claim_stale(self, sweep: Sweep) -> list[tuple[int, bytes]]:
         self.rows -= set(sweep.confirmed)
-        return [(row, encode_row(OUTGOING)) for row in sorted(self.rows & set(sweep.back))][: sweep.limit]
+        return [(row, encode_row(OUTGOING)) for row in sorted(self.rows & set(sweep.restored))][: sweep.limit]
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
@@ -264,11 +264,11 @@ async def test_a_worker_that_is_ahead_of_its_broker_waits() -> None:
     bus.confirms.clear()
     relay = Relay(Forgotten(), {"api": bus}, clock=SystemClock())  # type: ignore[dict-item]
     running = asyncio.create_task(relay.run())
-    await asyncio.wait_for(relay.keep_up("api"), 30)
+    await asyncio.wait_for(relay.wait_for_backlog("api"), 30)
     for row in range(8):
         relay.send([row], [OutboxMessage("api", event("noisy", number)) for number in range(MAX_BEHIND // 8)])
     await bus.has_some.wait()
-    waiting = asyncio.create_task(relay.keep_up("api"))
+    waiting = asyncio.create_task(relay.wait_for_backlog("api"))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     bus.confirms.set()
@@ -297,7 +297,7 @@ class Table:
         await self.delete(sweep.confirmed)
         taken: Counter[str] = Counter()
         found = []
-        for row in sorted(set(sweep.back) & self.rows.keys()):
+        for row in sorted(set(sweep.restored) & self.rows.keys()):
             bus = self.rows[row][0].bus
             if bus not in sweep.closed and taken[bus] < sweep.limit:
                 taken[bus] += 1

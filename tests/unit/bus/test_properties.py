@@ -19,13 +19,13 @@ from pamqp.header import ContentHeader
 
 from bus import wire
 from bus.contracts.base import Message, encode
-from bus.contracts.catalogue import REPLIES, routing_key, taken_by
+from bus.contracts.catalogue import REPLIES, queues_taking, routing_key
 from bus.contracts.cell import (
-    MAX_FOUND_AT_ONCE,
     MAX_LOOKED_AT_ONCE,
+    MAX_LOOKUP_AT_ONCE,
     MAX_RESERVED_AT_ONCE,
-    FoundMachine,
-    MachinesFound,
+    LookedUpMachine,
+    MachineLookupResult,
     ReservedMachine,
     ReservedOnHost,
     ReserveMachines,
@@ -190,8 +190,8 @@ def test_bytes_of_a_property_are_written_back_as_they_came(name: str) -> None:
 
 def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     text = "ü" * 200
-    assert channels.cut_short(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
-    assert channels.cut_short("short") == "short"
+    assert channels.truncate_text(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
+    assert channels.truncate_text("short") == "short"
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
     assert short(text.encode()[:255]) in channels.properties_of(message, None)
     with pytest.raises(ValueError, match="longer"):
@@ -259,7 +259,8 @@ def uuid(number: int) -> str:
 
 def gang(options: int, providers: int) -> ClaimAll:
     option = ClaimOption(
-        allocations={uuid(n): AMOUNTS for n in range(providers)}, shapes={uuid(n): 1 for n in range(providers)}
+        allocations={uuid(n): AMOUNTS for n in range(providers)},
+        spec_generations={uuid(n): 1 for n in range(providers)},
     )
     return ClaimAll(
         claims=tuple(Claim(consumer=uuid(n), options=(option,) * options, project_id="p") for n in range(MAX_MEMBERS))
@@ -269,11 +270,11 @@ def gang(options: int, providers: int) -> ClaimAll:
 def foreign(claims: int, providers: int, members: int) -> ClaimAll:
     option = ClaimOption(
         allocations={uuid(n): AMOUNTS for n in range(providers)},
-        shapes={uuid(n): 1 for n in range(providers)},
+        spec_generations={uuid(n): 1 for n in range(providers)},
         host=uuid(0),
     )
     group = ServerGroup(uuid=uuid(0), policy=GroupPolicy.ANTI_AFFINITY)
-    one = Claim(consumer=uuid(0), options=(option,), project_id="p", by="r", foreign=True, server_group=group)
+    one = Claim(consumer=uuid(0), options=(option,), project_id="p", owner="r", external=True, server_group=group)
     first = replace(one, group_members=tuple(uuid(n) for n in range(members)))
     return ClaimAll(claims=(first, *(one,) * (claims - 1)))
 
@@ -287,7 +288,7 @@ def report(providers: int, traits: int) -> InventoryUpdate:
         )
         for n in range(providers)
     )
-    return InventoryUpdate(source="s", version=1, root_uuid=uuid(0), providers=tree)
+    return InventoryUpdate(reporter="s", version=1, root_uuid=uuid(0), providers=tree)
 
 
 def reserve(machines: int, providers: int) -> ReserveMachines:
@@ -297,17 +298,17 @@ def reserve(machines: int, providers: int) -> ReserveMachines:
     return ReserveMachines(service="s", epoch=1, sequence=1, hosts=hosts)
 
 
-def found(machines: int, hosts: int) -> MachinesFound:
+def found(machines: int, hosts: int) -> MachineLookupResult:
     taken = {uuid(n): AMOUNTS for n in range(3)}
-    one = FoundMachine(
+    one = LookedUpMachine(
         instance_uuid=uuid(0), host_uuid=uuid(0), host="h", service="s", attempt=1, project_id="p", allocations=taken
     )
-    return MachinesFound(machines=(one,) * machines, hosts=tuple(uuid(n) for n in range(hosts)))
+    return MachineLookupResult(machines=(one,) * machines, hosts=tuple(uuid(n) for n in range(hosts)))
 
 
 def read(queue: str, message: Message) -> wire.Read | wire.Malformed:
     """As a process of ours reads it from this queue; "": from its reply queue."""
-    kinds = [row.message for row in taken_by(queue)] if queue else REPLIES
+    kinds = [row.message for row in queues_taking(queue)] if queue else REPLIES
     key = routing_key(message) if queue else ""
     delivery = arrived(encode(message), type=wire.tag(type(message)), routing_key=key)
     (got,) = wire.Codec(kinds, queue=queue).read(delivery, "new")
@@ -345,7 +346,7 @@ def test_item_16_a_message_of_very_many_values_is_not_read(queue: str, make: Cal
         (INVENTORY, lambda: report(512, 40)),
         (CONTROL, lambda: reserve(5_000, 1)),
         (CONTROL, lambda: reserve(MAX_RESERVED_AT_ONCE, 8)),
-        ("", lambda: found(machines=2 * MAX_FOUND_AT_ONCE, hosts=MAX_LOOKED_AT_ONCE)),
+        ("", lambda: found(machines=2 * MAX_LOOKUP_AT_ONCE, hosts=MAX_LOOKED_AT_ONCE)),
     ],
     ids=[
         "a gang, one option", "a gang of nested hosts", "a gang, most options", "a request of Nova for 1,000",

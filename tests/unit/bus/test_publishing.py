@@ -27,7 +27,7 @@ from bus.publishing import SLOW_CONFIRM_S, BusLimits, Waiter
 from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, WRITE_TIMEOUT_S, Acks
 from bus.rabbitmq.session import Session
 from bus.topology import QueueNames
-from bus.wire import BATCH, PATIENCE
+from bus.wire import BATCH, TIMEOUT
 from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
 
@@ -480,8 +480,8 @@ class Reluctant(MemoryTransport):
 
     async def publish(self, message: Outgoing) -> None:
         items = json.loads(message.body) if message.content_type == BATCH else [{"meta": message.headers}]
-        patience_s = [one["meta"].get("patience_s", one["meta"].get(PATIENCE, 0) / 1000) for one in items]
-        self.ends += [self.clock.monotonic() + left_s for left_s in (message.expiration_s or 0.0, *patience_s)]
+        timeout_s = [one["meta"].get("timeout_s", one["meta"].get(TIMEOUT, 0) / 1000) for one in items]
+        self.ends += [self.clock.monotonic() + remaining_s for remaining_s in (message.expiration_s or 0.0, *timeout_s)]
         await asyncio.sleep(0.3)
         self.clock.is_set_back = True
         if len(self.ends) <= 5:

@@ -32,9 +32,9 @@ from bus.port import BusUnavailable
 from bus.rabbitmq import patches
 from bus.rabbitmq import transport as module
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.patches import MAX_FRAME_BYTES, Cut
+from bus.rabbitmq.patches import MAX_FRAME_BYTES, FrameSplitter
 from bus.rabbitmq.transport import RabbitTransport
-from bus.turns import InParts, next_turn
+from bus.turns import YieldingParts, yield_to_loop
 from tests.kit.turns import Turns, unfinished
 
 # --- frames cut from a connection's bytes are those that pamqp reads, however the bytes come
@@ -73,7 +73,7 @@ def plain(data: bytes) -> list[tuple[int, int, object]]:
 
 
 def cut_all(pieces: list[bytes]) -> list[tuple[int, int, object]]:
-    cut, found = Cut(), []
+    cut, found = FrameSplitter(), []
     for piece in pieces:
         cut.feed(piece)
         while (frame := cut.next()) is not None:
@@ -103,7 +103,7 @@ def test_the_frames_are_pamqps_however_the_bytes_are_cut(seed: int) -> None:
     ],
 )
 def test_what_is_no_frame_ends_the_connection(data: bytes) -> None:
-    cut = Cut()
+    cut = FrameSplitter()
     cut.feed(data)
     with pytest.raises(InvalidFrameError):
         cut.next()
@@ -148,7 +148,7 @@ async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that_and_it
 async def test_a_lost_connection_is_reported_as_by_aiormq() -> None:
     patches.install()
     receiver = FrameReceiver(SimpleNamespace(read=_reset))  # type: ignore[arg-type]
-    receiver.started, receiver.cut = True, Cut()  # type: ignore[attr-defined]
+    receiver.started, receiver.cut = True, FrameSplitter()  # type: ignore[attr-defined]
     with pytest.raises(AMQPConnectionError):
         await receiver.get_frame()
 
@@ -169,7 +169,7 @@ class Work:
 
     async def do(self, number: int, parts: int) -> None:
         for _ in range(parts):
-            await next_turn()
+            await yield_to_loop()
             self.went_on.append((self._turns.turn, number))
 
     def most(self) -> int:
@@ -196,7 +196,7 @@ async def test_item_16_the_parts_of_two_lists_come_in_turns_of_their_own() -> No
     counted, seen = Turns(), Counter[int]()
 
     async def read(items: range) -> None:
-        async for part in InParts(items, 2):
+        async for part in YieldingParts(items, 2):
             seen[counted.turn] += len(part)
 
     async with counted.counting():
@@ -234,10 +234,10 @@ async def test_items_come_in_order_and_a_small_number_at_once() -> None:
     counted = Turns()
     async with counted.counting():
         before = counted.turn
-        assert [part async for part in InParts(range(3), 3)] == [[0, 1, 2]]
-        assert [part async for part in InParts(range(0), 3)] == []
+        assert [part async for part in YieldingParts(range(3), 3)] == [[0, 1, 2]]
+        assert [part async for part in YieldingParts(range(0), 3)] == []
         assert counted.turn == before
-        assert [part async for part in InParts(range(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+        assert [part async for part in YieldingParts(range(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
         assert counted.turn > before
 
 
@@ -247,11 +247,11 @@ def test_each_event_loop_has_turns_of_its_own() -> None:
     ended: list[bool] = []
 
     async def leave() -> None:
-        asyncio.create_task(next_turn())  # noqa: RUF006  (it is left behind on purpose)
+        asyncio.create_task(yield_to_loop())  # noqa: RUF006  (it is left behind on purpose)
         ended.append(False)
 
     async def wait() -> None:
-        await asyncio.wait_for(next_turn(), 60)
+        await asyncio.wait_for(yield_to_loop(), 60)
         ended.append(True)
 
     for _ in range(2):

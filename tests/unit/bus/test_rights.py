@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.consuming import in_flight
-from bus.consuming.in_flight import HeldBytes
+from bus.consuming.in_flight import BufferedBytes
 from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildRequest, DeleteRequest, FlavorCount
 from bus.contracts.catalogue import (
@@ -24,14 +24,14 @@ from bus.contracts.catalogue import (
     OPERATORS_KEY,
     destination,
     operators_rights,
+    queues_taking,
     routing_key,
-    taken_by,
 )
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
-from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.moves import ActionKind, ActionRequest
 from bus.contracts.queues import BY_QUEUE, COMMANDS, REQUEST_QUEUES, QueueKind, QueueRow
 from bus.port import UNREAD, Delivery, Outgoing
-from bus.published_key import letters_code, published_key
+from bus.published_key import dead_letter_code_of, published_key
 from bus.topology import matches, plan
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.decisions import instance_spec
@@ -50,7 +50,7 @@ FIELDS_OF_PROJECT = {
         "config_drive", "networks", "on_host_failure", "count", "also", "min_count",
     },
     "build.delete.v1": {"instance_uuid", "project_id"},
-    "instance.move.v1": {
+    "instance.action.v1": {
         "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "ignore_hosts",
         "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "rescue_password", "timeout_s",
     },
@@ -61,31 +61,31 @@ OPERATORS_OWN: list[tuple[type[Message], dict[str, Any]]] = [
     (BuildRequest, {**BUILD, "image_source": {"source": "http://169.254.169.254/latest/"}}),
     (BuildRequest, {**BUILD, "image_source": {"source": "file:///etc/ironic/ironic.conf"}}),
     (BuildRequest, {**BUILD, "volumes": [{"volume_id": "v", "properties": {"target_portal": "10.0.0.1:3260"}}]}),
-    (MoveRequest, {**MOVE, "kind": "rebuild", "image": "i", "image_source": {"source": "http://10.0.0.1:8500/"}}),
-    (MoveRequest, {**MOVE, "kind": "revert", "force": True}),
-    (MoveRequest, {**MOVE, "kind": "evacuate"}),
-    (MoveRequest, {**MOVE, "kind": "evacuate", "fenced": True, "force": True}),
-    (MoveRequest, {**MOVE, "kind": "migrate"}),
-    (MoveRequest, {**MOVE, "kind": "live-migrate"}),
-    (MoveRequest, {**MOVE, "kind": "resize", "flavor": "m1.large", "host": "h1"}),
-    (MoveRequest, {**MOVE, "kind": "unshelve", "host": "h1", "forced": True}),
+    (ActionRequest, {**MOVE, "kind": "rebuild", "image": "i", "image_source": {"source": "http://10.0.0.1:8500/"}}),
+    (ActionRequest, {**MOVE, "kind": "revert", "force": True}),
+    (ActionRequest, {**MOVE, "kind": "evacuate"}),
+    (ActionRequest, {**MOVE, "kind": "evacuate", "fenced": True, "force": True}),
+    (ActionRequest, {**MOVE, "kind": "migrate"}),
+    (ActionRequest, {**MOVE, "kind": "live-migrate"}),
+    (ActionRequest, {**MOVE, "kind": "resize", "flavor": "m1.large", "host": "h1"}),
+    (ActionRequest, {**MOVE, "kind": "unshelve", "host": "h1", "forced": True}),
 ]
 PROJECTS_OWN: list[tuple[type[Message], dict[str, Any]]] = [
     (BuildRequest, BUILD),
     (BuildRequest, {**BUILD, "count": 3, "min_count": 1, "ignore_hosts": ["h1"]}),
     (BuildRequest, {**BUILD, "image": "debian-12", "networks": [{"network": UUID}, {"port": UUID}]}),
-    (MoveRequest, {**MOVE, "kind": "rebuild", "image": "debian-12"}),
-    (MoveRequest, {**MOVE, "kind": "revert"}),
-    (MoveRequest, {**MOVE, "kind": "confirm"}),
-    (MoveRequest, {**MOVE, "kind": "resize", "flavor": "m1.large"}),
-    (MoveRequest, {**MOVE, "kind": "revert", "force": False}),
+    (ActionRequest, {**MOVE, "kind": "rebuild", "image": "debian-12"}),
+    (ActionRequest, {**MOVE, "kind": "revert"}),
+    (ActionRequest, {**MOVE, "kind": "confirm"}),
+    (ActionRequest, {**MOVE, "kind": "resize", "flavor": "m1.large"}),
+    (ActionRequest, {**MOVE, "kind": "revert", "force": False}),
 ]
 
 
 def codec() -> wire.Codec:
-    from bus.contracts.catalogue import taken_by  # noqa: PLC0415
+    from bus.contracts.catalogue import queues_taking  # noqa: PLC0415
 
-    return wire.Codec([row.message for row in taken_by("scheduler.requests")], queue="scheduler.requests")
+    return wire.Codec([row.message for row in queues_taking("scheduler.requests")], queue="scheduler.requests")
 
 
 def body_of(kind: type[Message], fields: dict[str, Any]) -> bytes:
@@ -96,7 +96,7 @@ def test_every_field_of_a_projects_message_is_decided_about() -> None:
     for row in MESSAGES:
         if "client" in row.publishers:
             operators = set(OPERATORS.get(row.message, {})) - {"kind"}
-            ours = FIELDS_OF_PROJECT[row.tag] | {"kind"} if row.message is MoveRequest else FIELDS_OF_PROJECT[row.tag]
+            ours = FIELDS_OF_PROJECT[row.tag] | {"kind"} if row.message is ActionRequest else FIELDS_OF_PROJECT[row.tag]
             assert ours.isdisjoint(operators)
             assert set(row.message.__struct_fields__) == ours | operators, row.tag
 
@@ -151,13 +151,13 @@ def test_the_table_names_fields_that_there_are_and_queues_that_take_them() -> No
         for field, values in rule.items():
             assert values is not None or field not in required, "a field without a default has values"
     assert BY_QUEUE["scheduler.requests"].consumer == "scheduler_worker"
-    assert OPERATORS[MoveRequest]["kind"] == {MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE}
+    assert OPERATORS[ActionRequest]["kind"] == {ActionKind.MIGRATE, ActionKind.LIVE_MIGRATE, ActionKind.EVACUATE}
 
 
 # --- The routing key against which a message is read: each way by which one can arrive.
 
 
-MINE, ANOTHERS = "build.delete.mine", "build.delete.another"
+MINE, FOREIGN = "build.delete.mine", "build.delete.another"
 QUEUE = "scheduler.requests"
 
 
@@ -173,7 +173,7 @@ def death(queue: str = QUEUE, reason: str = "expired", exchange: str = "berth", 
 DELAYED = death("berth.delayed.200", exchange="berth.delay.200", key=QUEUE)
 ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     "a client's": (arrived("berth", MINE), MINE),
-    "with a header of its own for the key": (arrived("berth", MINE, berth_key=ANOTHERS), MINE),
+    "with a header of its own for the key": (arrived("berth", MINE, berth_key=FOREIGN), MINE),
     "an event's": (arrived("berth.events", "build.event.active.p"), "build.event.active.p"),
     "by the default exchange": (arrived("", QUEUE, berth_key=MINE), None),
     "parked by a worker": (arrived("berth.dead", QUEUE, berth_key=MINE), MINE),
@@ -184,11 +184,11 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     "the same with half a record": (arrived("berth.dead", QUEUE, x_death=[{"exchange": "berth"}]), None),
     "the same, with a record that more headers hide": (arrived("berth.dead", QUEUE, **{UNREAD: True}), None),
     "the same, with a key of its publisher's": (
-        arrived("berth.dead", QUEUE, berth_key=ANOTHERS, **{UNREAD: True}),
+        arrived("berth.dead", QUEUE, berth_key=FOREIGN, **{UNREAD: True}),
         None,
     ),
     "passed on by another's queue to the letters": (
-        arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=ANOTHERS),
+        arrived("berth.dead", QUEUE, x_death=[death(), death("compute.x", exchange="compute.x")], berth_key=FOREIGN),
         None,
     ),
     "passed on by another's queue to a delay": (
@@ -196,7 +196,7 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
         None,
     ),
     "back from no delay": (arrived("berth.return", QUEUE), None),
-    "back from a delay": (arrived("berth.return", QUEUE, x_death=[DELAYED], berth_key=ANOTHERS), ""),
+    "back from a delay": (arrived("berth.return", QUEUE, x_death=[DELAYED], berth_key=FOREIGN), ""),
     "a letter that goes back": (arrived("berth.replays", QUEUE, berth_key=MINE), MINE),
     "the same, given up by the broker": (
         arrived("berth.dead", QUEUE, x_death=[death(exchange="a.berth.replays", key=f"a.{QUEUE}")], berth_key=MINE),
@@ -224,8 +224,8 @@ def test_what_another_queue_has_dead_lettered_is_not_read(queue: str, header: st
 
 
 def test_the_code_of_a_letter() -> None:
-    assert letters_code(arrived("berth.dead", QUEUE, x_death=[death()])) == "broker.expired"
-    assert letters_code(arrived("berth.dead", QUEUE, berth_code="message.malformed")) == "message.malformed"
+    assert dead_letter_code_of(arrived("berth.dead", QUEUE, x_death=[death()])) == "broker.expired"
+    assert dead_letter_code_of(arrived("berth.dead", QUEUE, berth_code="message.malformed")) == "message.malformed"
 
 
 # --- The queues of requests, and what a consumer has of one.
@@ -250,7 +250,7 @@ def test_the_queues_of_requests_refuse_what_is_too_much_and_none_gets_its_retrie
         planned = plan(row, row.name, row.bindings)
         assert planned.max_bytes > 0 and not planned.drop_head
         assert (row.retries_to or row.name) == "scheduler.operators"
-        assert set(taken_by(row.name)) == set(taken_by("scheduler.operators"))
+        assert set(queues_taking(row.name)) == set(queues_taking("scheduler.operators"))
 
 
 @pytest.mark.parametrize(
@@ -287,18 +287,18 @@ def test_a_consumer_with_many_bytes_in_hand_is_paused_until_half_of_them_are_set
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """512 of a megabyte were in a scheduler's memory."""
-    monkeypatch.setattr(in_flight, "MAX_HELD_BYTES", 100)
-    held, subscription = HeldBytes(pauses=True), Regulated()
+    monkeypatch.setattr(in_flight, "MAX_BUFFERED_BYTES", 100)
+    held, subscription = BufferedBytes(pauses=True), Regulated()
     held.subscription = subscription  # type: ignore[assignment]
     sent = [Arrived(Outgoing(exchange="", routing_key="", body=b"x" * 40)) for _ in range(4)]
     for one in sent:
-        held.hold(one)  # type: ignore[arg-type]
-    assert (subscription.calls, held.held) == (["pause"], 160)
-    held.release(sent[0])  # type: ignore[arg-type]
-    held.release(sent[1])  # type: ignore[arg-type]
+        held.add(one)  # type: ignore[arg-type]
+    assert (subscription.calls, held.buffered) == (["pause"], 160)
+    held.remove(sent[0])  # type: ignore[arg-type]
+    held.remove(sent[1])  # type: ignore[arg-type]
     assert subscription.calls == ["pause"]
-    held.release(sent[2])  # type: ignore[arg-type]
-    assert (subscription.calls, held.held) == (["pause", "resume"], 40)
+    held.remove(sent[2])  # type: ignore[arg-type]
+    assert (subscription.calls, held.buffered) == (["pause", "resume"], 40)
 
 
 # --- The requests that a client may send about a deployed machine: its bounds, and that secrets are not shown.

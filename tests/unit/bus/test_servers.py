@@ -30,7 +30,7 @@ from bus.port import BusForbidden, BusUnavailable, Delivery, Subscription
 from bus.rabbitmq import patches
 from bus.rabbitmq.address import BadBusUrl, parse_bus_url
 from bus.rabbitmq.channels import WRITE_TIMEOUT_S
-from bus.rabbitmq.patches import KNOWN, UnknownLibrary, install
+from bus.rabbitmq.patches import SUPPORTED, UnknownLibrary, install
 from bus.rabbitmq.transport import RabbitTransport
 from bus.server_url import Endpoint
 from bus.service.settings import SettingsError, hide_password
@@ -328,7 +328,7 @@ async def test_an_invariant_that_breaks_while_its_cell_is_left_ends_the_worker()
         await links.entered(PATIENCE_S)
         await links.buses["c1"].publish(RELEASE)
         await taken.wait()
-        links.want({})
+        links.set_cells({})
         await clock.sleep(0.1)
         go_on.set()
         with pytest.raises(ExceptionGroup) as ended:
@@ -397,7 +397,7 @@ async def test_links_that_are_drained_take_nothing_more_and_no_further_cell() ->
     await links.entered(PATIENCE_S)
     bus = links.buses["c1"]
     await links.drain(1.0)
-    links.want({"c1": None, "c2": CellBus(prefix="c2.")})
+    links.set_cells({"c1": None, "c2": CellBus(prefix="c2.")})
     await bus.publish(RELEASE)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -407,9 +407,9 @@ async def test_links_that_are_drained_take_nothing_more_and_no_further_cell() ->
     await asyncio.wait((running,))
     await links.close()
     never_drained = CellLinks(lambda bus: CellLink(bus, []), clock=clock, reach=reach)
-    never_drained.want({"c2": CellBus(prefix="c2.")})
+    never_drained.set_cells({"c2": CellBus(prefix="c2.")})
     await never_drained.close()
-    never_drained.want({"c3": CellBus(prefix="c3.")})
+    never_drained.set_cells({"c3": CellBus(prefix="c3.")})
     assert [never_drained.state_of(name)[0] for name in ("c2", "c3")] == [LinkState.CONNECTING, LinkState.CLOSED]
 
 
@@ -512,7 +512,7 @@ def not_installed() -> None:
     install.cache_clear()
 
 
-@pytest.mark.parametrize("library", KNOWN)
+@pytest.mark.parametrize("library", SUPPORTED)
 def test_a_library_of_an_unknown_version_is_a_coded_error(
     monkeypatch: pytest.MonkeyPatch, not_installed: None, library: str
 ) -> None:
@@ -543,7 +543,7 @@ def test_a_library_that_reads_frames_in_another_way_is_a_coded_error(
 def test_the_known_versions_are_those_that_may_be_installed() -> None:
     wanted = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     bounds = {text.partition(">=")[0]: text.partition(">=")[2] for text in wanted}
-    for name, known in KNOWN.items():
+    for name, known in SUPPORTED.items():
         lower, _, upper = bounds[name].partition(",<")
         assert lower.startswith(known.removesuffix(".")) and int(upper) == int(known.removesuffix(".")) + 1
 

@@ -20,7 +20,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
-from bus.contracts.stages import STAGES, Stamps, durations
+from bus.contracts.stages import STAGES, StageTimes, durations
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing
 from bus.publishing import BusLimits
@@ -29,7 +29,7 @@ from bus.wire import BATCH, Codec, Read
 
 # --- the stages of a build: durations that add up whatever the clocks read, and a histogram that counts each once
 
-WHOLE = Stamps(requested=10.0, queued=11.0, decided=13.0, claimed=16.0, dispatched=20.0, built=25.0, announced=31.0)
+WHOLE = StageTimes(requested=10.0, queued=11.0, decided=13.0, claimed=16.0, dispatched=20.0, built=25.0, announced=31.0)
 
 
 def test_a_whole_build_has_every_stage_in_its_order() -> None:
@@ -54,17 +54,17 @@ def test_clocks_that_differ_move_time_between_stages_but_neither_lose_nor_invent
 
 
 def test_what_never_happened_is_absent_and_its_time_is_in_the_next_stage() -> None:
-    nowhere = Stamps(requested=10.0, queued=11.0, decided=13.0)
+    nowhere = StageTimes(requested=10.0, queued=11.0, decided=13.0)
     assert durations(nowhere) == {"queued": 1.0, "decided": 2.0}
     assert durations(nowhere, until=14.0) == {"queued": 1.0, "decided": 2.0, "announced": 1.0}
-    assert durations(Stamps(requested=10.0, built=12.0)) == {"built": 2.0}
-    assert durations(Stamps(queued=10.0, decided=12.0)) == {"queued": 0.0, "decided": 2.0}
-    assert durations(Stamps()) == {}
+    assert durations(StageTimes(requested=10.0, built=12.0)) == {"built": 2.0}
+    assert durations(StageTimes(queued=10.0, decided=12.0)) == {"queued": 0.0, "decided": 2.0}
+    assert durations(StageTimes()) == {}
 
 
 def test_stamps_travel_as_a_short_array_and_an_older_writer_is_understood() -> None:
-    assert msgspec.json.encode(Stamps(requested=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0,0]"
-    assert msgspec.json.decode(b"[1.5,2.5]", type=Stamps) == Stamps(requested=1.5, queued=2.5)
+    assert msgspec.json.encode(StageTimes(requested=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0,0]"
+    assert msgspec.json.decode(b"[1.5,2.5]", type=StageTimes) == StageTimes(requested=1.5, queued=2.5)
 
 
 def test_the_histogram_reads_as_prometheus_has_it() -> None:
@@ -119,7 +119,7 @@ async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahea
         done = Done(BuildAccepted(instance_uuid=REQUEST.instance_uuid))
         late = Done(Refusal(code="test.late", reason=""))
         retry = Retry("test.early", "")
-        return [retry if one.meta.attempt < retries else late if one.is_late() else done for one in batch]
+        return [retry if one.meta.delivery_attempt < retries else late if one.is_late() else done for one in batch]
 
     await asker.open()
     await server.open()

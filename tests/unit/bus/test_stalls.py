@@ -19,7 +19,7 @@ from bus.consuming.stall_watch import BACKLOG_S, STALL_S, StallWatch
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import routing_key
-from bus.contracts.operations import ForgetHost
+from bus.contracts.operations import DeleteHost
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.queues import BY_QUEUE, COMMANDS
 from bus.faults import Transient
@@ -172,14 +172,14 @@ async def test_a_request_whose_time_is_not_over_has_waited_since_the_stall_began
     await request
     (got,) = house.handler.got
     assert not got.redelivered
-    assert house.clock.monotonic() + got.left_s() <= house.latest_end(60.0)
+    assert house.clock.monotonic() + got.remaining_s() <= house.latest_end(60.0)
 
 
 async def test_a_retried_request_whose_requester_has_stopped_waiting_is_not_given_back(house: House) -> None:
     """It was given back until the broker gave it up: it waited in no queue, so it has no time left after any stall."""
     await house.stand_still()
     sent_at = house.clock.time() - 20.0
-    meta = Meta(id="m", sent_at=sent_at, patience_s=1.0, waited_s=2.0, attempt=1)
+    meta = Meta(id="m", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, delivery_attempt=1)
     packed = pack(boot(1), meta)
     await house.requester.transport.publish(
         Outgoing(
@@ -260,7 +260,7 @@ async def test_a_request_that_comes_again_has_so_much_less_time(house: House) ->
 
     def later(received: Received) -> Outcome:
         house.clock.ahead_s += 1.0
-        return accepted(received) if received.meta.attempt else Retry("not.yet")
+        return accepted(received) if received.meta.delivery_attempt else Retry("not.yet")
 
     handler = Answering(later)
     await house.consumer.drain(1.0)
@@ -269,7 +269,7 @@ async def test_a_request_that_comes_again_has_so_much_less_time(house: House) ->
     await of_retries.start()
     await house.request(1, 60.0)
     await of_retries.drain(1.0)
-    ends = [house.clock.monotonic() + one.left_s() for one in handler.got]
+    ends = [house.clock.monotonic() + one.remaining_s() for one in handler.got]
     assert len(ends) == 2
     assert all(end <= house.latest_end(60.0) for end in ends)
 
@@ -282,8 +282,8 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
     await house.consumer.start()
     await house.stand_still()
     before, sent_at = house.connection.arrived, house.clock.time() - 20.0
-    live, late = ForgetHost(host="live", reason="r", by="o"), ForgetHost(host="late", reason="r", by="o")
-    meta = Meta(id="late", sent_at=sent_at, patience_s=1.0, waited_s=2.0, attempt=1)
+    live, late = DeleteHost(host="live", reason="r", by="o"), DeleteHost(host="late", reason="r", by="o")
+    meta = Meta(id="late", sent_at=sent_at, timeout_s=1.0, waited_s=2.0, delivery_attempt=1)
     packed = pack(late, meta)
     copy = Outgoing(
         exchange=COMMANDS,

@@ -111,7 +111,7 @@ async def test_a_batch_of_several_sampled_requests_is_linked_with_each_of_them()
         assert traceparent_of(batch[1].message.instance_uuid) == ""  # type: ignore[attr-defined]
         scope = CURRENT.get()
         assert scope is not None
-        work = scope.begin("transaction")
+        work = scope.start_span("transaction")
         assert work is not None
         work.end()
         outcomes += [Done(), Done(), Refuse("build.refused"), Done()]
@@ -168,12 +168,12 @@ async def test_work_of_a_task_that_outlives_its_batch_stays_in_the_trace_of_its_
     with tracer.consuming("cell1", "compute.commands", batch):
         scope = CURRENT.get()
     assert scope is not None
-    assert scope.begin("late") is None  # the batch is over
+    assert scope.start_span("late") is None  # the batch is over
     token = CURRENT.set(scope)
     with work_for("build", uuid):
         inner = CURRENT.get()
         assert inner is not None
-        call = inner.begin("ironic PUT")
+        call = inner.start_span("ironic PUT")
         assert call is not None
         call.end()
     CURRENT.reset(token)

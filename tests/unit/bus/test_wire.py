@@ -18,7 +18,7 @@ from bus import wire
 from bus.contracts.base import MAX_ATTEMPT, MAX_EPOCH, MAX_INCARNATION, MAX_SENT_SEQUENCE, SENT_SLOTS, Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, project_of
-from bus.contracts.cell import ComputeHosts, FoundMachine, Heartbeat, Running, ServiceOutdated
+from bus.contracts.cell import ComputeHosts, Heartbeat, LookedUpMachine, Running, ServiceSuperseded
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.moves import MachineChanged
@@ -38,10 +38,10 @@ METAS = st.builds(
     sent_at=st.integers(0, 2**40).map(lambda number: number / 1000),
     reply_to=st.none() | st.from_regex(r"berth\.reply\.cli-[a-z0-9-]{0,40}\.[0-9a-f]{12}", fullmatch=True),
     correlation_id=st.none() | st.text(min_size=1, max_size=40),
-    patience_s=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
+    timeout_s=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
     waited_s=st.integers(0, 2**40).map(lambda number: number / 1000),
     traceparent=st.none() | st.text(min_size=1, max_size=40),
-    attempt=st.integers(0, 1000),
+    delivery_attempt=st.integers(0, 1000),
     database_incarnation=st.integers(0, MAX_INCARNATION),
     sent_sequences=st.lists(st.integers(0, MAX_SENT_SEQUENCE), max_size=SENT_SLOTS).map(tuple),
 )
@@ -144,7 +144,7 @@ def test_a_queue_of_one_type_needs_no_type() -> None:
     assert got.meta.id == "new"
 
 
-@pytest.mark.parametrize("name", [wire.PATIENCE, wire.WAITED, wire.SENT_AT, wire.ATTEMPT, wire.INCARNATION])
+@pytest.mark.parametrize("name", [wire.TIMEOUT, wire.WAITED, wire.SENT_AT, wire.DELIVERY_ATTEMPT, wire.INCARNATION])
 @pytest.mark.parametrize("value", ["soon", True, [1], 1e300, float("nan"), float("inf")])
 def test_a_header_of_the_wrong_type_is_named(name: str, value: object) -> None:
     (got,) = read(arrived(msgspec.json.encode(delete()), headers={name: value}))
@@ -179,7 +179,7 @@ def test_reasons_name_the_path_and_never_the_content() -> None:
     ("codec", "bound"),
     [
         (CODEC, wire.MAX_CLIENT_BYTES),
-        (wire.Codec([BuildRequest], queue="scheduler.given_up"), wire.MAX_CLIENT_BYTES),
+        (wire.Codec([BuildRequest], queue="scheduler.dead_letters"), wire.MAX_CLIENT_BYTES),
         (wire.Codec([BuildEvent], queue="client.builds.{process}"), wire.MAX_BODY_BYTES),
     ],
     ids=["requests of clients", "those that were given up", "events"],
@@ -367,7 +367,7 @@ def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: st
     batch = Arrived(wire.batch([wire.pack(delete(), meta)], "berth", KEY))
     unread = arrived(b"{", reply_to=reply_to)
     too_large = arrived(b" " * (wire.MAX_CLIENT_BYTES + 1), reply_to=reply_to)
-    strange = arrived(b"{}", reply_to=reply_to, headers={wire.PATIENCE: "soon"})
+    strange = arrived(b"{}", reply_to=reply_to, headers={wire.TIMEOUT: "soon"})
     for delivery in (single, batch, unread, too_large, strange):
         (got,) = read(delivery)
         assert isinstance(got, wire.Malformed) and (got.code, got.meta.reply_to) == (wire.REPLY_TO, None)
@@ -438,7 +438,7 @@ def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_other
     (read,) = CODEC.read(Arrived(alone), "new")
     assert isinstance(read, wire.Read)
     assert len(read.meta.id.encode()) <= wire.MAX_ID
-    if wire.may_gather(read.meta):
+    if wire.may_batch(read.meta):
         together = wire.batch([wire.pack(request, read.meta)] * 2, REPLAY, "scheduler.requests")
         assert [type(one) for one in CODEC.read(Arrived(together), "new")] == [wire.Read, wire.Read]
 
@@ -550,9 +550,9 @@ def test_an_operators_text_with_a_nul_is_refused() -> None:
 
 @pytest.mark.parametrize("attempt", [-1, MAX_ATTEMPT + 1, 2**31])
 def test_an_attempt_that_no_record_can_have_is_refused_where_it_is_parsed(attempt: int) -> None:
-    running: Any = {"instance_uuid": UUID, "attempt": attempt, "deployment": UUID}
+    running: Any = {"instance_uuid": UUID, "attempt": attempt, "database_id": UUID}
     found: Any = {**running, "host_uuid": UUID, "host": "h", "service": "s1"}
-    for kind, value in ((Running, running), (FoundMachine, found)):
+    for kind, value in ((Running, running), (LookedUpMachine, found)):
         msgspec.convert({**value, "attempt": MAX_ATTEMPT}, kind)
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(value, kind)
@@ -565,7 +565,9 @@ def test_an_epoch_that_its_service_cannot_be_told_does_not_count(kind: Any, epoc
     beat: Any = {"type": kind.__struct_config__.tag, "service": "s", "cell": "c", "epoch": MAX_EPOCH, "sequence": 1}
     assert (
         msgspec.convert(beat, kind).epoch
-        == msgspec.convert({"type": "conductor.outdated.v1", "service": "s", "epoch": MAX_EPOCH}, ServiceOutdated).epoch
+        == msgspec.convert(
+            {"type": "conductor.service_superseded.v1", "service": "s", "epoch": MAX_EPOCH}, ServiceSuperseded
+        ).epoch
     )
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({**beat, "epoch": epoch, "sequence": sequence}, kind)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
 from compute_sim.agent import Agent, Limits
-from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.driver import (
     Build,
     BuildAbort,
@@ -25,14 +25,14 @@ from compute_sim.driver import (
     HandOverRefused,
     Machine,
     MachineProtected,
-    NotOurs,
+    NotOwned,
     Reschedule,
     Tree,
 )
-from compute_sim.guarded import guarded
+from compute_sim.guarded import isolate_driver
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import Key, Records
-from compute_sim.survey import Survey
+from compute_sim.survey import MachineScanner
 from tests.kit.waiting import until
 
 # --- the agent over a driver that is slow, breaks, and checks that it is used as the port requires
@@ -118,7 +118,7 @@ class Scripted:
             self.busy.pop(key, None)
             self.building[key[0]] -= 1
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
         key = (host_uuid, instance_uuid)
         self.must(key not in self.busy, f"{self.busy.get(key)} and destroy at once")
         self.busy[key] = "destroy"
@@ -145,13 +145,13 @@ class Service:
         self.results: list[ComputeResult] = []
         self.records = records or Records()
         self.driver = driver
-        called = guarded(driver)
-        self.survey = Survey(called, self.records)
+        called = isolate_driver(driver)
+        self.scanner = MachineScanner(called, self.records)
         self.agent = Agent(
             service="s",
             driver=called,
             records=self.records,
-            survey=self.survey,
+            scanner=self.scanner,
             send=self.results.append,
             clock=Instant(),
             rng=random.Random(1),
@@ -166,7 +166,7 @@ class Service:
 
     async def carry_out(self, *commands: Spawn | Destroy) -> None:
         """Take the commands, and come to rest."""
-        self.agent.take(commands)
+        self.agent.handle(commands)
         await self.rest()
 
 
@@ -222,13 +222,13 @@ async def _any_order(steps: list[object], seed: int) -> None:
             service = await started(driver, service.records)
         else:
             assert isinstance(step, list)
-            service.agent.take(step)
+            service.agent.handle(step)
             commands += step
     await service.rest()
-    while any(entry.phase is Phase.DESTROYING for _, entry in service.records.entries()):
+    while any(entry.phase is AttemptPhase.DESTROYING for _, entry in service.records.entries()):
         for key, entry in service.records.entries():  # what failed for good is asked again, as a conductor would
-            if entry.phase is Phase.DESTROYING:
-                service.agent.take([destroy(INSTANCES.index(key[1]), entry.fence, HOSTS.index(key[0]))])
+            if entry.phase is AttemptPhase.DESTROYING:
+                service.agent.handle([destroy(INSTANCES.index(key[1]), entry.max_ended_attempt, HOSTS.index(key[0]))])
         await service.rest()
     results += service.results
     _agree(driver, service.records, commands, results)
@@ -236,7 +236,7 @@ async def _any_order(steps: list[object], seed: int) -> None:
 
 def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], results: list[ComputeResult]) -> None:
     """At rest: the machines are what the records hold, nothing fenced runs, none was built twice, all are answered."""
-    running = {key: entry.attempt for key, entry in records.entries() if entry.phase is Phase.RUNNING}
+    running = {key: entry.attempt for key, entry in records.entries() if entry.phase is AttemptPhase.RUNNING}
     assert driver.machines == running
     fences: dict[Key, int] = {}
     answered = {(r.host_uuid, r.instance_uuid, r.attempt, r.outcome) for r in results}
@@ -279,13 +279,13 @@ async def test_an_older_attempt_is_destroyed_before_a_newer_one_is_built(ends: s
     driver = Scripted()
     driver.gate = asyncio.Event()
     service = await started(driver)
-    service.agent.take([spawn(0, 1)])
+    service.agent.handle([spawn(0, 1)])
     for _ in range(10):
         await asyncio.sleep(0)
     if ends == "works":
         driver.gate.set()
         await service.rest()
-    service.agent.take([spawn(0, 2)])
+    service.agent.handle([spawn(0, 2)])
     driver.gate.set()
     await service.rest()
     assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.misused == []
@@ -296,15 +296,15 @@ async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on()
     driver = Scripted()
     service = Service(driver)
     settled: list[Key] = []
-    service.agent._on_settled = settled.append
+    service.agent._on_destroys_done = settled.append
     await service.agent.resume()
     await service.carry_out(spawn(0, 1))
     settled.clear()
     driver.gate = asyncio.Event()
-    service.agent.take([spawn(0, 2)])
-    assert service.agent.owed() == [(HOSTS[0], INSTANCES[0])]
+    service.agent.handle([spawn(0, 2)])
+    assert service.agent.pending_destroys() == [(HOSTS[0], INSTANCES[0])]
     await until(lambda: driver.building.get(HOSTS[0], 0) > 0)
-    assert settled == [(HOSTS[0], INSTANCES[0])] and service.agent.owed() == []
+    assert settled == [(HOSTS[0], INSTANCES[0])] and service.agent.pending_destroys() == []
     driver.gate.set()
     await service.rest()
 
@@ -313,7 +313,7 @@ async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> No
     driver = Scripted()
     driver.gate = asyncio.Event()
     service = await started(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_attempts=1))
-    service.agent.take([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
+    service.agent.handle([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
     for _ in range(10):  # turns of the loop are enough: nothing waits for time
         await asyncio.sleep(0)
     assert driver.building[HOSTS[0]] == driver.most_building == 2
@@ -326,7 +326,7 @@ async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
     service = await started(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
-    service.agent.take([spawn(0), spawn(1), spawn(2)])
+    service.agent.handle([spawn(0), spawn(1), spawn(2)])
     assert [(r.instance_uuid, r.code) for r in service.results] == [(INSTANCES[2], "service.busy")]
     driver.gate.set()
     await service.rest()
@@ -393,13 +393,13 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_a_command()
     await service.carry_out(destroy(0))
     assert service.results[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
-    service.agent._answers._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
+    service.agent._results._send = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
     insisting = asyncio.create_task(service.agent.retry_destroys())
     async with asyncio.timeout(20):
         await done.wait()
     insisting.cancel()
     assert list(driver.machines) == [(HOSTS[0], INSTANCES[1])], "and nothing else"
-    assert service.records.get((HOSTS[0], INSTANCES[0])) == Entry(1, Phase.GONE, fence=1)
+    assert service.records.get((HOSTS[0], INSTANCES[0])) == HostAttempt(1, AttemptPhase.GONE, max_ended_attempt=1)
 
 
 async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() -> None:
@@ -447,9 +447,9 @@ async def test_a_machine_on_record_of_another_deployment_is_neither_replaced_nor
 ) -> None:
     service = await started(Scripted())
     mine, other = "10000000-0000-4000-8000-000000000000", "20000000-0000-4000-8000-000000000000"
-    await service.carry_out(replace(spawn(0, 1), deployment=other))
+    await service.carry_out(replace(spawn(0, 1), database_id=other))
     service.results.clear()
-    await service.carry_out(replace(command, deployment=mine))
+    await service.carry_out(replace(command, database_id=mine))
     assert [(one.outcome, one.attempt) for one in service.results] == [(ComputeOutcome.FAILED, 2)]
     assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 1}
     assert (service.driver.destroys, service.driver.misused) == (0, [])
@@ -459,7 +459,7 @@ async def test_a_machine_on_record_of_another_deployment_is_neither_replaced_nor
 
 
 KEY = (HOSTS[0], INSTANCES[0])
-ENDED = replace(destroy(0), unless_built=True)
+ENDED = replace(destroy(0), keep_if_complete=True)
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["on record", "not on record"])
@@ -479,13 +479,15 @@ async def test_a_complete_machine_stays_and_is_reported_active_again(recorded: b
 @pytest.mark.parametrize(
     "entry",
     [
-        Entry(1, Phase.GONE, fence=1, reported=True, project="p"),  # older than the machine
-        Entry(2, Phase.RUNNING, fence=1, project="p"),
-        Entry(3, Phase.FAILED, fence=1, reported=True, code="instance.lost", project="p"),  # away for a moment
+        HostAttempt(1, AttemptPhase.GONE, max_ended_attempt=1, reported=True, project="p"),  # older than the machine
+        HostAttempt(2, AttemptPhase.RUNNING, max_ended_attempt=1, project="p"),
+        HostAttempt(
+            3, AttemptPhase.FAILED, max_ended_attempt=1, reported=True, code="instance.lost", project="p"
+        ),  # away for a moment
     ],
 )
 @pytest.mark.parametrize("there", [True, False])
-async def test_a_complete_machine_stays_that_the_journal_does_not_have(entry: Entry, there: bool) -> None:
+async def test_a_complete_machine_stays_that_the_journal_does_not_have(entry: HostAttempt, there: bool) -> None:
     """A search finds it by its mark; the order that was to spare it destroyed it."""
     driver = Scripted()
     service = await started(driver)
@@ -496,7 +498,9 @@ async def test_a_complete_machine_stays_that_the_journal_does_not_have(entry: En
     assert [(one.attempt, one.outcome) for one in service.results] == [(3, ended)]
     assert driver.machines == ({KEY: 3} if there else {})
     known = service.records.get(KEY)
-    assert known is not None and (known.fence, known.phase) == ((1, Phase.RUNNING) if there else (3, Phase.GONE))
+    assert known is not None and (known.max_ended_attempt, known.phase) == (
+        (1, AttemptPhase.RUNNING) if there else (3, AttemptPhase.GONE)
+    )
 
 
 async def test_one_that_is_being_built_is_ended() -> None:
@@ -506,7 +510,7 @@ async def test_one_that_is_being_built_is_ended() -> None:
     await service.carry_out(spawn(0), ENDED)
     assert [(one.attempt, one.outcome) for one in service.results] == [(1, ComputeOutcome.DESTROYED)]
     await service.carry_out(spawn(0))
-    assert service.results[-1].code == "spawn.fenced" and not driver.machines
+    assert service.results[-1].code == "spawn.attempt_ended" and not driver.machines
 
 
 @pytest.mark.parametrize("there", [None, 2], ids=["nothing", "a newer attempt"])
@@ -544,10 +548,10 @@ async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        ("spawn", (Reschedule("a"), BuildAbort("a"), NotOurs())),
-        ("check", (Reschedule("a"), NotOurs())),
-        ("destroy", (NotOurs(), MachineProtected())),
-        ("change", (ChangeFault("a"), HandOverRefused("a"), NotOurs())),
+        ("spawn", (Reschedule("a"), BuildAbort("a"), NotOwned())),
+        ("check", (Reschedule("a"), NotOwned())),
+        ("destroy", (NotOwned(), MachineProtected())),
+        ("change", (ChangeFault("a"), HandOverRefused("a"), NotOwned())),
         ("check_source", (HandOverRefused("a"), ChangeFault("a"))),
         ("list", (DriverUnavailable(),)),
     ],
@@ -568,7 +572,7 @@ async def test_a_call_raises_what_the_port_names_and_anything_else_as_the_driver
         for written in (Faulty.call, Faulty.decorated):
             setattr(Faulty, call, written)
             with pytest.raises(Exception) as found:
-                await getattr(guarded(Faulty()), call)()
+                await getattr(isolate_driver(Faulty()), call)()
             assert type(found.value) is (type(fault) if fault in named else DriverFault)
 
 
@@ -578,7 +582,7 @@ def test_a_look_at_what_waits_raises_the_drivers_fault() -> None:
             raise KeyError("x")
 
     with pytest.raises(DriverFault):
-        guarded(Faulty()).waiting()
+        isolate_driver(Faulty()).waiting()
 
 
 async def test_a_job_that_fails_before_anyone_watches_ends_the_service_still() -> None:

@@ -16,27 +16,29 @@ import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.base import Message
-from bus.contracts.cell import (
-    ComputeOutcome,
-    InstanceSpec,
-    QueueMarker,
-    RingMembers,
-)
+from bus.contracts.cell import ComputeOutcome, InstanceSpec, QueueBarrier, RingMembers
 from bus.contracts.moves import ChangeKind, ChangeMachine, MachineChanged
 from bus.contracts.waiting import MAX_WAITING, BuildsWaiting, WaitingBuild
 from bus.port import BusError
-from compute_sim.changes import Changes
+from compute_sim.changes import MachineChanges
 from compute_sim.config import ComputeConfig, Device, HostSize
-from compute_sim.domain.attempts import Phase
-from compute_sim.domain.faults import FAULTLESS, Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_source_check
+from compute_sim.domain.attempts import AttemptPhase
+from compute_sim.domain.faults import (
+    FAULTLESS,
+    Faults,
+    PlannedEnding,
+    PlannedSourceAnswer,
+    plan_attempt,
+    plan_source_check,
+)
 from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, plan_hosts, tree
 from compute_sim.driver import ChangeOrder, ChangeResult, DriverUnavailable, HandOverRefused
-from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.drivers.hypervisor import SimulatedDriver
 from compute_sim.drivers.ironic.api import _parse
 from compute_sim.drivers.ironic.node import IronicNode
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, SimulatedMachine
 from compute_sim.jobs import Jobs
-from compute_sim.offering import Offering
+from compute_sim.offering import StartupGate
 from compute_sim.ring import Ring, owner_of
 from compute_sim.waiting import WaitingReporter
 from tests.kit.waiting import until
@@ -138,7 +140,7 @@ def test_devices_hang_where_they_are_configured_and_take_over_from_the_root() ->
     (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=0.0, sizes=(NESTED,)), "c", "s")
     root, _, cell, agent, port = tree(plan, plan.size, enabled=True)
     assert (cell.parent_uuid, agent.parent_uuid, port.parent_uuid) == (root.uuid, cell.uuid, agent.uuid)
-    assert [report.takes_from for report in (cell, agent, port)] == [root.uuid, None, root.uuid]
+    assert [report.receives_from for report in (cell, agent, port)] == [root.uuid, None, root.uuid]
     assert plan.children == (*plan.numa, agent.uuid, port.uuid)
 
 
@@ -202,8 +204,8 @@ async def test_a_live_migration_takes_the_time_of_copying_its_memory(
     fleet, clock = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1"), Waits()
     (host,) = fleet.hosts
     held = {host.plan.uuid: {"VCPU": 1, "MEMORY_MB": 1024}, "numa": {"MEMORY_MB": 1024}}
-    fleet.put(host.plan.uuid, Guest(VM, 1, held))
-    driver = Hypervisors(fleet, Faults(copy_mb_s=rate), seed=1, clock=clock)
+    fleet.put(host.plan.uuid, SimulatedMachine(VM, 1, held))
+    driver = SimulatedDriver(fleet, Faults(copy_mb_s=rate), seed=1, clock=clock)
     spec = InstanceSpec(instance_uuid=VM, project_id="p")
     order = ChangeOrder(kind=kind, host_uuid=host.plan.uuid, spec=spec, attempt=1, order=1, allocations={})
     assert not (await driver.change(order)).runs
@@ -216,7 +218,7 @@ async def test_a_live_migration_takes_the_time_of_copying_its_memory(
 ELSEWHERE = "b0000000-0000-4000-8000-00000000000{}"
 
 
-class Checked(Hypervisors):
+class Checked(SimulatedDriver):
     """Its order of calls, and a refusal where a test wants one."""
 
     def __init__(self, fleet: Fleet, faults: Faults) -> None:
@@ -242,13 +244,13 @@ class Rig:
         self.fleet = Fleet.planned(ComputeConfig(hosts=1), "c1", "s1")
         (host,) = self.fleet.hosts
         self.host = host.plan.uuid
-        self.fleet.put(self.host, Guest(VM, 1, {self.host: {"VCPU": 1}}))
+        self.fleet.put(self.host, SimulatedMachine(VM, 1, {self.host: {"VCPU": 1}}))
         self.driver = Checked(self.fleet, faults)
         self.answers: list[MachineChanged] = []
         begun = asyncio.Event()
         begun.set()
         self.jobs = Jobs()
-        self.changes = Changes(
+        self.changes = MachineChanges(
             service="s1",
             driver=self.driver,
             records=self.fleet.records,
@@ -265,7 +267,7 @@ class Rig:
             change=kind,
             spec=InstanceSpec(instance_uuid=VM, project_id="p"),
             attempt=1,
-            order=self._order,
+            change_number=self._order,
             host_uuid=self.host,
             service="s1",
             allocations={self.host: {"VCPU": 1}},
@@ -274,7 +276,7 @@ class Rig:
 
     async def apply(self, kind: ChangeKind) -> MachineChanged:
         count = len(self.answers)
-        self.changes.take(self.command(kind), is_host=True)
+        self.changes.handle(self.command(kind), is_host=True)
         await reached(lambda: len(self.answers) > count)
         return self.answers[-1]
 
@@ -286,19 +288,19 @@ async def reached(there: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_refusal_comes_before_the_machine_is_touched(elsewhere: bool) -> None:
     rig = Rig()
-    rig.driver.refusal = HandOverRefused("live.pinned", "a device", elsewhere=elsewhere)
+    rig.driver.refusal = HandOverRefused("live.pinned", "a device", retry_other_host=elsewhere)
     answer = await rig.apply(ChangeKind.HAND_OVER_LIVE)
     assert rig.driver.calls == ["check_source"]
-    assert (answer.done, answer.refused, answer.elsewhere, answer.runs) == (False, True, elsewhere, True)
+    assert (answer.done, answer.refused, answer.retry_other_host, answer.runs) == (False, True, elsewhere, True)
     assert (answer.code, answer.reason) == ("live.pinned", "a device")
-    guest = rig.fleet.guest(rig.host, VM)
+    guest = rig.fleet.machine(rig.host, VM)
     assert guest is not None and guest.runs
 
 
 async def test_a_source_that_passes_is_migrated_and_other_changes_are_not_checked() -> None:
     rig = Rig()
     answer = await rig.apply(ChangeKind.HAND_OVER_LIVE)
-    assert (answer.done, answer.refused, answer.elsewhere) == (True, False, False)
+    assert (answer.done, answer.refused, answer.retry_other_host) == (True, False, False)
     await rig.apply(ChangeKind.START)
     await rig.apply(ChangeKind.HAND_OVER)
     assert rig.driver.calls == ["check_source", "hand-over-live", "start", "hand-over"]
@@ -310,9 +312,9 @@ async def test_a_copy_of_a_change_that_was_answered_changes_nothing() -> None:
     """
     rig = Rig(Faults(change_fail_rate=1.0))
     command = rig.command(ChangeKind.STOP)
-    rig.changes.take(command, is_host=True)
+    rig.changes.handle(command, is_host=True)
     await reached(lambda: bool(rig.answers))
-    assert not rig.answers[0].done and rig.changes.take(command, is_host=True) is None
+    assert not rig.answers[0].done and rig.changes.handle(command, is_host=True) is None
     await rig.apply(ChangeKind.START)
     assert rig.driver.calls == ["stop", "start"] and len(rig.answers) == 2
 
@@ -320,7 +322,7 @@ async def test_a_copy_of_a_change_that_was_answered_changes_nothing() -> None:
 async def test_a_machine_that_was_handed_over_is_not_refused_when_the_command_comes_twice() -> None:
     rig = Rig(Faults(source_refuse_rate=1.0))
     assert (await rig.apply(ChangeKind.HAND_OVER_LIVE)).refused
-    rig.fleet.put(rig.host, Guest(VM, 1, {rig.host: {"VCPU": 1}}, runs=False))
+    rig.fleet.put(rig.host, SimulatedMachine(VM, 1, {rig.host: {"VCPU": 1}}, runs=False))
     assert (await rig.apply(ChangeKind.HAND_OVER_LIVE)).done
 
 
@@ -332,8 +334,8 @@ def test_some_sources_refuse_every_destination_and_some_only_one() -> None:
         for vm in range(20)
         for to in range(5)
     }
-    assert found == set(SourceVerdict)
-    assert plan_source_check(Faults(change_fail_rate=1.0), 1, "h", VM, "x") is SourceVerdict.PASSES
+    assert found == set(PlannedSourceAnswer)
+    assert plan_source_check(Faults(change_fail_rate=1.0), 1, "h", VM, "x") is PlannedSourceAnswer.PASSES
 
 
 def test_a_refusal_of_every_destination_does_not_depend_on_it() -> None:
@@ -401,13 +403,13 @@ def test_what_is_remembered_of_nodes_is_bounded() -> None:
 # --- ironic's answers and others' fields of a node, if they are no text or nested without end
 
 
-NOT_JSON = (b'{"berth":"\xff"}', b'{"berth":{"deployment":"\xff"}}', b'{"more":' + b"[" * 5_000)
+NOT_JSON = (b'{"berth":"\xff"}', b'{"berth":{"database_id":"\xff"}}', b'{"more":' + b"[" * 5_000)
 
 
 @pytest.mark.parametrize("info", NOT_JSON)
 def test_an_entry_of_a_node_that_cannot_be_read_is_no_mark(info: bytes) -> None:
     node = IronicNode(uuid="n", instance_uuid="00000000-0000-4000-8000-000000000001", instance_info=msgspec.Raw(info))
-    assert node.mark is None
+    assert node.owner_tag is None
 
 
 @pytest.mark.parametrize("answer", [b'{"uuid":"\xff"}', b'{"more":' + b"[" * 5_000])
@@ -428,13 +430,13 @@ async def test_a_change_that_its_service_did_not_live_to_end_is_answered_by_the_
     """Without an answer its conductor waits for as long as the change may take: up to a day."""
     rig = Rig(Faults(change_min_s=60.0, change_max_s=60.0))
     command = rig.command(ChangeKind.STOP)
-    rig.changes.take(command, is_host=True)
+    rig.changes.handle(command, is_host=True)
     await reached(lambda: "stop" in rig.driver.calls)
     await rig.jobs.stop(0.0)
     again = Service(rig.driver, rig.fleet.records)
     await again.agent.resume()
     (answer,) = [one for one in again.results if isinstance(one, MachineChanged)]
-    assert (answer.order, answer.attempt, answer.host_uuid) == (command.order, 1, rig.host)
+    assert (answer.change_number, answer.attempt, answer.host_uuid) == (command.change_number, 1, rig.host)
     assert (answer.done, answer.runs, answer.code) == (False, None, "service.restarted")
     rig.fleet.records.reported([answer])
     last = Service(rig.driver, rig.fleet.records)
@@ -503,19 +505,21 @@ class Owing:
         self.service = Service(self.driver)
         self.offered: list[str] = []
         records = self.service.records
-        self.offering = Offering(bus, service="s", records=records, clock=SystemClock(), on_offered=self.offered.extend)
-        self.service.agent._on_settled = self.offering.on_settled
+        self.offering = StartupGate(
+            bus, service="s", records=records, clock=SystemClock(), on_ready=self.offered.extend
+        )
+        self.service.agent._on_destroys_done = self.offering.on_destroys_done
 
     async def gives_up(self) -> None:
         """The marker comes back while it tries, and then it has tried often enough."""
         await self.service.agent.resume()
         await self.service.carry_out(spawn(0))
         self.driver.failures = TRIES
-        self.service.agent.take([destroy(0)])
-        self.offering.on_marker(QueueMarker(service="s", epoch=0), self.service.agent.owed())
+        self.service.agent.handle([destroy(0)])
+        self.offering.on_barrier(QueueBarrier(service="s", epoch=0), self.service.agent.pending_destroys())
         await self.service.rest()
         assert self.service.results[-1].code == "destroy.failed"
-        assert not self.offering.offers(HOSTS[0]) and self.offering.offers(HOSTS[1])
+        assert not self.offering.is_ready(HOSTS[0]) and self.offering.is_ready(HOSTS[1])
 
 
 async def test_a_host_is_offered_when_what_was_given_up_is_destroyed_by_a_further_command() -> None:
@@ -524,7 +528,7 @@ async def test_a_host_is_offered_when_what_was_given_up_is_destroyed_by_a_furthe
     await here.gives_up()
     await here.service.carry_out(destroy(0))
     assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
-    assert here.offering.offers(HOSTS[0]) and here.offered == [HOSTS[0]] and not here.service.agent.owed()
+    assert here.offering.is_ready(HOSTS[0]) and here.offered == [HOSTS[0]] and not here.service.agent.pending_destroys()
 
 
 async def test_a_host_is_offered_when_a_newer_attempt_has_cleared_away_what_was_given_up() -> None:
@@ -532,7 +536,7 @@ async def test_a_host_is_offered_when_a_newer_attempt_has_cleared_away_what_was_
     await here.gives_up()
     await here.service.carry_out(spawn(0, 2))
     assert here.driver.machines == {KEY: 2}
-    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()
 
 
 async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_nothing_was_cleared_away() -> None:
@@ -542,10 +546,10 @@ async def test_a_host_is_offered_when_nothing_is_owed_there_any_more_though_noth
     here.driver.failures = TRIES
     await here.service.carry_out(spawn(0, 2))
     entry = here.service.records.get(KEY)
-    assert entry is not None and entry.phase is Phase.FAILED
+    assert entry is not None and entry.phase is AttemptPhase.FAILED
     here.service.agent.resume_destroys()
     await here.service.rest()
-    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()
 
 
 async def test_a_host_is_offered_when_the_service_itself_has_destroyed_what_was_given_up() -> None:
@@ -554,4 +558,4 @@ async def test_a_host_is_offered_when_the_service_itself_has_destroyed_what_was_
     here.service.agent.resume_destroys()
     await here.service.rest()
     assert here.service.results[-1].outcome is ComputeOutcome.DESTROYED
-    assert here.offering.offers(HOSTS[0]) and not here.service.agent.owed()
+    assert here.offering.is_ready(HOSTS[0]) and not here.service.agent.pending_destroys()

@@ -17,25 +17,32 @@ from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from bus.contracts.base import Message, Resources
-from bus.contracts.cell import FindMachines, FoundMachine, QueueMarker, ReservedMachine, ReservedOnHost, ReserveMachines
+from bus.contracts.cell import (
+    LookedUpMachine,
+    LookUpMachines,
+    QueueBarrier,
+    ReservedMachine,
+    ReservedOnHost,
+    ReserveMachines,
+)
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from compute_sim import finding, inventory, quarantine, reporter, survey
 from compute_sim.config import ComputeConfig
-from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.reserved import uncounted_classes, with_reserved
 from compute_sim.driver import DriverUnavailable, Machine
 from compute_sim.drivers import hypervisor
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.finding import Finder
-from compute_sim.fleet import Fleet, Guest
-from compute_sim.host_changes import HostChanges
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.finding import MachineLookup
+from compute_sim.fleet import Fleet, SimulatedMachine
+from compute_sim.host_changes import PendingHostReports
 from compute_sim.inventory import InventoryReporter
-from compute_sim.offering import Offering
+from compute_sim.offering import StartupGate
 from compute_sim.quarantine import Quarantine
 from compute_sim.records import Records
 from compute_sim.reporter import Reporter
-from compute_sim.survey import Survey
+from compute_sim.survey import MachineScanner
 from tests.kit.turns import Turns
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn, started
 
@@ -56,31 +63,31 @@ class Marking(Scripted):
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         listed = await super().list(hosts)
         return {
-            host: [replace(one, deployment=self.mark, allocations=TAKEN) for one in machines]
+            host: [replace(one, database_id=self.mark, allocations=TAKEN) for one in machines]
             for host, machines in listed.items()
             if (hosts is None or host in hosts) and host not in self.unseen
         }
 
 
-def finder_of(service: Service) -> Finder:
-    return Finder(service="s", driver=service.driver, records=service.records, survey=service.survey)
+def lookup_of(service: Service) -> MachineLookup:
+    return MachineLookup(service="s", driver=service.driver, records=service.records, scanner=service.scanner)
 
 
-async def ask(service: Service, instance: int = 0) -> tuple[FoundMachine, ...]:
-    question = FindMachines(service="s", deployment=OURS, instance_uuids=(INSTANCES[instance],))
-    return (await finder_of(service).find(question)).machines
+async def ask(service: Service, instance: int = 0) -> tuple[LookedUpMachine, ...]:
+    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[instance],))
+    return (await lookup_of(service).look_up(question)).machines
 
 
 async def built() -> Service:
     service = await started(Marking())
-    await service.carry_out(replace(spawn(0), deployment=OURS))
+    await service.carry_out(replace(spawn(0), database_id=OURS))
     return service
 
 
 async def test_a_machine_on_record_is_found_with_its_project_and_what_it_takes() -> None:
     service = await built()
     (one,) = await ask(service)
-    assert one == FoundMachine(
+    assert one == LookedUpMachine(
         instance_uuid=INSTANCES[0],
         host_uuid=HOSTS[0],
         host=HOSTS[0][-4:],
@@ -97,10 +104,10 @@ async def test_one_that_is_being_built_is_found_and_one_that_is_ended_is_not() -
     driver = Marking()
     driver.gate = asyncio.Event()
     service = await started(driver)
-    service.agent.take([replace(spawn(0), deployment=OURS)])
+    service.agent.handle([replace(spawn(0), database_id=OURS)])
     (one,) = await ask(service)
     assert not one.built and one.attempt == 1
-    service.agent.take([replace(destroy(0), deployment=OURS)])
+    service.agent.handle([replace(destroy(0), database_id=OURS)])
     assert await ask(service) == ()
     driver.gate.set()
     await service.rest()
@@ -115,29 +122,38 @@ async def test_one_that_is_not_on_record_is_found_by_its_mark() -> None:
     (one,) = await ask(service)
     assert (one.host_uuid, one.attempt, one.project_id) == (HOSTS[1], 3, None)
     del driver.machines[HOSTS[1], INSTANCES[0]]
-    await service.survey.running()
+    await service.scanner.running()
     assert await ask(service) == ()
 
 
 @pytest.mark.parametrize(
     ("entry", "found"),
     [
-        (Entry(1, Phase.GONE, fence=1, reported=True, deployment=OURS), True),  # older than the machine
-        (Entry(3, Phase.FAILED, reported=True, code="instance.lost", deployment=OURS), True),  # away for a moment
-        (Entry(2, Phase.RUNNING, deployment=OURS), True),
-        (Entry(3, Phase.GONE, fence=3, reported=True, deployment=OURS), False),
-        (Entry(4, Phase.FAILED, fence=3, reported=True, deployment=OURS), False),
-        (Entry(3, Phase.GONE, fence=3, reported=True, deployment=THEIRS), True),  # an order of theirs
+        (
+            HostAttempt(1, AttemptPhase.GONE, max_ended_attempt=1, reported=True, database_id=OURS),
+            True,
+        ),  # older than the machine
+        (
+            HostAttempt(3, AttemptPhase.FAILED, reported=True, code="instance.lost", database_id=OURS),
+            True,
+        ),  # away for a moment
+        (HostAttempt(2, AttemptPhase.RUNNING, database_id=OURS), True),
+        (HostAttempt(3, AttemptPhase.GONE, max_ended_attempt=3, reported=True, database_id=OURS), False),
+        (HostAttempt(4, AttemptPhase.FAILED, max_ended_attempt=3, reported=True, database_id=OURS), False),
+        (
+            HostAttempt(3, AttemptPhase.GONE, max_ended_attempt=3, reported=True, database_id=THEIRS),
+            True,
+        ),  # an order of theirs
     ],
 )
-async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(entry: Entry, found: bool) -> None:
+async def test_a_machine_that_its_host_lists_is_found_whatever_the_journal_has(entry: HostAttempt, found: bool) -> None:
     """A build was begun once more beside a machine that each report lists."""
     driver = Marking()
     driver.machines[HOSTS[0], INSTANCES[0]] = 3
     service = Service(driver)
     service.records.put((HOSTS[0], INSTANCES[0]), entry)
     await service.agent.resume()
-    listed = (await service.survey.running())[HOSTS[0]]
+    listed = (await service.scanner.running())[HOSTS[0]]
     assert [(one.attempt, one.destroying) for one in listed] == [(3, not found)]
     assert [(one.host_uuid, one.attempt) for one in await ask(service)] == ([(HOSTS[0], 3)] if found else [])
 
@@ -146,7 +162,7 @@ async def test_a_later_attempt_that_is_begun_is_found_in_place_of_what_was_liste
     driver = Marking()
     driver.machines[HOSTS[0], INSTANCES[0]] = 3
     service = await started(driver)
-    service.records.put((HOSTS[0], INSTANCES[0]), Entry(4, Phase.RUNNING, deployment=OURS))
+    service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(4, AttemptPhase.RUNNING, database_id=OURS))
     assert [one.attempt for one in await ask(service)] == [4]
 
 
@@ -157,7 +173,7 @@ async def test_another_deployments_machine_is_left_out(recorded: bool) -> None:
     driver.machines[HOSTS[0], INSTANCES[0]] = 1
     service = Service(driver)
     if recorded:
-        service.records.put((HOSTS[0], INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=THEIRS))
+        service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=THEIRS))
     await service.agent.resume()
     assert await ask(service) == ()
 
@@ -169,24 +185,24 @@ async def test_a_thorough_query_finds_it_and_its_answer_names_the_hosts_that_wer
     driver.machines[HOSTS[0], INSTANCES[0]] = 1
     service = Service(driver)
     if recorded:
-        service.records.put((HOSTS[0], INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=THEIRS))
-    question = FindMachines(service="s", deployment=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    assert (await finder_of(service).find(question)).hosts == ()
+        service.records.put((HOSTS[0], INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=THEIRS))
+    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
+    assert (await lookup_of(service).look_up(question)).hosts == ()
     await service.agent.resume()
-    answer = await finder_of(service).find(question)
+    answer = await lookup_of(service).look_up(question)
     assert [(one.host_uuid, one.foreign) for one in answer.machines] == [(HOSTS[0], True)]
     assert sorted(answer.hosts) == sorted(HOSTS) and not answer.more
-    ours = await finder_of(service).find(replace(question, deployment=THEIRS))
+    ours = await lookup_of(service).look_up(replace(question, database_id=THEIRS))
     assert [one.foreign for one in ours.machines] == [False]
-    assert (await finder_of(service).find(replace(question, thorough=False))).hosts == ()
+    assert (await lookup_of(service).look_up(replace(question, thorough=False))).hosts == ()
 
 
-async def look(service: Service, *hosts: str, deployment: str = OURS) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+async def look(service: Service, *hosts: str, database_id: str = OURS) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """The machines that these hosts list, and the hosts that were looked at."""
-    question = FindMachines(
-        service="s", deployment=deployment, instance_uuids=(INSTANCES[0],), on_hosts=hosts or (HOSTS[0],)
+    question = LookUpMachines(
+        service="s", database_id=database_id, instance_uuids=(INSTANCES[0],), on_hosts=hosts or (HOSTS[0],)
     )
-    answer = await finder_of(service).find(question)
+    answer = await lookup_of(service).look_up(question)
     assert answer.hosts is not None
     return [(one.host_uuid, one.attempt) for one in answer.machines], answer.hosts
 
@@ -195,7 +211,7 @@ async def test_a_query_that_names_hosts_is_answered_by_what_they_list_and_not_by
     service = await built()
     assert await look(service) == ([(HOSTS[0], 1)], (HOSTS[0],))
     assert await look(service, HOSTS[1]) == ([], (HOSTS[1],))
-    assert await look(service, deployment=THEIRS) == ([], (HOSTS[0],))
+    assert await look(service, database_id=THEIRS) == ([], (HOSTS[0],))
     lost = service.driver.machines.pop((HOSTS[0], INSTANCES[0]))
     assert len(await ask(service)) == 1, "by its record it is there"
     assert await look(service) == ([], (HOSTS[0],))
@@ -206,7 +222,7 @@ async def test_a_query_that_names_hosts_is_answered_by_what_they_list_and_not_by
 async def test_a_query_that_names_a_host_which_the_service_no_longer_has_does_not_count_it_as_looked_at() -> None:
     service = await built()
     gone = "20000000-0000-4000-8000-000000000001"
-    service.records.put((gone, INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=OURS))
+    service.records.put((gone, INSTANCES[0]), HostAttempt(1, AttemptPhase.RUNNING, database_id=OURS))
     assert await look(service, gone) == ([], ())
     assert await look(service, gone, HOSTS[0]) == ([(HOSTS[0], 1)], (HOSTS[0],))
 
@@ -217,9 +233,9 @@ async def test_a_query_that_names_hosts_does_not_count_what_an_order_has_ended_o
     service = await started(driver)
     assert await look(service) == ([(HOSTS[0], 1)], (HOSTS[0],)), "without a record its mark counts"
     for entry in (
-        Entry(1, Phase.BUILDING, deployment=OURS),
-        Entry(1, Phase.DESTROYING, fence=1, deployment=OURS),
-        Entry(1, Phase.FAILED, code="instance.lost", deployment=OURS),
+        HostAttempt(1, AttemptPhase.BUILDING, database_id=OURS),
+        HostAttempt(1, AttemptPhase.DESTROYING, max_ended_attempt=1, database_id=OURS),
+        HostAttempt(1, AttemptPhase.FAILED, code="instance.lost", database_id=OURS),
     ):
         service.records.put((HOSTS[0], INSTANCES[0]), entry)
         assert await look(service) == ([], (HOSTS[0],)), entry
@@ -232,9 +248,9 @@ async def test_item_16_the_hosts_that_were_looked_at_come_in_pages(monkeypatch: 
     monkeypatch.setattr(finding, "MAX_LOOKED_AT_ONCE", 2)
     service = await built()
     more = [f"20000000-0000-4000-8000-{n:012d}" for n in range(5 - len(HOSTS))]
-    service.survey.note_listed(dict.fromkeys(more, ()))
-    question = FindMachines(service="s", deployment=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
-    pages = [await finder_of(service).find(replace(question, hosts_after=after)) for after in (0, 2, 4, 6)]
+    service.scanner.on_scanned(dict.fromkeys(more, ()))
+    question = LookUpMachines(service="s", database_id=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
+    pages = [await lookup_of(service).look_up(replace(question, hosts_after=after)) for after in (0, 2, 4, 6)]
     assert [(len(page.hosts), page.more) for page in pages] == [(2, True), (2, True), (1, False), (0, False)]
     assert {one for page in pages for one in page.hosts} == {*HOSTS, *more}
     assert all([one.host_uuid for one in page.machines] == [HOSTS[0]] for page in pages)
@@ -301,21 +317,21 @@ class Rig:
         self.fleet.open()
         self.records: Records = self.fleet.records
         self.host, self.other = (host.plan.uuid for host in self.fleet.hosts)
-        self.driver = Hypervisors(self.fleet, Faults(), seed=1, clock=SystemClock())
+        self.driver = SimulatedDriver(self.fleet, Faults(), seed=1, clock=SystemClock())
         self.changed: list[str] = []
         self.quarantine = Quarantine(
             service="s", driver=self.driver, records=self.records, on_changed=self.changed.extend
         )
 
     def put(self, uuid: str, taken: Resources | None, attempt: int = 1) -> None:
-        self.fleet.put(self.host, Guest(uuid, attempt, {self.host: taken} if taken else {}))
+        self.fleet.put(self.host, SimulatedMachine(uuid, attempt, {self.host: taken} if taken else {}))
 
     async def order(self, *machines: ReservedMachine, sequence: int = 1, epoch: int = 1) -> None:
         hosts = (ReservedOnHost(host_uuid=self.host, machines=machines),)
         await self.quarantine.reserve(ReserveMachines(service="s", epoch=epoch, sequence=sequence, hosts=hosts))
 
     async def look(self) -> None:
-        self.quarantine.drop_gone(await self.driver.list())
+        self.quarantine.drop_absent(await self.driver.list())
 
     async def reserved(self) -> int:
         """Of the host's processors, by the inventory that is reported."""
@@ -339,7 +355,7 @@ async def test_item_16_an_order_of_a_conductor_that_sends_no_pages_is_applied_in
     monkeypatch.setattr(quarantine, "MAX_RESERVED_AT_ONCE", 1)
     rig = Rig()
     rig.put(A, {"VCPU": 4})
-    rig.fleet.put(rig.other, Guest(B, 1, {rig.other: {"VCPU": 8}}))
+    rig.fleet.put(rig.other, SimulatedMachine(B, 1, {rig.other: {"VCPU": 8}}))
     hosts = (
         ReservedOnHost(host_uuid=rig.host, machines=(machine(A, None),)),
         ReservedOnHost(host_uuid=rig.other, machines=(machine(B, None),)),
@@ -434,23 +450,23 @@ class ManyService:
         self.clock = SystemClock()
         self.fleet = Fleet.planned(ComputeConfig(hosts=MANY_HOSTS), "c", "s")
         for host in self.fleet.hosts:
-            self.fleet.put(host.plan.uuid, Guest(host.plan.uuid, 1, {}, deployment="d"))
+            self.fleet.put(host.plan.uuid, SimulatedMachine(host.plan.uuid, 1, {}, database_id="d"))
         self.records = self.fleet.records
         self.records.start(self.clock.time())
-        self.driver = Hypervisors(self.fleet, Faults(), seed=1, clock=self.clock)
-        self.survey = Survey(self.driver, self.records)
+        self.driver = SimulatedDriver(self.fleet, Faults(), seed=1, clock=self.clock)
+        self.scanner = MachineScanner(self.driver, self.records)
         bus: Any = self
-        self.offering = Offering(bus, service="s", records=self.records, clock=self.clock, on_offered=lambda _: None)
+        self.offering = StartupGate(bus, service="s", records=self.records, clock=self.clock, on_ready=lambda _: None)
         common: dict[str, Any] = {
             "service": "s",
             "records": self.records,
-            "changes": HostChanges(self.clock),
-            "offering": self.offering,
+            "changes": PendingHostReports(self.clock),
+            "startup_gate": self.offering,
             "clock": self.clock,
             "rng": random.Random(1),
             "report_interval_s": 60.0,
         }
-        self.reporter = Reporter(bus, cell="c", survey=self.survey, heartbeat_interval_s=1.0, **common)
+        self.reporter = Reporter(bus, cell="c", scanner=self.scanner, heartbeat_interval_s=1.0, **common)
         self.inventory = InventoryReporter(bus, driver=self.driver, **common)
 
     async def publish(self, message: Message, *, cause: str = "") -> None:
@@ -470,30 +486,30 @@ async def test_item_16_a_whole_report_looks_at_so_many_hosts_in_one_turn(
 ) -> None:
     """The first report of 20,000 hosts was one turn of 60 to 100 ms."""
     service.offering.begun.set()
-    counted = ((hypervisor, "DriverHost"), (hypervisor, "Machine"), (survey, "_running"), (Offering, "offers"))
+    counted = ((hypervisor, "DriverHost"), (hypervisor, "Machine"), (survey, "_running"), (StartupGate, "is_ready"))
     turns = Turns(monkeypatch, *counted)
-    sizes, note_listed = list[int](), service.survey.note_listed
-    monkeypatch.setattr(service.survey, "note_listed", lambda hosts: (sizes.append(len(hosts)), note_listed(hosts)))
+    sizes, note_listed = list[int](), service.scanner.on_scanned
+    monkeypatch.setattr(service.scanner, "on_scanned", lambda hosts: (sizes.append(len(hosts)), note_listed(hosts)))
     async with turns.counting():
         await service.reporter._publish_hosts(None)
     for _, name in counted:
         assert turns.total(name) == MANY_HOSTS and turns.most(name) <= AT_ONCE, name
-    assert max(sizes) <= AT_ONCE and len(service.survey.listed(0, 2 * MANY_HOSTS)) == MANY_HOSTS
+    assert max(sizes) <= AT_ONCE and len(service.scanner.list_scanned_hosts(0, 2 * MANY_HOSTS)) == MANY_HOSTS
     (report,) = service.published
     uuids = [host.plan.uuid for host in service.fleet.hosts]
     assert [host.uuid for host in report.hosts] == uuids  # type: ignore[attr-defined]
     assert [[one.instance_uuid for one in host.running] for host in report.hosts] == [[uuid] for uuid in uuids]  # type: ignore[attr-defined]
-    assert service.survey.hosts == frozenset(uuids) and service.survey.name_of(uuids[3]) == "s-00003"
+    assert service.scanner.hosts == frozenset(uuids) and service.scanner.name_of(uuids[3]) == "s-00003"
 
 
 async def test_item_16_inventories_of_so_many_hosts_are_chosen_in_one_turn(
     service: ManyService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.offering.begun.set()
-    turns = Turns(monkeypatch, (Offering, "offers"))
+    turns = Turns(monkeypatch, (StartupGate, "is_ready"))
     async with turns.counting():
         await service.inventory._publish(None)
-    assert turns.total("offers") == MANY_HOSTS and turns.most("offers") <= AT_ONCE
+    assert turns.total("is_ready") == MANY_HOSTS and turns.most("is_ready") <= AT_ONCE
     assert len([one for one in service.published if isinstance(one, InventoryUpdate)]) == MANY_HOSTS
 
 
@@ -525,13 +541,13 @@ class CountedHost(str):
 
 async def test_item_16_a_host_is_offered_without_a_look_at_all_that_is_to_be_destroyed(service: ManyService) -> None:
     """1,000 destructions at a start were compared with each of 20,000 hosts, at each report."""
-    owed = [(f"h{at}", f"i{at % 2}") for at in range(1000)] + [("h0", "i1")]
-    service.offering.on_marker(QueueMarker(service="s", epoch=service.records.epoch), owed)
+    pending_destroys = [(f"h{at}", f"i{at % 2}") for at in range(1000)] + [("h0", "i1")]
+    service.offering.on_barrier(QueueBarrier(service="s", epoch=service.records.epoch), pending_destroys)
     host = CountedHost("h1000")
-    assert service.offering.offers(host) and host.compared <= 2
-    assert not service.offering.offers("h0")
+    assert service.offering.is_ready(host) and host.compared <= 2
+    assert not service.offering.is_ready("h0")
     offered: list[str] = []
-    service.offering._on_offered = offered.extend
+    service.offering._on_ready = offered.extend
     for key in (("h0", "i0"), ("h1", "i0"), ("h0", "i1"), ("h0", "i1")):
-        service.offering.on_settled(key)
-    assert offered == ["h0"] and service.offering.offers("h0") and not service.offering.offers("h1")
+        service.offering.on_destroys_done(key)
+    assert offered == ["h0"] and service.offering.is_ready("h0") and not service.offering.is_ready("h1")

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bus.clock import SystemClock
 from bus.contracts.cell import RescanHosts
 from compute_sim import host_changes
-from compute_sim.host_changes import UNDONE_S, HostChanges, PendingReport
+from compute_sim.host_changes import UNDONE_S, PendingHostReports, PendingReport
 from tests.kit.virtual_time import on_virtual_time
 
 HOSTS = tuple(f"{number}0000000-0000-4000-8000-000000000001" for number in range(3))
@@ -38,7 +38,7 @@ class InAnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Stopped()
-        self.changes = HostChanges(self.clock)
+        self.changes = PendingHostReports(self.clock)
         self.due: dict[str, set[str] | None] = {"announcements": EVERYTHING, "inventory": EVERYTHING}
         self.changed: dict[str, float] = {}
         self.rescans: dict[str, tuple[str, ...]] = {}

@@ -16,13 +16,13 @@ from bus.contracts.deploy import NetworkRequest
 from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, DriverOutage, DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
 from compute_sim.records import Records
 
 NODE, OTHER = (f"8296eb22-b44b-4cba-95b1-3a66b31189a{n}" for n in (4, 5))
 INSTANCE = "11111111-2222-4333-8444-555555555555"
-DEPLOYMENT = "d0000000-0000-4000-8000-000000000001"
+DATABASE_ID = "d0000000-0000-4000-8000-000000000001"
 OF_IRONIC = {"X-OpenStack-Ironic-API-Version": "1.81"}
 PROXYS = [httpx.Response(404), httpx.Response(404, text="404 page not found"), httpx.Response(404, json={})]
 IRONICS = [httpx.Response(404, headers=OF_IRONIC), httpx.Response(404, json={"error_message": "no node"})]
@@ -44,8 +44,8 @@ class Slept(SystemClock):
 
 async def driver(
     answer: Callable[[httpx.Request], httpx.Response], records: Records | None = None, **config: float
-) -> BareMetal:
-    made = BareMetal(
+) -> IronicDriver:
+    made = IronicDriver(
         IronicConfig(outage_timeout_s=0.01, poll_interval_s=0.001, watch_interval_s=0.001, **config),
         records=records,
         cell="c1",
@@ -71,12 +71,12 @@ async def test_a_404_that_is_not_ironics_proves_no_machine_gone(answer: httpx.Re
     """The machine was reported destroyed, and ran on."""
     made = await driver(lambda _: answer)
     with pytest.raises(DriverOutage):
-        await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+        await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
     spec = InstanceSpec(instance_uuid=INSTANCE, project_id="p")
     with pytest.raises(DriverOutage):
         await made._api.patch(NODE, [])
     with pytest.raises(Exception) as given_up:
-        await made.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_GOLD": 1}}, DEPLOYMENT))
+        await made.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_GOLD": 1}}, DATABASE_ID))
     assert getattr(given_up.value, "code", "") == "driver.unavailable"
     await made.close()
 
@@ -84,7 +84,7 @@ async def test_a_404_that_is_not_ironics_proves_no_machine_gone(answer: httpx.Re
 @pytest.mark.parametrize("answer", IRONICS)
 async def test_a_node_that_ironic_does_not_have_carries_nothing(answer: httpx.Response) -> None:
     made = await driver(lambda _: answer)
-    await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+    await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
     await made.close()
 
 
@@ -97,7 +97,7 @@ async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undepl
 ) -> None:
     """Ironic drops the instance and the mark then. The next process took the machine for destroyed, and it ran on."""
     monkeypatch.setattr("compute_sim.records.REWRITE_AFTER", rewrite_after)
-    mark = {"deployment": DEPLOYMENT, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
+    mark = {"database_id": DATABASE_ID, "cell": "c1", "service": "s", "instance": INSTANCE, "attempt": 1}
     node = {"uuid": NODE, "provision_state": "active", "instance_uuid": INSTANCE, "instance_info": {"berth": mark}}
     ends_in = ["error"]
 
@@ -114,11 +114,11 @@ async def test_a_restart_goes_on_undeploying_a_node_that_ironic_could_not_undepl
         if life == 2:
             assert [(one.instance_uuid, one.attempt) for one in (await made.list())[NODE]] == [(INSTANCE, 1)]
             ends_in[0] = "cleaning"
-            await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+            await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
             assert not (await made.list())[NODE]
         else:
             with pytest.raises(DriverUnavailable):
-                await made.destroy(NODE, INSTANCE, 1, DEPLOYMENT)
+                await made.destroy(NODE, INSTANCE, 1, DATABASE_ID)
         await made.close()
         records.close()
     assert node["provision_state"] == "cleaning"

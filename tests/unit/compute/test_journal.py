@@ -21,10 +21,10 @@ from bus.faults import Forbidden
 from compute_sim import records as records_module
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.attempts import (
-    DestroyVerdict,
-    Entry,
-    Phase,
-    SpawnVerdict,
+    AttemptPhase,
+    DestroyAction,
+    HostAttempt,
+    SpawnAction,
     answer,
     built,
     destroyed,
@@ -33,8 +33,8 @@ from compute_sim.domain.attempts import (
     on_spawn,
 )
 from compute_sim.driver import Machine
-from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.drivers.hypervisor import SimulatedDriver
+from compute_sim.fleet import Fleet, SimulatedMachine
 from compute_sim.journal import MAX_KEPT, MAX_LINE, NOT_WRITTEN, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import PurgeRow, Records
 from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, destroy, spawn, started
@@ -43,7 +43,7 @@ from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, destroy, s
 
 
 A = "host-a"
-DEPLOYMENT = "d"
+DATABASE_ID = "d"
 
 
 def rows(path: Path) -> list[PurgeRow]:
@@ -83,11 +83,11 @@ def test_a_full_disk_ends_the_service_and_costs_no_row_that_is_written_later(tmp
     path = tmp_path / "x.records"
     records = Records(path)
     records.open()
-    records.put((A, "1"), Entry(1, Phase.RUNNING))
+    records.put((A, "1"), HostAttempt(1, AttemptPhase.RUNNING))
     with full_after(path.stat().st_size + 10), pytest.raises(Forbidden) as ended:
-        records.put((A, "2"), Entry(1, Phase.BUILDING))
+        records.put((A, "2"), HostAttempt(1, AttemptPhase.BUILDING))
     assert ended.value.code == NOT_WRITTEN
-    records.put((A, "3"), Entry(1, Phase.RUNNING))  # a job that ends while the service does
+    records.put((A, "3"), HostAttempt(1, AttemptPhase.RUNNING))  # a job that ends while the service does
     records.close()
     again = Records(path)
     again.open()
@@ -217,10 +217,13 @@ async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(t
         fleet = Fleet.planned(config, "c1", "s")
         fleet.open()
         service = await started(
-            Hypervisors(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records
+            SimulatedDriver(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records
         )
         await service.rest()
-        assert {guest.instance_uuid: guest.attempt for _, guest in fleet.guests()} == {instances[0]: 2, instances[1]: 1}
+        assert {guest.instance_uuid: guest.attempt for _, guest in fleet.machines()} == {
+            instances[0]: 2,
+            instances[1]: 1,
+        }
         assert set(fleet.records.running()) == {(host, instance) for instance in instances}
         fleet.close()
 
@@ -231,12 +234,14 @@ def _fleet_with_a_rebuilt_machine(config: ComputeConfig) -> tuple[str, list[str]
     fleet.open()
     (host,) = (each.plan.uuid for each in fleet.hosts)
     instances = [new_uuid(random.Random(number)) for number in range(2)]
-    fleet.put(host, Guest(instances[0], 1, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
+    fleet.put(host, SimulatedMachine(instances[0], 1, {host: {"VCPU": 1}}, database_id=DATABASE_ID))
     fleet.remove(host, instances[0])
-    fleet.put(host, Guest(instances[0], 2, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
-    fleet.put(host, Guest(instances[1], 1, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
-    fleet.records.put((host, instances[0]), Entry(2, Phase.RUNNING, fence=1, deployment=DEPLOYMENT))
-    fleet.records.put((host, instances[1]), Entry(1, Phase.RUNNING, deployment=DEPLOYMENT))
+    fleet.put(host, SimulatedMachine(instances[0], 2, {host: {"VCPU": 1}}, database_id=DATABASE_ID))
+    fleet.put(host, SimulatedMachine(instances[1], 1, {host: {"VCPU": 1}}, database_id=DATABASE_ID))
+    fleet.records.put(
+        (host, instances[0]), HostAttempt(2, AttemptPhase.RUNNING, max_ended_attempt=1, database_id=DATABASE_ID)
+    )
+    fleet.records.put((host, instances[1]), HostAttempt(1, AttemptPhase.RUNNING, database_id=DATABASE_ID))
     fleet.close()
     return host, instances
 
@@ -275,7 +280,7 @@ def test_what_is_read_back_is_what_was_known(tmp_path_factory: pytest.TempPathFa
     for what, number, attempt in steps:
         key = (A, str(number))
         entry = records.get(key)
-        after: Entry | None = None
+        after: HostAttempt | None = None
         if what == "spawn":
             after = on_spawn(entry, attempt)[1]
         elif what == "destroy":
@@ -320,9 +325,9 @@ def test_old_ends_are_forgotten_and_running_machines_never(monkeypatch: pytest.M
     monkeypatch.setattr(records_module, "REWRITE_AFTER", 20)
     records = Records(tmp_path / "s.records", synced=False)
     records.open()
-    records.put((A, "keeps"), Entry(1, Phase.RUNNING))
+    records.put((A, "keeps"), HostAttempt(1, AttemptPhase.RUNNING))
     for number in range(200):
-        records.put((A, str(number)), Entry(1, Phase.GONE, fence=1))
+        records.put((A, str(number)), HostAttempt(1, AttemptPhase.GONE, max_ended_attempt=1))
     known = dict(records.entries())
     assert len(known) == 11 and (A, "keeps") in known and (A, "199") in known and (A, "0") not in known
     records.close()
@@ -338,16 +343,16 @@ def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: P
     fleet = Fleet.planned(config, "c1", "s")
     fleet.open()
     first, second, _ = (host.plan.uuid for host in fleet.hosts)
-    fleet.put(first, Guest("i1", 2, {first: {"VCPU": 1}}))
-    fleet.put(first, Guest("i2", 1, {}, complete=False))
-    fleet.put(second, Guest("i3", 1, {}))
+    fleet.put(first, SimulatedMachine("i1", 2, {first: {"VCPU": 1}}))
+    fleet.put(first, SimulatedMachine("i2", 1, {}, complete=False))
+    fleet.put(second, SimulatedMachine("i3", 1, {}))
     fleet.remove(second, "i3")
     fleet.disable(second, "fan")
     fleet.resize(first, HostSize(vcpus=3))
     fleet.close()
     again = Fleet.planned(config, "c1", "s")
     again.open()
-    assert list(again.guests()) == list(fleet.guests()) and len(list(again.guests())) == 2
+    assert list(again.machines()) == list(fleet.machines()) and len(list(again.machines())) == 2
     host = again.host(second)
     assert host is not None and (host.enabled, host.disabled_reason) == (False, "fan")
     resized = again.host(first)
@@ -358,54 +363,81 @@ def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: P
 # --- fences and repeats: a table of single steps, and a machine of random ones
 
 
-B, R, F, D, G = Phase.BUILDING, Phase.RUNNING, Phase.FAILED, Phase.DESTROYING, Phase.GONE
+B, R, F, D, G = (
+    AttemptPhase.BUILDING,
+    AttemptPhase.RUNNING,
+    AttemptPhase.FAILED,
+    AttemptPhase.DESTROYING,
+    AttemptPhase.GONE,
+)
 
 
 @pytest.mark.parametrize(
     ("entry", "attempt", "verdict", "after"),
     [
-        (None, 1, SpawnVerdict.START, Entry(1, B)),
-        (Entry(1, B), 1, SpawnVerdict.UNDERWAY, Entry(1, B)),
-        (Entry(1, R), 1, SpawnVerdict.REPEAT, Entry(1, R)),
-        (Entry(1, F, code="x"), 1, SpawnVerdict.REPEAT, Entry(1, F, code="x")),
-        (Entry(1, D, fence=1), 1, SpawnVerdict.FENCED, Entry(1, D, fence=1)),
-        (Entry(1, G, fence=3), 2, SpawnVerdict.FENCED, Entry(1, G, fence=3)),
-        (Entry(1, G, fence=3), 4, SpawnVerdict.START, Entry(4, B, fence=3)),
-        (Entry(3, B), 2, SpawnVerdict.SUPERSEDED, Entry(3, B)),
-        (Entry(1, B), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
-        (Entry(1, R), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
-        (Entry(1, F), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
-        (Entry(1, D, fence=2), 3, SpawnVerdict.REPLACE, Entry(3, B, fence=2)),
+        (None, 1, SpawnAction.START, HostAttempt(1, B)),
+        (HostAttempt(1, B), 1, SpawnAction.UNDERWAY, HostAttempt(1, B)),
+        (HostAttempt(1, R), 1, SpawnAction.REPEAT, HostAttempt(1, R)),
+        (HostAttempt(1, F, code="x"), 1, SpawnAction.REPEAT, HostAttempt(1, F, code="x")),
+        (HostAttempt(1, D, max_ended_attempt=1), 1, SpawnAction.ALREADY_ENDED, HostAttempt(1, D, max_ended_attempt=1)),
+        (HostAttempt(1, G, max_ended_attempt=3), 2, SpawnAction.ALREADY_ENDED, HostAttempt(1, G, max_ended_attempt=3)),
+        (HostAttempt(1, G, max_ended_attempt=3), 4, SpawnAction.START, HostAttempt(4, B, max_ended_attempt=3)),
+        (HostAttempt(3, B), 2, SpawnAction.SUPERSEDED, HostAttempt(3, B)),
+        (HostAttempt(1, B), 2, SpawnAction.REPLACE, HostAttempt(2, B, max_ended_attempt=1)),
+        (HostAttempt(1, R), 2, SpawnAction.REPLACE, HostAttempt(2, B, max_ended_attempt=1)),
+        (HostAttempt(1, F), 2, SpawnAction.REPLACE, HostAttempt(2, B, max_ended_attempt=1)),
+        (HostAttempt(1, D, max_ended_attempt=2), 3, SpawnAction.REPLACE, HostAttempt(3, B, max_ended_attempt=2)),
     ],
 )
-def test_spawn(entry: Entry | None, attempt: int, verdict: SpawnVerdict, after: Entry) -> None:
+def test_spawn(entry: HostAttempt | None, attempt: int, verdict: SpawnAction, after: HostAttempt) -> None:
     assert on_spawn(entry, attempt) == (verdict, after)
 
 
 @pytest.mark.parametrize(
     ("entry", "attempt", "verdict", "after"),
     [
-        (None, 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
-        (Entry(1, B), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
-        (Entry(1, R, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
-        (Entry(1, F, code="x"), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
-        (Entry(1, D, fence=1), 1, DestroyVerdict.JOIN, Entry(1, D, fence=1)),
-        (Entry(1, D, fence=1), 2, DestroyVerdict.JOIN, Entry(1, D, fence=2)),
-        (Entry(1, G, fence=1, reported=True), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1, reported=True)),
-        (Entry(1, G, fence=1, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
-        (Entry(3, R, reported=True), 2, DestroyVerdict.STALE, Entry(3, R, fence=2, reported=True)),
-        (Entry(3, B, fence=2), 1, DestroyVerdict.STALE, Entry(3, B, fence=2)),
+        (None, 1, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=1)),
+        (HostAttempt(1, B), 1, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=1)),
+        (HostAttempt(1, R, reported=True), 2, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=2)),
+        (HostAttempt(1, F, code="x"), 1, DestroyAction.DESTROY, HostAttempt(1, D, max_ended_attempt=1)),
+        (HostAttempt(1, D, max_ended_attempt=1), 1, DestroyAction.JOIN, HostAttempt(1, D, max_ended_attempt=1)),
+        (HostAttempt(1, D, max_ended_attempt=1), 2, DestroyAction.JOIN, HostAttempt(1, D, max_ended_attempt=2)),
+        (
+            HostAttempt(1, G, max_ended_attempt=1, reported=True),
+            1,
+            DestroyAction.DESTROY,
+            HostAttempt(1, D, max_ended_attempt=1, reported=True),
+        ),
+        (
+            HostAttempt(1, G, max_ended_attempt=1, reported=True),
+            2,
+            DestroyAction.DESTROY,
+            HostAttempt(1, D, max_ended_attempt=2),
+        ),
+        (
+            HostAttempt(3, R, reported=True),
+            2,
+            DestroyAction.STALE,
+            HostAttempt(3, R, max_ended_attempt=2, reported=True),
+        ),
+        (HostAttempt(3, B, max_ended_attempt=2), 1, DestroyAction.STALE, HostAttempt(3, B, max_ended_attempt=2)),
     ],
 )
-def test_destroy(entry: Entry | None, attempt: int, verdict: DestroyVerdict, after: Entry) -> None:
+def test_destroy(entry: HostAttempt | None, attempt: int, verdict: DestroyAction, after: HostAttempt) -> None:
     assert on_destroy(entry, attempt) == (verdict, after)
 
 
 def test_a_late_end_of_an_attempt_that_is_no_more_changes_nothing() -> None:
-    for entry in (None, Entry(2, B), Entry(1, D, fence=1), Entry(1, G, fence=1), Entry(1, R)):
+    for entry in (
+        None,
+        HostAttempt(2, B),
+        HostAttempt(1, D, max_ended_attempt=1),
+        HostAttempt(1, G, max_ended_attempt=1),
+        HostAttempt(1, R),
+    ):
         assert built(entry, 1) is None
         assert failed(entry, 1, "x", "") is None
-    assert destroyed(Entry(2, B, fence=1)) is None
+    assert destroyed(HostAttempt(2, B, max_ended_attempt=1)) is None
 
 
 class OneHost(RuleBasedStateMachine):
@@ -413,7 +445,7 @@ class OneHost(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry: Entry | None = None
+        self.entry: HostAttempt | None = None
         self.fenced = 0  # highest attempt ever asked to be destroyed
         self.started: list[int] = []
         self.ends: dict[int, ComputeOutcome] = {}
@@ -421,12 +453,12 @@ class OneHost(RuleBasedStateMachine):
     @rule(attempt=st.integers(1, 5))
     def spawn(self, attempt: int) -> None:
         verdict, self.entry = on_spawn(self.entry, attempt)
-        if verdict in (SpawnVerdict.START, SpawnVerdict.REPLACE):
+        if verdict in (SpawnAction.START, SpawnAction.REPLACE):
             assert attempt > self.fenced, "a destroyed attempt started"
             assert attempt not in self.started, "an attempt started twice"
             assert all(attempt > older for older in self.started), "an older attempt started after a newer one"
             self.started.append(attempt)
-        if verdict is SpawnVerdict.REPEAT:
+        if verdict is SpawnAction.REPEAT:
             assert answer(self.entry) == (attempt, self.ends[attempt]), "another answer than the first time"
 
     @rule(attempt=st.integers(1, 5))
@@ -434,11 +466,11 @@ class OneHost(RuleBasedStateMachine):
         before = self.entry
         verdict, self.entry = on_destroy(self.entry, attempt)
         self.fenced = max(self.fenced, attempt)
-        if verdict is DestroyVerdict.STALE:
+        if verdict is DestroyAction.STALE:
             assert before is not None and before.attempt > attempt
             assert (self.entry.attempt, self.entry.phase) == (before.attempt, before.phase)
         if before is not None and before.phase is G:
-            assert verdict is DestroyVerdict.DESTROY, "what is ordered again is looked for again"
+            assert verdict is DestroyAction.DESTROY, "what is ordered again is looked for again"
 
     @rule(works=st.booleans(), attempt=st.integers(1, 5))
     def end(self, works: bool, attempt: int) -> None:
@@ -455,7 +487,7 @@ class OneHost(RuleBasedStateMachine):
     @invariant()
     def fence_is_kept(self) -> None:
         if self.entry is not None:
-            assert self.entry.fence >= self.fenced
+            assert self.entry.max_ended_attempt >= self.fenced
             if self.entry.phase in (B, R, F):
                 assert self.entry.attempt > self.fenced
 
@@ -478,9 +510,9 @@ class LeavesMachines(Scripted):
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """As marked."""
         found = await super().list(hosts)
-        return {host: [replace(one, left=self.left) for one in machines] for host, machines in found.items()}
+        return {host: [replace(one, tag_only=self.left) for one in machines] for host, machines in found.items()}
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, database_id: str | None) -> None:
         """It changes nothing."""
         self.destroys += 1
 
@@ -520,7 +552,7 @@ async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attemp
     driver.left = True
 
     async def leaving() -> list[bool]:
-        return [one.destroying for one in (await service.survey.running())[HOSTS[0]]]
+        return [one.destroying for one in (await service.scanner.running())[HOSTS[0]]]
 
     assert await leaving() == [False], "no client has asked for its end"
     await service.carry_out(destroy(0))

@@ -20,9 +20,9 @@ from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import DriverFault
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from compute_sim.fleet import Fleet
-from compute_sim.guarded import guarded
+from compute_sim.guarded import isolate_driver
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.journal import NOT_WRITTEN, Journal, JournalUnusable
 from compute_sim.records import PurgeRow, Records
@@ -121,7 +121,7 @@ async def test_a_simulated_fleet_goes_without(tmp_path: Path, disk: Disk) -> Non
     assert disk.synced == ["j.new > j"]
 
 
-@pytest.mark.parametrize(("driver", "synced"), [("ironic", True), ("hypervisor", False)])
+@pytest.mark.parametrize(("driver", "synced"), [("ironic", True), ("simulated", False)])
 async def test_the_driver_determines_it(tmp_path: Path, disk: Disk, driver: Any, synced: bool) -> None:
     fleet = Fleet.planned(ComputeConfig(driver=driver, hosts=1, state_dir=str(tmp_path)), "c1", "s")
     fleet.open()
@@ -151,7 +151,7 @@ async def test_a_node_is_not_undeployed_whose_mark_could_not_be_written(
     records = Records(tmp_path / "j")
     records.open()
     asked: list[str] = []
-    mark = {"deployment": UUID, "cell": "c", "service": "s", "instance": UUID, "attempt": 1}
+    mark = {"database_id": UUID, "cell": "c", "service": "s", "instance": UUID, "attempt": 1}
     node = {"uuid": UUID, "provision_state": "active", "instance_uuid": UUID, "instance_info": {"berth": mark}}
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -159,15 +159,15 @@ async def test_a_node_is_not_undeployed_whose_mark_could_not_be_written(
         return httpx.Response(200, json=node)
 
     config, transport = IronicConfig(clean_timeout_s=0.05, poll_interval_s=0.01), httpx.MockTransport(answer)
-    ironic = BareMetal(config, cell="c", service="s", clock=SystemClock(), records=records, transport=transport)
+    ironic = IronicDriver(config, cell="c", service="s", clock=SystemClock(), records=records, transport=transport)
     await ironic.open()
     with monkeypatch.context() as full:
         full.setattr(Journal, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(DriverFault):
-            await guarded(ironic).destroy(UUID, UUID, 1, UUID)
+            await isolate_driver(ironic).destroy(UUID, UUID, 1, UUID)
     for _ in range(2):
         with pytest.raises(DriverFault):
-            await guarded(ironic).destroy(UUID, UUID, 1, UUID)
+            await isolate_driver(ironic).destroy(UUID, UUID, 1, UUID)
     await ironic.close()
     records.close()
     assert set(asked) == {"GET"}
@@ -214,7 +214,7 @@ class Story:
     async def sync(self) -> None:
         self.steps.append("sync")
 
-    def take(self, commands: list[Any]) -> None:
+    def handle(self, commands: list[Any]) -> None:
         self.steps.append(f"take {len(commands)}")
 
     async def publish_all(self, messages: Any, traceparents: Any = ()) -> None:
@@ -228,11 +228,11 @@ async def test_a_command_is_acknowledged_and_a_result_published_when_its_record_
     story, nothing = Story(), None
     handlers = ComputeHandlers(
         story, service="s", wait_for_capacity=story.wait_for_capacity, on_report_requested=nothing,
-        on_heartbeat=nothing, outdated=nothing, on_marker=nothing, reserve=nothing, on_rescan=nothing, find=nothing,
+        on_heartbeat=nothing, outdated=nothing, on_barrier=nothing, reserve=nothing, on_rescan=nothing, look_up=nothing,
         list_machines=nothing,
         sync=story.sync, is_outdated=lambda _: False,
     )  # type: ignore[arg-type]  # fmt: skip
-    command = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, deployment=UUID)
+    command = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, database_id=UUID)
     outcomes = await handlers.commands([Received(command, Meta(id="m"), "c", "compute.s")] * 2)
     assert [type(one) for one in outcomes] == [Done, Done]
     sender = ResultSender(

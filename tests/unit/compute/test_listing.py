@@ -36,9 +36,9 @@ def lister_of(service: Service) -> MachineLister:
         service="s",
         driver=service.driver,
         records=service.records,
-        survey=service.survey,
+        scanner=service.scanner,
         is_busy=service.agent.is_busy,
-        owed=service.agent.owed,
+        pending_destroys=service.agent.pending_destroys,
     )
 
 
@@ -59,13 +59,13 @@ async def machines_of(service: Service) -> list[ListedMachine]:
 
 
 def ours(number: int, attempt: int = 1, host: int = 0) -> Spawn:
-    return replace(spawn(number, attempt, host), deployment=OURS)
+    return replace(spawn(number, attempt, host), database_id=OURS)
 
 
 def change(kind: ChangeKind, spec: InstanceSpec) -> ChangeMachine:
     return ChangeMachine(
-        spec=spec, attempt=1, host_uuid=HOSTS[0], allocations={HOSTS[0]: {"VCPU": 4}}, service="s", deployment=OURS,
-        change=kind, order=1,
+        spec=spec, attempt=1, host_uuid=HOSTS[0], allocations={HOSTS[0]: {"VCPU": 4}}, service="s", database_id=OURS,
+        change=kind, change_number=1,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ async def test_a_machine_is_listed_with_what_was_commanded_of_it() -> None:
     ("command", "complete", "busy"),
     [
         (None, True, False),
-        (replace(destroy(0), deployment=OURS), True, True),
+        (replace(destroy(0), database_id=OURS), True, True),
         (change(ChangeKind.STOP, ours(0).spec), True, True),
         (ours(0, attempt=2), True, True),  # the older attempt is cleared away first
     ],
@@ -99,7 +99,7 @@ async def test_what_is_under_way_is_busy_and_a_build_is_not(command: Spawn | Non
     service = await started(driver)
     await service.carry_out(ours(0))
     driver.gate = asyncio.Event()
-    service.agent.take([ours(1), *([command] if command else [])])
+    service.agent.handle([ours(1), *([command] if command else [])])
     first, building = await machines_of(service)
     assert (first.complete, first.busy, first.attempt) == (complete, busy, 1)
     assert (building.complete, building.busy, building.spec) == (False, False, ours(1).spec)
@@ -143,7 +143,7 @@ async def test_the_spec_outlives_the_service_follows_changes_and_goes_with_its_m
         (one,) = await machines_of(service)
         assert one.spec == bigger and service.records.spec_of((HOSTS[0], INSTANCES[0]), 2) is None
         service.records._journal.rewrite(service.records._snapshot())  # type: ignore[union-attr]
-    await service.carry_out(replace(destroy(0), deployment=OURS))
+    await service.carry_out(replace(destroy(0), database_id=OURS))
     assert service.records.spec_of((HOSTS[0], INSTANCES[0]), 1) is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.clock import SystemClock
-from compute_sim.fleet import Fleet, GoneRow, Guest, GuestRow
+from compute_sim.fleet import DestroyedRow, Fleet, MachineRow, SimulatedMachine
 from compute_sim.name import ServiceName
 
 WAIT_S = 30.0
@@ -46,19 +46,19 @@ def test_the_name_is_lost_when_it_was_locked_for_so_long_without_a_break(
 
 def test_a_fleet_counts_its_machines() -> None:
     fleet: Any = Fleet.__new__(Fleet)
-    fleet._guests, fleet._hosts = 0, {name: SimpleNamespace(guests=None) for name in ("a", "b")}
+    fleet._machine_count, fleet._hosts = 0, {name: SimpleNamespace(machines=None) for name in ("a", "b")}
     counted = []
     for row in (
-        GuestRow("a", Guest("1", 1, {})),
-        GuestRow("a", Guest("2", 1, {}, complete=False)),
-        GuestRow("a", Guest("2", 1, {})),  # completed
-        GuestRow("b", Guest("3", 1, {})),
-        GoneRow("a", "2"),
-        GoneRow("a", "2"),
-        GoneRow("b", "3"),
-        GoneRow("gone", "1"),
-        GoneRow("a", "1"),
+        MachineRow("a", SimulatedMachine("1", 1, {})),
+        MachineRow("a", SimulatedMachine("2", 1, {}, complete=False)),
+        MachineRow("a", SimulatedMachine("2", 1, {})),  # completed
+        MachineRow("b", SimulatedMachine("3", 1, {})),
+        DestroyedRow("a", "2"),
+        DestroyedRow("a", "2"),
+        DestroyedRow("b", "3"),
+        DestroyedRow("gone", "1"),
+        DestroyedRow("a", "1"),
     ):
         fleet._apply(row)
-        counted.append(fleet._guests)
+        counted.append(fleet._machine_count)
     assert counted == [1, 2, 2, 3, 2, 2, 1, 1, 0]

@@ -12,29 +12,29 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import ORDER_OUTDATED, DatabaseMark, Message, Meta
 from bus.contracts.cell import (
     Destroy,
-    FindMachines,
     HostsReleased,
-    MachinesFound,
-    QueueMarker,
+    LookUpMachines,
+    MachineLookupResult,
+    QueueBarrier,
     ReportHosts,
     RescanHosts,
     ReserveMachines,
     RingMembers,
-    ServiceOutdated,
+    ServiceSuperseded,
     Spawn,
 )
 from bus.contracts.listing import ListMachines, MachinesPage
 from bus.contracts.moves import ChangeMachine
-from bus.contracts.placement import InventoryOutdated
-from compute_sim.domain.attempts import Entry, Phase
+from bus.contracts.placement import InventoryStale
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.handlers import ORDERS, ComputeHandlers
 from compute_sim.records import Records
 
 UUID = "10000000-0000-4000-8000-000000000001"
-DESTROY = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, deployment=UUID)
-FIND = FindMachines(service="s", deployment=UUID, instance_uuids=(UUID,))
+DESTROY = Destroy(service="s", instance_uuid=UUID, attempt=1, host_uuid=UUID, database_id=UUID)
+FIND = LookUpMachines(service="s", database_id=UUID, instance_uuids=(UUID,))
 LIST = ListMachines(service="s", database_id=UUID)
-MARKER = QueueMarker(service="s", epoch=1)
+MARKER = QueueBarrier(service="s", epoch=1)
 
 
 class Service:
@@ -51,7 +51,7 @@ class Service:
 
         async def asynchronously(message: object) -> Any:
             self.done.append(message)
-            return MachinesFound() if isinstance(message, FindMachines) else MachinesPage()
+            return MachineLookupResult() if isinstance(message, LookUpMachines) else MachinesPage()
 
         self.handlers = ComputeHandlers(
             self,  # type: ignore[arg-type]
@@ -60,21 +60,21 @@ class Service:
             on_report_requested=lambda: note("reports"),
             on_heartbeat=note,
             outdated=lambda **numbers: note(numbers),
-            on_marker=lambda marker, _owed: note(marker),
+            on_barrier=lambda marker, _owed: note(marker),
             reserve=asynchronously,
             on_rescan=note,
-            find=asynchronously,
+            look_up=asynchronously,
             list_machines=asynchronously,
             sync=nothing,
-            is_outdated=self.records.is_outdated,
+            is_outdated=self.records.may_predate_restore,
             ring=self,  # type: ignore[arg-type]
-            contested=self,  # type: ignore[arg-type]
+            host_conflicts=self,  # type: ignore[arg-type]
         )
 
-    def take(self, commands: Sequence[object]) -> None:
+    def handle(self, commands: Sequence[object]) -> None:
         self.done += commands
 
-    def owed(self) -> list[Any]:
+    def pending_destroys(self) -> list[Any]:
         return []
 
     def apply(self, members: object) -> None:
@@ -86,7 +86,7 @@ class Service:
     async def receive(self, message: Message, incarnation: int) -> Outcome:
         """By the queue that takes it."""
         handlers = self.handlers
-        commands = (Spawn, Destroy, ChangeMachine, FindMachines, ListMachines, QueueMarker)
+        commands = (Spawn, Destroy, ChangeMachine, LookUpMachines, ListMachines, QueueBarrier)
         handle = handlers.commands if isinstance(message, commands) else handlers.control
         handle = handlers.ring_members if isinstance(message, RingMembers) else handle
         (outcome,) = await handle([Received(message, Meta(id="m", database_incarnation=incarnation), "c", "q")])
@@ -100,7 +100,7 @@ OF_CONDUCTORS = (
     RescanHosts(service="s", hosts=(), rescans=()),
     ReserveMachines(service="s", epoch=1, sequence=1),
     HostsReleased(service="s", owner="t"),
-    ServiceOutdated(service="s", epoch=1),
+    ServiceSuperseded(service="s", epoch=1),
     RingMembers(ring="r", term=1, number=1),
 )
 
@@ -125,7 +125,7 @@ async def test_an_order_is_taken_unless_it_is_by_a_lower_incarnation(
 
 
 @pytest.mark.parametrize(
-    "message", [MARKER, ReportHosts(), InventoryOutdated(source="compute-s", root_uuid=UUID, version=1)]
+    "message", [MARKER, ReportHosts(), InventoryStale(reporter="compute-s", root_uuid=UUID, version=1)]
 )
 async def test_what_others_send_is_taken_whatever_it_states(message: Message) -> None:
     service = Service()
@@ -171,10 +171,10 @@ async def test_the_highest_mark_is_kept_with_what_an_order_writes_and_costs_no_l
     assert await order(FIND, DatabaseMark(2, (5,))) == 1, "the incarnation has risen"
     assert await order(FIND, DatabaseMark(2, (0, 7))) == 1
     assert service.records.mark == DatabaseMark(2, (5, 7))
-    service.records.put((UUID, UUID), Entry(1, Phase.RUNNING))
+    service.records.put((UUID, UUID), HostAttempt(1, AttemptPhase.RUNNING))
     assert len(path.read_bytes().splitlines()) == 3
     assert await order(FIND, DatabaseMark(2, (4, 6))) == 3 and service.records.mark == DatabaseMark(2, (5, 7))
-    service.records.put((UUID, UUID), Entry(2, Phase.RUNNING))
+    service.records.put((UUID, UUID), HostAttempt(2, AttemptPhase.RUNNING))
     assert len(path.read_bytes().splitlines()) == 4, "it was written before"
     service.records.close()
     assert Service(path).records.mark == DatabaseMark(2, (5, 7))
@@ -182,4 +182,4 @@ async def test_the_highest_mark_is_kept_with_what_an_order_writes_and_costs_no_l
 
 def test_every_command_of_a_conductor_is_an_order() -> None:
     assert {type(one) for one in OF_CONDUCTORS} | {Spawn, ChangeMachine} <= ORDERS
-    assert not ORDERS & {QueueMarker, ReportHosts, InventoryOutdated}
+    assert not ORDERS & {QueueBarrier, ReportHosts, InventoryStale}

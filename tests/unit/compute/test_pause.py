@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bus.clock import SystemClock
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from tests.kit.virtual_time import on_virtual_time
 
 
@@ -15,7 +15,7 @@ from tests.kit.virtual_time import on_virtual_time
 async def test_a_change_of_the_ring_ends_one_pause() -> None:
     """Each after that would end at once, and Ironic would be listed without end."""
     loop, ring = asyncio.get_running_loop(), SimpleNamespace(changed=asyncio.Event())
-    driver: Any = BareMetal.__new__(BareMetal)
+    driver: Any = IronicDriver.__new__(IronicDriver)
     driver._clock, driver.ring = SystemClock(), ring
     took = []
     for change_after_s in (None, 10.0, None, 0.0, None):

@@ -16,25 +16,18 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import MAX_EPOCH, Message, Meta
-from bus.contracts.cell import (
-    ComputeHosts,
-    ComputeResult,
-    Heartbeat,
-    ReportHosts,
-    RescanHosts,
-    ServiceOutdated,
-)
-from bus.contracts.placement import InventoryOutdated, InventoryUpdate, ProviderReport
+from bus.contracts.cell import ComputeHosts, ComputeResult, Heartbeat, ReportHosts, RescanHosts, ServiceSuperseded
+from bus.contracts.placement import InventoryStale, InventoryUpdate, ProviderReport
 from bus.port import BusUnavailable
 from compute_sim import reporter as reporting
-from compute_sim.answers import Answers
-from compute_sim.domain.attempts import Entry, Phase
+from compute_sim.answers import Results
+from compute_sim.domain.attempts import AttemptPhase, HostAttempt
 from compute_sim.driver import DriverHost, DriverUnavailable, Tree
 from compute_sim.handlers import ComputeHandlers
-from compute_sim.host_changes import UNDONE_S, HostChanges, PendingReport
+from compute_sim.host_changes import UNDONE_S, PendingHostReports, PendingReport
 from compute_sim.inventory import InventoryReporter
-from compute_sim.name import NameTaken, ServiceName
-from compute_sim.offering import Offering
+from compute_sim.name import ServiceName, ServiceNameInUse
+from compute_sim.offering import StartupGate
 from compute_sim.publishing import PendingPublisher
 from compute_sim.records import FARTHEST, Records
 from compute_sim.reporter import Reporter
@@ -78,24 +71,24 @@ class SlowWorld:
         raise AssertionError
 
 
-def everything_offered(world: Any, records: Records) -> Offering:
-    offering = Offering(world, service="s", records=records, clock=world, on_offered=lambda _: None)
+def everything_offered(world: Any, records: Records) -> StartupGate:
+    offering = StartupGate(world, service="s", records=records, clock=world, on_ready=lambda _: None)
     offering.begun.set()
     return offering
 
 
-def reporter_of(world: Any, records: Records, changes: HostChanges) -> Reporter:
+def reporter_of(world: Any, records: Records, changes: PendingHostReports) -> Reporter:
     return Reporter(
-        world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,
-        offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
+        world, service="s", cell="c1", scanner=world, records=records, changes=changes, clock=world,
+        startup_gate=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
         report_interval_s=60.0,
     )  # fmt: skip
 
 
-def inventory_of(world: Any, records: Records, changes: HostChanges, **more: Any) -> InventoryReporter:
+def inventory_of(world: Any, records: Records, changes: PendingHostReports, **more: Any) -> InventoryReporter:
     return InventoryReporter(
         world, service="s", driver=world, records=records, changes=changes, clock=world,
-        offering=everything_offered(world, records), rng=random.Random(1), report_interval_s=60.0, **more,
+        startup_gate=everything_offered(world, records), rng=random.Random(1), report_interval_s=60.0, **more,
     )  # fmt: skip
 
 
@@ -115,7 +108,7 @@ async def working(*works: Callable[[], Awaitable[object]]) -> AsyncIterator[None
 async def announced(world: Any, records: Records) -> None:
     """A reporter starts, publishes everything once, and ends."""
     world.sent.clear()
-    async with working(reporter_of(world, records, HostChanges(world)).announce):
+    async with working(reporter_of(world, records, PendingHostReports(world)).announce):
         await world.sent.wait()
 
 
@@ -173,10 +166,10 @@ class Building(SlowWorld):
         super().__init__()
         self.records = Records()
         self.results: list[ComputeResult] = []
-        self.answers = Answers("s", self.results.append, self, self.records)
+        self.answers = Results("s", self.results.append, self, self.records)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
-        self.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
+        self.answers.send_result((HOST, HOST), HostAttempt(1, AttemptPhase.RUNNING))
         return {}
 
 
@@ -184,7 +177,7 @@ async def test_a_result_that_is_published_during_a_scan_is_not_older_than_it() -
     """The look may have missed the machine: only a later one proves it lost, whatever the clock reads."""
     world = Building()
     world.records.start(world.now)
-    world.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
+    world.answers.send_result((HOST, HOST), HostAttempt(1, AttemptPhase.RUNNING))
     for _ in range(2):
         await announced(world, world.records)
     reports = reports_in(world)
@@ -264,8 +257,8 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
         records.open()
         records.start(1000.0 + life)
         if runs:
-            records.put((OTHER_HOST, "i"), Entry(1, Phase.RUNNING))
-        async with working(inventory_of(world, records, HostChanges(world)).report):
+            records.put((OTHER_HOST, "i"), HostAttempt(1, AttemptPhase.RUNNING))
+        async with working(inventory_of(world, records, PendingHostReports(world)).report):
             await world.sent.wait()
         records.close()
         return [(one.root_uuid, bool(one.providers)) for one in world.updated()]
@@ -278,7 +271,7 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
 
 
 class Dying(Shrinking):
-    """Its process dies when the book has the updates, and before it knows that."""
+    """Its process dies when placement has the updates, and before it knows that."""
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
         await super().publish_all(messages)
@@ -287,13 +280,13 @@ class Dying(Shrinking):
 
 
 async def test_a_host_published_by_a_process_that_died_leaves_the_book(tmp_path: Path) -> None:
-    """That it is in the book was written down after it was, so one that its driver had no more stayed there."""
+    """That it is in placement was written down after it was, so one that its driver had no more stayed there."""
     worlds: list[Any] = [Dying(HOST, OTHER_HOST), Shrinking(HOST)]
     for life, world in enumerate(worlds):
         records = Records(tmp_path / "journal")
         records.open()
         records.start(1000.0 + life)
-        async with working(inventory_of(world, records, HostChanges(world)).report):
+        async with working(inventory_of(world, records, PendingHostReports(world)).report):
             await world.sent.wait()
         records.close()
     assert [(one.root_uuid, bool(one.providers)) for one in worlds[1].updated()] == [(OTHER_HOST, False), (HOST, True)]
@@ -301,25 +294,25 @@ async def test_a_host_published_by_a_process_that_died_leaves_the_book(tmp_path:
 
 async def test_a_host_that_is_gone_is_taken_from_no_other_service(tmp_path: Path) -> None:
     """Found by reading: a host that was released to this service, and that its driver had no more, took the tree of the
-    service that had it before out of the book.
+    service that had it before out of placement.
     """
     world: Any = Shrinking(HOST)
     records = Records(tmp_path / "journal")
     records.open()
     records.start(1000.0)
-    records.note_in_book([HOST, OTHER_HOST], is_in=True)
-    inventory = inventory_of(world, records, HostChanges(world), take_over=lambda _: "compute:other")
+    records.record_in_placement([HOST, OTHER_HOST], is_in=True)
+    inventory = inventory_of(world, records, PendingHostReports(world), take_over=lambda _: "compute:other")
     async with working(inventory.report):
         await world.sent.wait()
     records.close()
-    assert {one.root_uuid: one.takes_over for one in world.updated()} == {OTHER_HOST: None, HOST: "compute:other"}
+    assert {one.root_uuid: one.former_reporter for one in world.updated()} == {OTHER_HOST: None, HOST: "compute:other"}
 
 
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
     """A late message of the service's former process undid the first one; for ten reports that stayed so."""
     world: Any = QuickWorld()
     records = Records()
-    changes = HostChanges(world)
+    changes = PendingHostReports(world)
     reporter, inventory = reporter_of(world, records, changes), inventory_of(world, records, changes)
     async with working(reporter.announce, inventory.report):
         await world.updates.get()  # all, at start
@@ -370,7 +363,7 @@ class Requested(SlowWorld):
 async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
     """A scan that was under way may have passed the host before the machine came to be."""
     world, records = Requested(), Records()
-    changes = HostChanges(world)  # type: ignore[arg-type]
+    changes = PendingHostReports(world)  # type: ignore[arg-type]
     order = later_scan(HOST)
     world.on_scan = lambda: changes.on_rescan(order)
     async with working(reporter_of(world, records, changes).announce):
@@ -406,7 +399,7 @@ class Refusing(Requested):
 async def test_a_report_that_names_a_look_has_its_hosts_after_a_failure_too() -> None:
     """Found by reading: what was published again named it without its host, and nothing named it with it."""
     world, records = Refusing(), Records()
-    changes = HostChanges(world)  # type: ignore[arg-type]
+    changes = PendingHostReports(world)  # type: ignore[arg-type]
     order = later_scan(OTHER_HOST)
     world.on_scan = lambda: changes.on_rescan(order)
     async with working(reporter_of(world, records, changes).announce):
@@ -421,7 +414,7 @@ async def test_a_report_that_names_a_look_has_its_hosts_after_a_failure_too() ->
 async def test_a_look_that_is_requested_again_while_it_is_taken_is_taken_once() -> None:
     """Found by reading: each such request made a report more, which named no look, and so led to the next request."""
     world, records = Requested(), Records()
-    changes = HostChanges(world)  # type: ignore[arg-type]
+    changes = PendingHostReports(world)  # type: ignore[arg-type]
     order = later_scan(HOST)
     world.on_scan = world.on_later_scan = lambda: changes.on_rescan(order)
     async with working(reporter_of(world, records, changes).announce):
@@ -470,18 +463,28 @@ class Rig:
         self.records.open()
         self.records.start(1000.0)
         nothing: Any = None
-        self.changes = HostChanges(self.clock)
+        self.changes = PendingHostReports(self.clock)
         self.reporter = Reporter(
-            nothing, service="s", cell="c", survey=nothing, records=self.records, changes=self.changes,
-            offering=nothing, clock=self.clock, rng=random.Random(1), heartbeat_interval_s=1.0, report_interval_s=60.0,
+            nothing, service="s", cell="c", scanner=nothing, records=self.records, changes=self.changes,
+            startup_gate=nothing, clock=self.clock, rng=random.Random(1), heartbeat_interval_s=1.0,
+            report_interval_s=60.0,
         )  # fmt: skip
         self.name = ServiceName(nothing, service="s", cell="c", records=self.records, clock=self.clock, wait_s=0.0)
         self.handlers = ComputeHandlers(
-            nothing, service="s", wait_for_capacity=nothing, on_report_requested=self.changes.on_request,
+            nothing,
+            service="s",
+            wait_for_capacity=nothing,
+            on_report_requested=self.changes.on_request,
             on_heartbeat=self.name.on_heartbeat,
-            outdated=self.reporter.outdated, on_marker=nothing, reserve=nothing, on_rescan=self.changes.on_rescan,
-            find=nothing, list_machines=nothing, sync=self.records.sync, is_outdated=self.records.is_outdated,
-        )  # fmt: skip
+            outdated=self.reporter.outdated,
+            on_barrier=nothing,
+            reserve=nothing,
+            on_rescan=self.changes.on_rescan,
+            look_up=nothing,
+            list_machines=nothing,
+            sync=self.records.sync,
+            is_outdated=self.records.may_predate_restore,
+        )
         self.changes.announcements.take()
         self.changes.inventory.take()
 
@@ -498,7 +501,7 @@ class Rig:
 async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "journal")
     assert rig.records.epoch == 1_000_000
-    await rig.receive(ServiceOutdated(service="s", epoch=5_000_000))
+    await rig.receive(ServiceSuperseded(service="s", epoch=5_000_000))
     assert rig.records.epoch == 5_000_001
     assert rig.announces_all == (True, True)
     rig.records.close()
@@ -510,7 +513,7 @@ async def test_it_goes_on_above_an_epoch_of_its_name_and_publishes_everything_ag
 async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
     rig = Rig()
     known = rig.records.versions(1, 2000.0) + 10**9
-    await rig.receive(InventoryOutdated(source="compute-s", root_uuid=ROOT, version=known))
+    await rig.receive(InventoryStale(reporter="compute-s", root_uuid=ROOT, version=known))
     assert rig.records.versions(1, 1000.0) > known
     assert rig.announces_all == (True, True)
 
@@ -518,13 +521,13 @@ async def test_it_goes_on_above_a_version_that_the_book_has_of_it() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        ServiceOutdated(service="s", epoch=1_000_000),
-        ServiceOutdated(service="s", epoch=999),
-        ServiceOutdated(service="another", epoch=5_000_000),
-        InventoryOutdated(source="compute-s", root_uuid=ROOT, version=1),
-        InventoryOutdated(source="compute-another", root_uuid=ROOT, version=2**61),
-        InventoryOutdated(source="compute-s", root_uuid=ROOT, version=FARTHEST + 1),
-        ServiceOutdated(service="s", epoch=MAX_EPOCH),
+        ServiceSuperseded(service="s", epoch=1_000_000),
+        ServiceSuperseded(service="s", epoch=999),
+        ServiceSuperseded(service="another", epoch=5_000_000),
+        InventoryStale(reporter="compute-s", root_uuid=ROOT, version=1),
+        InventoryStale(reporter="compute-another", root_uuid=ROOT, version=2**61),
+        InventoryStale(reporter="compute-s", root_uuid=ROOT, version=FARTHEST + 1),
+        ServiceSuperseded(service="s", epoch=MAX_EPOCH),
     ],
 )
 async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(message: Message) -> None:
@@ -540,9 +543,9 @@ async def test_a_late_copy_anothers_word_and_what_leaves_no_room_change_nothing(
 
 async def test_its_own_heartbeats_from_before_are_not_anothers() -> None:
     rig = Rig()
-    await rig.receive(ServiceOutdated(service="s", epoch=5_000_000))
+    await rig.receive(ServiceSuperseded(service="s", epoch=5_000_000))
     for sequence in (1, 2, 3):
         await rig.receive(Heartbeat(service="s", cell="c", epoch=1_000_000, sequence=sequence))
     await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=1))
-    with pytest.raises(NameTaken):
+    with pytest.raises(ServiceNameInUse):
         await rig.receive(Heartbeat(service="s", cell="c", epoch=4_000_000, sequence=2))

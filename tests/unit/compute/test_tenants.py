@@ -18,7 +18,7 @@ from bus.contracts.deploy import ImageSource, NetworkRequest
 from compute_sim.config import IronicConfig
 from compute_sim.driver import Build, BuildAbort, BuildFault
 from compute_sim.drivers.ironic.api import IronicApi
-from compute_sim.drivers.ironic.driver import BareMetal
+from compute_sim.drivers.ironic.driver import IronicDriver
 from compute_sim.drivers.ironic.network import StaticNetwork
 from compute_sim.drivers.ironic.neutron import NeutronNetwork
 
@@ -26,7 +26,7 @@ NODE = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 FOREIGN_NETWORK = "8296eb22-b44b-4cba-95b1-3a66b31189a5"
 FOREIGN_PORT = "8296eb22-b44b-4cba-95b1-3a66b31189a6"
 INSTANCE = "11111111-2222-4333-8444-555555555555"
-DEPLOYMENT = "d0000000-0000-4000-8000-000000000001"
+DATABASE_ID = "d0000000-0000-4000-8000-000000000001"
 
 
 def neutron(
@@ -116,7 +116,7 @@ async def test_a_port_of_the_project_is_attached(device: str) -> None:
 
 async def test_a_port_that_another_machine_has_is_not_taken_away_from_it() -> None:
     """Ironic rebinds whatever it is given; Nova refuses such a port, too."""
-    async with network(neutron([], owner="attacker", device=DEPLOYMENT)) as here:
+    async with network(neutron([], owner="attacker", device=DATABASE_ID)) as here:
         with pytest.raises(BuildAbort) as refused:
             await here.prepare(NODE, wants(port=FOREIGN_PORT))
     assert refused.value.code == "network.refused"
@@ -155,7 +155,7 @@ async def test_a_static_port_is_attached_to_the_machines_of_its_project_alone() 
 async def test_a_node_that_another_project_has_got_since_is_not_taken(
     field: str, restricts: bool, code: str | None
 ) -> None:
-    """The driver reads the node again because the book may be behind."""
+    """The driver reads the node again because placement may be behind."""
     patches: list[bytes] = []
     node = {"uuid": NODE, "provision_state": "available", field: "victim", "power_state": "power off"}
 
@@ -176,11 +176,11 @@ async def test_a_node_that_another_project_has_got_since_is_not_taken(
         return httpx.Response(200, json=node)
 
     config = IronicConfig(poll_interval_s=0.001, watch_interval_s=0.001, restrict_to_owner=restricts)
-    driver = BareMetal(config, cell="c1", service="s", clock=SystemClock(), transport=httpx.MockTransport(answer))
+    driver = IronicDriver(config, cell="c1", service="s", clock=SystemClock(), transport=httpx.MockTransport(answer))
     await driver.open()
     spec = InstanceSpec(instance_uuid=INSTANCE, project_id="attacker")
     try:
-        await driver.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_BM": 1}}, DEPLOYMENT))
+        await driver.spawn(Build(NODE, spec, 1, {NODE: {"CUSTOM_BM": 1}}, DATABASE_ID))
     except BuildFault as fault:
         assert (fault.code, patches) == (code, [])
     else:

@@ -9,13 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import Destroy, Spawn
-from bus.contracts.moves import (
-    CellMove,
-    ChangeMachine,
-    MoveEvent,
-    MoveKind,
-    MoveState,
-)
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, CellAction, ChangeMachine
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance
@@ -24,27 +18,27 @@ from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import PATIENCE, UUID, answering, host, queried, run, selection, spawned
 
-MOVE = "d0000000-0000-4000-8000-000000000001"
+ACTION = "d0000000-0000-4000-8000-000000000001"
 OTHER = "d0000000-0000-4000-8000-000000000002"
 SERVICE_DOWN = replace(PATIENCE, down={"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT)})
 
 
 def request(
-    kind: MoveKind = MoveKind.MIGRATE, *hosts: int, request_id: str = MOVE, **fields: object
-) -> e.MoveRequested:
-    message = CellMove(
+    kind: ActionKind = ActionKind.MIGRATE, *hosts: int, request_id: str = ACTION, **fields: object
+) -> e.ActionRequested:
+    message = CellAction(
         request_id=request_id,
         instance_uuid=UUID,
         project_id="p",
         kind=kind,
         **{"selections": tuple(selection(n) for n in hosts), **fields},  # type: ignore[arg-type]
     )
-    return e.move_event(message, 200.0, request_id)
+    return e.action_event(message, 200.0, request_id)
 
 
-def unbegun(requested: e.MoveRequested, why: Refusal | None = None) -> e.MoveRequested:
+def unbegun(requested: e.ActionRequested, why: Refusal | None = None) -> e.ActionRequested:
     """The same of which nothing is to be begun: a query of it, or its message was given up."""
-    return e.move_event(requested.request, 300.0, requested.cause, given_up=why, is_query=why is None)
+    return e.action_event(requested.request, 300.0, requested.cause, dead_letter_reason=why, is_query=why is None)
 
 
 def active() -> Instance:
@@ -57,7 +51,7 @@ def claimed(attempt: int = 2, option: int = 0) -> e.Claimed:
 
 
 def refused(attempt: int = 2) -> e.ClaimRefused:
-    return e.ClaimRefused(at=201.0, attempt=attempt, outcomes=(ClaimOutcome.FULL,))
+    return e.ClaimRefused(at=201.0, attempt=attempt, outcomes=(ClaimOutcome.NO_CAPACITY,))
 
 
 def changes(stepped: Step) -> list[ChangeMachine]:
@@ -65,12 +59,12 @@ def changes(stepped: Step) -> list[ChangeMachine]:
 
 
 def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fields: object) -> e.ChangeEnded:
-    assert instance.move is not None
-    known = (*instance.selections, *filter(None, (instance.move.source,)))
+    assert instance.action is not None
+    known = (*instance.selections, *filter(None, (instance.action.source,)))
     return e.ChangeEnded(
         at=202.0,
         attempt=attempt,
-        order=instance.move.order,
+        change_number=instance.action.change_number,
         host_uuid=host(n),
         service=next(one.service for one in known if one.host_uuid == host(n)),
         done=done,
@@ -83,8 +77,8 @@ def seen(query: Any = ANY, service: str = "s1") -> e.SourceAnswered:
     return e.SourceAnswered(at=211.0, query=query, service=service)
 
 
-def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
-    return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, MoveEvent)]
+def announced(*commands: Message) -> list[tuple[ActionKind, ActionState, bool, str]]:
+    return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, ActionEvent)]
 
 
 class Scenario:
@@ -107,8 +101,8 @@ class Scenario:
         return self.apply(ended(self.instance, n, attempt, done=done, **fields))
 
     @property
-    def terminals(self) -> list[tuple[MoveKind, MoveState, str]]:
-        return [(m.kind, m.state, m.code) for m in self.commands if isinstance(m, MoveEvent) and m.terminal]
+    def terminals(self) -> list[tuple[ActionKind, ActionState, str]]:
+        return [(m.kind, m.state, m.code) for m in self.commands if isinstance(m, ActionEvent) and m.terminal]
 
     @property
     def destroys(self) -> list[tuple[int, str]]:
@@ -119,13 +113,13 @@ class Scenario:
         return [m for m in self.commands if isinstance(m, Spawn)]
 
 
-def begun(kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> Scenario:
+def begun(kind: ActionKind = ActionKind.MIGRATE, *hosts: int, **fields: object) -> Scenario:
     made = Scenario(active())
     made.apply(request(kind, *hosts, **fields))
     return made
 
 
-def to_resized(kind: MoveKind = MoveKind.MIGRATE, **fields: object) -> Scenario:
+def to_resized(kind: ActionKind = ActionKind.MIGRATE, **fields: object) -> Scenario:
     made = begun(kind, 2, 3, **fields)
     made.apply(claimed())
     made.end(2, 2)

@@ -9,34 +9,40 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Destroy, Spawn
-from bus.contracts.moves import ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.moves import ActionEvent, ActionKind, ChangeMachine
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import in_text
+from cell_conductor.domain.desires import phase_to_text
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, Move, Power, State
+from cell_conductor.domain.instance import ActionInProgress, Instance, Power, State
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, ended
+from tests.unit.conductor.move_scenario import ACTION, OTHER, ended
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, answering, host, selection
 
 ON_1, ON_2, ON_3 = (selection(n) for n in (1, 2, 3))
-LEAVES = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON_1, source_attempt=1, book_attempt=4, spec=SPEC)
+LEAVES = ActionInProgress(
+    request_id=ACTION, kind=ActionKind.MIGRATE, source=ON_1, source_attempt=1, allocation_attempt=4, spec=SPEC
+)
 GONE = e.Destroyed(at=310.0, attempt=2, host_uuid=host(2), service="s1")
 SOURCE_GONE = replace(GONE, attempt=1, host_uuid=host(1))
-BY_REVERT: dict[str, Any] = {"lost_code": "move.reverted", "by": OTHER, "by_kind": MoveKind.REVERT}
+BY_REVERT: dict[str, Any] = {
+    "rollback_code": "action.reverted",
+    "ending_request_id": OTHER,
+    "ending_kind": ActionKind.REVERT,
+}
 
 
-def record(state: State, then: State | None = None, **other: object) -> Instance:
+def record(state: State, next_state: State | None = None, **other: object) -> Instance:
     """On host 2 as attempt 2, after host 1; number 4 was given out."""
     made = Instance(
         uuid=UUID,
         state=state,
-        then=then,
+        next_state=next_state,
         spec=SPEC,
         selections=(ON_1, ON_2, ON_3),
-        position=1,
+        selection_index=1,
         attempt=2,
-        newest=4,
+        highest_attempt=4,
         consumer_generation=7,
         sequence=20,
         build_timeout_s=60.0,
@@ -51,36 +57,42 @@ def record(state: State, then: State | None = None, **other: object) -> Instance
     return replace(made, **other)
 
 
-def moving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: object) -> Instance:
+def moving(
+    state: State, next_state: State | None = None, action: dict[str, Any] | None = None, **other: object
+) -> Instance:
     """From host 1 to host 2."""
-    return record(state, then, move=replace(LEAVES, **move or {}), **other)
+    return record(state, next_state, action=replace(LEAVES, **action or {}), **other)
 
 
-def at_source(move: dict[str, Any] | None = None, **other: object) -> Instance:
+def at_source(action: dict[str, Any] | None = None, **other: object) -> Instance:
     """A destination is requested of placement."""
-    return moving(State.CLAIMING, State.PREPARING, move, **{"position": 0, "attempt": 1, **other})
+    return moving(State.CLAIMING, State.PREPARING, action, **{"selection_index": 0, "attempt": 1, **other})
 
 
-def unshelving(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
+def unshelving(
+    state: State, next_state: State | None = None, action: dict[str, Any] | None = None, **other: Any
+) -> Instance:
     """To host 2, without a source."""
-    known = {"kind": MoveKind.UNSHELVE, "source": None, "source_attempt": 0, **(move or {})}
-    return moving(state, then, known, **{"power": Power.SHELVED, "image": "kept", **other})
+    known = {"kind": ActionKind.UNSHELVE, "source": None, "source_attempt": 0, **(action or {})}
+    return moving(state, next_state, known, **{"power": Power.SHELVED, "image": "kept", **other})
 
 
-def in_place(state: State, then: State | None = None, move: dict[str, Any] | None = None, **other: Any) -> Instance:
+def in_place(
+    state: State, next_state: State | None = None, action: dict[str, Any] | None = None, **other: Any
+) -> Instance:
     """A resize on host 1."""
-    resize = {"kind": MoveKind.RESIZE, "order": 5, **(move or {})}
-    return moving(state, then, resize, selections=(ON_1, ON_1, ON_3), attempt=1, order=5, **other)
+    resize = {"kind": ActionKind.RESIZE, "change_number": 5, **(action or {})}
+    return moving(state, next_state, resize, selections=(ON_1, ON_1, ON_3), attempt=1, change_number=5, **other)
 
 
-def changing(kind: MoveKind, **move: object) -> Instance:
-    known = {"kind": kind, "source": None, "source_attempt": 0, **move}
-    return moving(State.CHANGING, move=known, power=Power.SHELVED, image="kept")
+def changing(kind: ActionKind, **action: object) -> Instance:
+    known = {"kind": kind, "source": None, "source_attempt": 0, **action}
+    return moving(State.CHANGING, action=known, power=Power.SHELVED, image="kept")
 
 
-def restarting(**move: object) -> Instance:
-    known = {"lost_code": "x", "lost_reason": "why", "handed_over": True, **move}
-    return moving(State.RESTARTING, move=known, selections=(ON_1,), position=0, attempt=1, image="kept")
+def restarting(**action: object) -> Instance:
+    known = {"rollback_code": "x", "rollback_reason": "why", "handed_over": True, **action}
+    return moving(State.RESTARTING, action=known, selections=(ON_1,), selection_index=0, attempt=1, image="kept")
 
 
 def answer(instance: Instance, n: int, *, done: bool = True, **other: Any) -> tuple[Instance, e.ChangeEnded]:
@@ -96,12 +108,12 @@ def brief(stepped: Step) -> tuple[str, ...]:
 def _brief(one: Message) -> str:
     match one:
         case Destroy():
-            return f"{'end' if one.unless_built else 'destroy'} {one.attempt}@{one.host_uuid[-1]}"
+            return f"{'end' if one.keep_if_complete else 'destroy'} {one.attempt}@{one.host_uuid[-1]}"
         case Spawn():
             return f"spawn {one.attempt}@{one.host_uuid[-1]}"
         case ChangeMachine():
             return f"{one.change} {one.attempt}@{one.host_uuid[-1]}"
-        case MoveEvent():
+        case ActionEvent():
             return f"{one.kind}: {one.state} {one.code}".strip()
         case BuildEvent():
             return f"build: {one.state} {one.code}".strip()
@@ -111,10 +123,10 @@ def _brief(one: Message) -> str:
 def after(before: Instance, changes: dict[str, Any]) -> Instance:
     """With these fields, those of the move with `move_` before their name."""
     own = {name: value for name, value in changes.items() if not name.startswith("move_")}
-    of_move = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
-    if of_move:
-        assert before.move is not None
-        own["move"] = replace(before.move, **of_move)
+    of_action = {name.removeprefix("move_"): value for name, value in changes.items() if name.startswith("move_")}
+    if of_action:
+        assert before.action is not None
+        own["action"] = replace(before.action, **of_action)
     return replace(before, **own)
 
 
@@ -129,7 +141,7 @@ def case(before: Instance, event: e.Event, phase: str, *commands: str, context: 
 def outcome(before: Instance, event: e.Event, context: StepContext) -> tuple[str, tuple[str, ...]]:
     """The phase after the event, and `brief` of what it commands."""
     stepped = step(before, answering(before, event), context)
-    return in_text(stepped.instance.phase), brief(stepped)
+    return phase_to_text(stepped.instance.phase), brief(stepped)
 
 
 def fenced(*numbers: int, context: StepContext = PATIENCE) -> StepContext:

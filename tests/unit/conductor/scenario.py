@@ -12,10 +12,10 @@ from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step, StepContext
-from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.table import awaited_request_of, step
 
-DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
-PATIENCE = StepContext(cell="c1", up=("s1", "s2"), deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
+DATABASE_ID = "dddddddd-0000-4000-8000-000000000001"
+PATIENCE = StepContext(cell="c1", up=("s1", "s2"), database_id=DATABASE_ID, claim_retry_s=15.0, destroy_retry_s=30.0)
 UUID = "00000000-0000-4000-8000-000000000001"
 
 
@@ -25,7 +25,11 @@ def host(n: int) -> str:
 
 def selection(n: int) -> Selection:
     return Selection(
-        host_uuid=host(n), host=f"host-{n}", service="s1", allocations={host(n): {"VCPU": n}}, shapes={host(n): n}
+        host_uuid=host(n),
+        host=f"host-{n}",
+        service="s1",
+        allocations={host(n): {"VCPU": n}},
+        spec_generations={host(n): n},
     )
 
 
@@ -50,7 +54,7 @@ def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:
 
 def answering(instance: Instance, event: e.Event) -> e.Event:
     """A release that names no attempt is that of what the instance asks for now."""
-    question = question_of(instance)
+    question = awaited_request_of(instance)
     if type(event) is not e.Released or event.attempt or not isinstance(question, Release):
         return event
     return replace(event, attempt=question.attempt or 0)
@@ -83,13 +87,13 @@ def failed(attempt: int = 1, n: int | None = None, *, final: bool = False) -> e.
 
 
 def claimed(attempt: int = 2, option: int = 0, generation: int = 9) -> e.Claimed:
-    outcomes = (ClaimOutcome.FULL,) * option + (ClaimOutcome.CLAIMED,)
+    outcomes = (ClaimOutcome.NO_CAPACITY,) * option + (ClaimOutcome.CLAIMED,)
     return e.Claimed(at=111.0, attempt=attempt, option=option, consumer_generation=generation, outcomes=outcomes)
 
 
 def refused(attempt: int = 2, *, changed: bool = False) -> e.ClaimRefused:
     return e.ClaimRefused(
-        at=111.0, attempt=attempt, consumer_changed=changed, outcomes=(ClaimOutcome.FULL, ClaimOutcome.RACED)
+        at=111.0, attempt=attempt, consumer_conflict=changed, outcomes=(ClaimOutcome.NO_CAPACITY, ClaimOutcome.CONFLICT)
     )
 
 
@@ -109,7 +113,7 @@ def spawns(stepped: Step) -> list[tuple[int, str]]:
 
 def missed(instance: Instance, n: int = 1, service: str = "s1") -> e.HostMissing:
     """By a scan that began after the record became what it is."""
-    return e.HostMissing(at=900.0, host_uuid=host(n), service=service, rescans=(rescan_id(instance),))
+    return e.MachineMissing(at=900.0, host_uuid=host(n), service=service, rescans=(rescan_id(instance),))
 
 
 def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1") -> e.HostRuns:
@@ -118,4 +122,4 @@ def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1"
 
 
 def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
-    return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service)
+    return e.MachineRunning(at=125.0, attempt=attempt, host_uuid=host(n), service=service)

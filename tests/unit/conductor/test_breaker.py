@@ -31,20 +31,27 @@ from cell_conductor.domain import breaker as breakers
 from cell_conductor.domain.breaker import (
     Breaker,
     CountedAs,
-    Finding,
+    DestructiveDifference,
     Listings,
-    RecentFindings,
-    ScanFindings,
+    RecentDifferences,
+    ScanDifferences,
     assess,
-    misreserved,
     pages,
     reserved_on,
+    wrong_reservations,
 )
-from cell_conductor.domain.events import Event, HostMissing, HostRuns
+from cell_conductor.domain.events import Event, MachineMissing, MachineRunning
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences, rescan_id
+from cell_conductor.domain.report import (
+    NO_RECORD,
+    Differences,
+    UnknownMachine,
+    UnknownMachineKind,
+    differences,
+    rescan_id,
+)
 from cell_conductor.engine import Sender
-from cell_conductor.guard import Guard
+from cell_conductor.guard import ReportGuard
 from cell_conductor.store.keyed import MAX_TRIES, RowsContended
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host
@@ -57,16 +64,18 @@ from tests.unit.conductor.world import Relay, Silent, engine_of, hosts_of, inser
 HOST = "10000000-0000-4000-8000-000000000001"
 
 
-def lost(*numbers: int) -> list[Finding]:
-    return [Finding(f"i{n}", HostMissing(at=1.0, host_uuid=HOST, service="s1")) for n in numbers]
+def lost(*numbers: int) -> list[DestructiveDifference]:
+    return [DestructiveDifference(f"i{n}", MachineMissing(at=1.0, host_uuid=HOST, service="s1")) for n in numbers]
 
 
-def over(*numbers: int) -> list[Finding]:
-    return [Finding(f"i{n}", HostRuns(at=1.0, attempt=1, host_uuid=HOST, service="s")) for n in numbers]
+def over(*numbers: int) -> list[DestructiveDifference]:
+    return [
+        DestructiveDifference(f"i{n}", MachineRunning(at=1.0, attempt=1, host_uuid=HOST, service="s")) for n in numbers
+    ]
 
 
-def unknown(*numbers: int) -> list[Unexplained]:
-    return [Unexplained(f"i{n}", 1, HOST, UnexplainedKind.QUARANTINED, "no record") for n in numbers]
+def unknown(*numbers: int) -> list[UnknownMachine]:
+    return [UnknownMachine(f"i{n}", 1, HOST, UnknownMachineKind.QUARANTINED, "no record") for n in numbers]
 
 
 # --- A busy cell's records are ahead of its hosts' reports: that is no loss, and opens no breaker.
@@ -90,14 +99,14 @@ def active(number: int) -> Instance:
     )
 
 
-async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, Guard]:
+async def busy_guarded(instances: list[Instance]) -> tuple[MemoryInstances, ReportGuard]:
     """A conductor's guard, and its store with these records."""
     clock, config = SystemClock(), ConductorConfig()
     store = await opened_store(clock)
     await insert(store, *instances)
     bus = cast(Bus, Silent())
     engine = engine_of(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    return store, Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
+    return store, ReportGuard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt_machine)
 
 
 @pytest.mark.parametrize("is_later", [False, True])
@@ -113,10 +122,10 @@ async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_l
         hosts=(HostReport(uuid=BUSY_HOST, name="h", running=()),),
         rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
     )
-    briefs = await store.briefs([BUSY_HOST], [])
-    found = differences(report, briefs, now=101.0, grace_s=30.0, deployment=store.deployment)
-    assert len(found.harmful) == (BUSY_MANY if is_later else 0)
-    assert len(found.harmful_rescans) == (0 if is_later else BUSY_MANY), "each is looked for again"
+    briefs = await store.summaries([BUSY_HOST], [])
+    found = differences(report, briefs, now=101.0, grace_s=30.0, database_id=store.database_id)
+    assert len(found.destructive) == (BUSY_MANY if is_later else 0)
+    assert len(found.destructive_rescans) == (0 if is_later else BUSY_MANY), "each is looked for again"
 
     assert not await guard.assess(report, found)
 
@@ -129,9 +138,9 @@ async def test_machines_whose_record_has_changed_since_the_comparison_are_not_co
     instances = [active(number) for number in range(BUSY_MANY)]
     store, guard = await busy_guarded([replace(one, since=one.since + 1.0) for one in instances])
     rescans = tuple(rescan_id(one) for one in instances)
-    missing = HostMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
+    missing = MachineMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
     report = ComputeHosts(service=BUSY_SERVICE, cell=CELL, epoch=EPOCH, sequence=9, rescans=rescans)
-    assert not await guard.assess(report, Differences(harmful=tuple((one.uuid, missing) for one in instances)))
+    assert not await guard.assess(report, Differences(destructive=tuple((one.uuid, missing) for one in instances)))
     assert not await store.safety.breakers()
 
 
@@ -142,7 +151,7 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
     taken: list[tuple[str, Event]] = []
     for number in range(BUSY_MANY):
         rescans = (rescan_id(active(number)),)
-        missing = HostMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
+        missing = MachineMissing(at=101.0, host_uuid=BUSY_HOST, service=BUSY_SERVICE, rescans=rescans)
         report = ComputeHosts(
             service=BUSY_SERVICE,
             cell=CELL,
@@ -151,7 +160,7 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
             hosts=(HostReport(uuid=BUSY_HOST, name="h", running=()),),
             rescans=rescans,
         )
-        found = Differences(harmful=((active(number).uuid, missing),))
+        found = Differences(destructive=((active(number).uuid, missing),))
         taken += await guard.assess(report, found)
     assert len(taken) == limit
     assert [breaker.lost for breaker in await store.safety.breakers()] == [BUSY_MANY]
@@ -175,7 +184,7 @@ async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescan
     store = await opened_store(clock)
     held = [active(number) for number in range(MAX_RESCANS + 1)]
     last = active(MAX_RESCANS + 1)
-    deleting = replace(last, state=State.DESTROYING, then=State.DELETED)
+    deleting = replace(last, state=State.DESTROYING, next_state=State.DELETED)
     await insert(store, *held, deleting)
     await store.safety.trip(Breaker(service=BUSY_SERVICE, tripped_at=60.0, lost=len(held)))
     engine = engine_of(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
@@ -202,7 +211,7 @@ async def reporting(machines: int) -> tuple[MemoryInstances, tuple[Running, ...]
     await insert(store, *instances)
     engine = engine_of(store=store, bus=bus, relay=cast(Sender, Relay()), clock=clock, config=config, cell=CELL)
     hosts = hosts_of(engine, store, clock, config, bus)
-    there = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=store.deployment) for one in instances)
+    there = tuple(Running(instance_uuid=one.uuid, attempt=1, database_id=store.database_id) for one in instances)
     rescans = tuple(rescan_id(one) for one in instances)
 
     async def report(sequence: int, runs: tuple[Running, ...], demanded: tuple[str, ...] = rescans) -> list[int]:
@@ -253,7 +262,7 @@ class FailsOnce(Kept):
 async def test_a_page_that_comes_again_after_an_outage_is_not_another_page_of_its_scan() -> None:
     """Four machines of each page were missing: eight at once open the breaker of five, and none of them is lost."""
     first, second = [active(k) for k in range(4)], [active(k) for k in range(4, 8)]
-    second = [replace(one, selections=(replace(one.here, host_uuid=HOST),)) for one in second]
+    second = [replace(one, selections=(replace(one.current, host_uuid=HOST),)) for one in second]
     clock, config, bus = SystemClock(), ConductorConfig(), cast(Bus, FailsOnce())
     store = await opened_store(clock)
     await insert(store, *first, *second, active(9))
@@ -330,10 +339,10 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
     async with guarded(instances) as (store, guard):
         if is_open:
             await store.safety.trip(Breaker(service=SERVICE, tripped_at=1.0))
-        report = report_of_source(instances, store.deployment)
-        briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, deployment=store.deployment)
-        assert len(found.harmful) == MANY > CONFIG.breaker_limit
+        report = report_of_source(instances, store.database_id)
+        briefs = await store.summaries([SOURCE], [one.uuid for one in instances])
+        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
+        assert len(found.destructive) == MANY > CONFIG.breaker_limit
 
         assert len(await guard.assess(report, found)) == acted_on
 
@@ -348,8 +357,8 @@ KEPT_HOST = "10000000-0000-4000-8000-000000000001"
 KEPT_OTHER = "10000000-0000-4000-8000-000000000002"
 A = "00000000-0000-4000-8000-00000000000a"
 B = "00000000-0000-4000-8000-00000000000b"
-OURS = Running(instance_uuid=A, attempt=1, deployment="dddddddd-0000-4000-8000-000000000001")
-QUARANTINED = Unexplained(A, 1, KEPT_HOST, UnexplainedKind.QUARANTINED, NO_RECORD)
+OURS = Running(instance_uuid=A, attempt=1, database_id="dddddddd-0000-4000-8000-000000000001")
+QUARANTINED = UnknownMachine(A, 1, KEPT_HOST, UnknownMachineKind.QUARANTINED, NO_RECORD)
 
 
 def report(*running: Running) -> ComputeHosts:
@@ -367,7 +376,7 @@ def test_what_its_record_had_chosen_there_is_what_it_takes() -> None:
         state=State.FAILED,
         spec=InstanceSpec(instance_uuid=A, project_id="p"),
         selections=(here, there),
-        position=1,
+        selection_index=1,
     )
     (named,) = reserved_on(KEPT_HOST, [OURS], {A: record}).machines
     assert named.allocations == {KEPT_HOST: {"VCPU": 1}}
@@ -399,7 +408,7 @@ async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page
     found = [replace(QUARANTINED, host_uuid=hosts[at % 3].uuid, uuid=one) for at, one in enumerate(uuids)]
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     nothing: Any = None
-    guard = Guard(store, Published(), SystemClock(), ConductorConfig(), effective=nothing, adopt=nothing)  # type: ignore[arg-type]
+    guard = ReportGuard(store, Published(), SystemClock(), ConductorConfig(), effective=nothing, adopt=nothing)  # type: ignore[arg-type]
     await guard.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
     assert [[(one.host_uuid, len(one.machines)) for one in order.hosts] for order in sent] == [
         [(KEPT_HOST, 600)],
@@ -417,8 +426,8 @@ RESET = Breaker(service="s", tripped_at=1.0, machines=tuple(f"i{n}@{HOST}" for n
 OPEN = replace(RESET, reset_at=0.0, lost=1, over=1)
 
 
-def ordered(*numbers: int) -> list[Finding]:
-    return [replace(one, ordered=True) for one in lost(*numbers)]
+def ordered(*numbers: int) -> list[DestructiveDifference]:
+    return [replace(one, commanded=True) for one in lost(*numbers)]
 
 
 @pytest.mark.parametrize(
@@ -446,7 +455,7 @@ def ordered(*numbers: int) -> list[Finding]:
 )
 def test_the_findings_of_a_report_take_effect_all_or_none(
     *,
-    findings: list[Finding],
+    findings: list[DestructiveDifference],
     quarantined: tuple[int, ...],
     known: Breaker | None,
     recent: dict[int, CountedAs],
@@ -458,7 +467,7 @@ def test_the_findings_of_a_report_take_effect_all_or_none(
     verdict = assess("s", findings, unknown(*quarantined), known, limit=limit, now=7.0, recent=earlier)
     assert verdict.counted == {f"i{n}@{HOST}": kind for n, kind in counted.items()}
     is_held = tripped is not None or (known is not None and known.is_open)
-    assert (verdict.go, verdict.held) == (((), len(findings)) if is_held else (tuple(findings), 0))
+    assert (verdict.effective, verdict.blocked) == (((), len(findings)) if is_held else (tuple(findings), 0))
     opened = verdict.tripped
     if tripped is None:
         assert opened is None
@@ -488,7 +497,7 @@ def test_machines_beyond_the_bound_are_counted_and_not_named(monkeypatch: pytest
 
 @pytest.mark.parametrize(("at", "counts"), [(159.9, True), (160.0, False), (160.1, False)])
 def test_a_machine_counts_within_the_window(at: float, counts: bool) -> None:
-    recent = RecentFindings(window_s=60.0)
+    recent = RecentDifferences(window_s=60.0)
     recent.add("s", {"m": L}, 100.0)
     recent.add("t", {}, 100.0)
     assert recent.of("s", at) == ({"m": L} if counts else {})
@@ -496,7 +505,7 @@ def test_a_machine_counts_within_the_window(at: float, counts: bool) -> None:
 
 
 def test_a_scan_begins_without_pages() -> None:
-    scan = ScanFindings((1, 2))
+    scan = ScanDifferences((1, 2))
     assert (scan.key, scan.pages) == ((1, 2), {})
 
 
@@ -506,7 +515,7 @@ def test_a_scan_begins_without_pages() -> None:
 def listings_of(*reports: ComputeHosts) -> Listings:
     known = Listings()
     for report in reports:
-        known.note(report)
+        known.record(report)
     return known
 
 
@@ -543,8 +552,8 @@ def test_a_host_that_two_services_list(
 ) -> None:
     own = listing("s1", 1, 2, ring_term=mine[0], ring_number=mine[1])
     other = listing("s2", 1, ring_term=others[0], ring_number=others[1])
-    assert listings_of(own, other).contested(own, up.split()) == ({host(1): "s2"} if contested else {})
-    assert listings_of(own).contested(own, up.split()) == {}
+    assert listings_of(own, other).conflicts(own, up.split()) == ({host(1): "s2"} if contested else {})
+    assert listings_of(own).conflicts(own, up.split()) == {}
 
 
 # --- What is kept out of the inventory.
@@ -559,19 +568,21 @@ RESERVED = Running(instance_uuid=UUID, attempt=1, reserved=True)
         (None, None, None),
         ((), None, None),
         ((RESERVED,), None, []),
-        ((replace(RESERVED, reserved=False),), UnexplainedKind.QUARANTINED, [UUID]),
-        ((replace(RESERVED, reserved=False, destroying=True),), UnexplainedKind.FOREIGN, None),
+        ((replace(RESERVED, reserved=False),), UnknownMachineKind.QUARANTINED, [UUID]),
+        ((replace(RESERVED, reserved=False, destroying=True),), UnknownMachineKind.FOREIGN, None),
         ((replace(RESERVED, destroying=True),), None, None),
-        ((RESERVED,), UnexplainedKind.FOREIGN, None),
+        ((RESERVED,), UnknownMachineKind.FOREIGN, None),
     ],
 )
 def test_the_machines_of_a_host_that_are_to_be_reserved(
-    running: tuple[Running, ...] | None, kind: UnexplainedKind | None, wanted: list[str] | None
+    running: tuple[Running, ...] | None, kind: UnknownMachineKind | None, wanted: list[str] | None
 ) -> None:
     reports = (HostReport(uuid=HOST, name="h", running=running),)
     made = ComputeHosts(service="s", cell="c", epoch=1, sequence=1, hosts=reports)
-    unexplained = [] if kind is None else [Unexplained(UUID, 1, HOST, kind, NO_RECORD)]
-    found = {at: [one.instance_uuid for one in machines] for at, machines in misreserved(made, unexplained).items()}
+    unexplained = [] if kind is None else [UnknownMachine(UUID, 1, HOST, kind, NO_RECORD)]
+    found = {
+        at: [one.instance_uuid for one in machines] for at, machines in wrong_reservations(made, unexplained).items()
+    }
     assert found == ({} if wanted is None else {HOST: wanted})
 
 

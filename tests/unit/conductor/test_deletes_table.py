@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_ATTEMPT, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent
 from bus.contracts.cell import InstanceSpec
-from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import BlockedReason, EndedMove, Instance, State
-from cell_conductor.domain.report import is_over
+from cell_conductor.domain.instance import BlockedReason, EndedAction, Instance, State
+from cell_conductor.domain.report import is_provably_ended
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import MOVE, request
+from cell_conductor.domain.table import awaited_request_of, step
+from tests.unit.conductor.move_scenario import ACTION, request
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -50,7 +50,7 @@ from tests.unit.conductor.scenario import (
     spawns,
 )
 
-K, S = MoveKind, State
+K, S = ActionKind, State
 ABSENT = Instance(uuid=UUID)
 TOMB = Instance(uuid=UUID, state=S.TOMBSTONE)
 DELETING = record(S.DESTROYING, S.DELETED)
@@ -63,8 +63,8 @@ def deletes(**other: Any) -> e.DeleteRequested:
     return replace(e.DeleteRequested(at=120.0, project_id="p"), **other)
 
 
-def blocked(state: State, then: State | None = None) -> Instance:
-    return record(state, then, blocked_reason=ABSENT_HOST)
+def blocked(state: State, next_state: State | None = None) -> Instance:
+    return record(state, next_state, blocked_reason=ABSENT_HOST)
 
 
 def build(**other: Any) -> e.BuildRequested:
@@ -72,7 +72,7 @@ def build(**other: Any) -> e.BuildRequested:
 
 
 def gives_up(code: str = "x", *, query: bool = False) -> e.BuildRequested:
-    return build(given_up=Refusal(code=code, reason="y"), is_query=query)
+    return build(dead_letter_reason=Refusal(code=code, reason="y"), is_query=query)
 
 
 def renewed(**other: Any) -> e.BuildRequested:
@@ -87,14 +87,14 @@ UNKNOWN: list[Case] = [
     case(TOMB, build(is_query=True), "tombstone"),
     case(TOMB, gives_up(), "releasing/deleted"),
     case(TOMB, gives_up(query=True), "tombstone"),
-    case(ABSENT, deletes(begun=True), "releasing/deleted", "build: deleting"),
-    case(TOMB, deletes(begun=True, attempt=3), "releasing/deleted", "build: deleting"),
+    case(ABSENT, deletes(may_have_started=True), "releasing/deleted", "build: deleting"),
+    case(TOMB, deletes(may_have_started=True, attempt=3), "releasing/deleted", "build: deleting"),
     case(
         ABSENT,
-        deletes(begun=True),
+        deletes(may_have_started=True),
         "destroying/deleted",
         "build: deleting",
-        context=replace(PATIENCE, unexplained=frozenset({UUID})),
+        context=replace(PATIENCE, quarantined=frozenset({UUID})),
     ),
     case(TOMB, gives_up("build.machine_exists"), "releasing/deleted"),
     case(TOMB, gives_up("build.machine_exists", query=True), "tombstone"),
@@ -143,7 +143,7 @@ DELETES: list[Case] = [
         "build: deleting",
     ),
     case(
-        moving(S.RESIZED, move={"answered": True}),
+        moving(S.RESIZED, action={"answered": True}),
         deletes(),
         "destroying/deleted",
         "destroy 2@2",
@@ -151,7 +151,7 @@ DELETES: list[Case] = [
         "build: deleting",
     ),
     case(
-        moving(S.RESIZED, move={"answered": True, **BY_REVERT}),
+        moving(S.RESIZED, action={"answered": True, **BY_REVERT}),
         deletes(),
         "destroying/deleted",
         "destroy 2@2",
@@ -187,10 +187,10 @@ DELETES: list[Case] = [
     case(DELETING, missed(DELETING, 2), "releasing/deleted"),
     case(moving(S.DESTROYING, S.DELETED), GONE, "destroying/deleted"),
     case(moving(S.DESTROYING, S.DELETED), SOURCE_GONE, "destroying/deleted"),
-    case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), GONE, "releasing/deleted"),
-    case(moving(S.DESTROYING, S.DELETED, {"here_gone": True}), SOURCE_GONE, "releasing/deleted"),
-    case(moving(S.DESTROYING, S.DELETED, {"here_gone": True}), GONE, "destroying/deleted"),
-    case(moving(S.DESTROYING, S.DELETED, {"source_gone": True}), SOURCE_GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"source_destroyed": True}), GONE, "releasing/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"current_destroyed": True}), SOURCE_GONE, "releasing/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"current_destroyed": True}), GONE, "destroying/deleted"),
+    case(moving(S.DESTROYING, S.DELETED, {"source_destroyed": True}), SOURCE_GONE, "destroying/deleted"),
     case(moving(S.DESTROYING, S.ACTIVE), SOURCE_GONE, "releasing/active"),
     case(moving(S.DESTROYING, S.ACTIVE), GONE, "destroying/active"),
     case(unshelving(S.DESTROYING, S.OFFLOADED), GONE, "releasing/offloaded"),
@@ -241,7 +241,7 @@ def test_a_build_that_comes_again(
 
 
 def claims_of(instance: Instance) -> Claim:
-    question = question_of(instance)
+    question = awaited_request_of(instance)
     assert isinstance(question, Claim)
     return question
 
@@ -259,7 +259,7 @@ def test_a_build_that_is_decided_twice_is_claimed_anew() -> None:
     machine was built for which nothing was held.
     """
     over = run(on("s1", "s1"), failed(final=True))
-    release = question_of(over.instance)
+    release = awaited_request_of(over.instance)
     ended = run(RELEASED, start=over.instance).instance
     again = run(renewed(selections=on("s1", "s1").selections), start=ended)
     claim = claims_of(again.instance)
@@ -273,9 +273,11 @@ def test_a_build_that_is_decided_twice_is_claimed_anew() -> None:
 @pytest.mark.parametrize("last", [3, 9])
 def test_a_build_that_begins_anew_gives_out_no_number_of_the_one_before_again(last: int) -> None:
     """Nor one that its request was claimed under."""
-    claiming, building, up = begun_anew(record(S.FAILED, newest=last), renewed(attempt=6 if last < 6 else 1))
+    claiming, building, up = begun_anew(record(S.FAILED, highest_attempt=last), renewed(attempt=6 if last < 6 else 1))
     assert claims_of(claiming).attempt == building.attempt == (7 if last < 6 else 11)
-    assert all(is_over(known, *left) for left in ((3, host(3)), (1, host(1))) for known in (claiming, building, up))
+    assert all(
+        is_provably_ended(known, *left) for left in ((3, host(3)), (1, host(1))) for known in (claiming, building, up)
+    )
 
 
 def test_a_build_that_begins_anew_and_passes_a_closed_host_ends_what_it_leaves() -> None:
@@ -289,12 +291,12 @@ def test_a_build_that_begins_anew_and_passes_a_closed_host_ends_what_it_leaves()
     assert (building.phase, building.host_uuid) == ((S.BUILDING, None), host(2))
     left = step(building, failed(number, 2), closed)
     assert (left.instance.code, left.instance.reason.split(",")[0]) == ("max_retries_exceeded", "1 of 2 hosts tried")
-    assert is_over(left.instance, number, host(2))
+    assert is_provably_ended(left.instance, number, host(2))
 
 
 def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() -> None:
     ended = step(record(S.FAILED), replace(gives_up(), requested_at=51.0), PATIENCE).instance
-    release = question_of(ended)
+    release = awaited_request_of(ended)
     assert isinstance(release, Release) and (release.attempt or 0) > record(S.FAILED).next_attempt
 
 
@@ -302,23 +304,23 @@ def test_a_build_that_begins_anew_and_is_given_up_releases_what_it_may_hold() ->
 def test_a_build_that_begins_anew_proves_no_more_about_machines_than_the_one_before(kept: dict[str, Any]) -> None:
     """There is another project's; or it is from before a recovery, which has left a machine of it in quarantine."""
     before = record(S.FAILED, **kept)
-    assert not any(is_over(known, 1, host(1)) for known in (before, *begun_anew(before, renewed(attempt=5))))
+    assert not any(is_provably_ended(known, 1, host(1)) for known in (before, *begun_anew(before, renewed(attempt=5))))
 
 
 def test_a_build_that_begins_anew_keeps_what_tells_late_messages_from_new_ones() -> None:
     """A copy of a request from before its failure was carried out on the new machine."""
-    stopped = EndedMove(MOVE, K.STOP, MoveState.DONE)
-    anew = begun_anew(record(S.FAILED, order=7, ended=(stopped,)), renewed())
-    assert {known.order for known in anew} == {7}
+    stopped = EndedAction(ACTION, K.STOP, ActionState.DONE)
+    anew = begun_anew(record(S.FAILED, change_number=7, ended=(stopped,)), renewed())
+    assert {known.change_number for known in anew} == {7}
     copy = step(anew[-1], request(K.STOP), PATIENCE)
     (told,) = copy.commands
-    assert isinstance(told, MoveEvent) and (told.state, copy.instance.state) == (MoveState.DONE, S.ACTIVE)
+    assert isinstance(told, ActionEvent) and (told.state, copy.instance.state) == (ActionState.DONE, S.ACTIVE)
 
 
 NUMBERED = {"sequence": 21, "build_sequence": 20}
 BEGUN = {
     "spec": InstanceSpec(instance_uuid=UUID, project_id="p"), "since": 120.0, "sequence": 11,
-    "build_sequence": 10, "then": S.DELETED, "state": S.RELEASING, "deadline": 135.0,
+    "build_sequence": 10, "next_state": S.DELETED, "state": S.RELEASING, "deadline": 135.0,
 }  # fmt: skip
 
 
@@ -326,21 +328,22 @@ BEGUN = {
     ("before", "event", "changes"),
     [
         (ABSENT, deletes(cause="c"), {"state": S.TOMBSTONE, "since": 120.0, "cause": "c"}),
-        (replace(ABSENT, cause="old"), deletes(begun=True, attempt=3, cause="c"), {**BEGUN, "newest": 3, "cause": "c"}),
+        (replace(ABSENT, cause="old"), deletes(may_have_started=True, attempt=3, cause="c"), {**BEGUN,
+         "highest_attempt": 3, "cause": "c"}),
         (replace(TOMB, cause="old"), deletes(cause="c"), {}),
         (replace(TOMB, cause="old"), build(),
-         {"state": S.RELEASING, "then": S.DELETED, "since": 100.0, "deadline": 115.0, "spec": SPEC, "attempt": 1,
+         {"state": S.RELEASING, "next_state": S.DELETED, "since": 100.0, "deadline": 115.0, "spec": SPEC, "attempt": 1,
           "selections": (selection(1),), "consumer_generation": 7, "build_timeout_s": 60.0}),
         (record(S.ACTIVE), deletes(cause="c"),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0, "cause": "c"}),
+         {**NUMBERED, "state": S.DESTROYING, "next_state": S.DELETED, "since": 120.0, "deadline": 150.0, "cause": "c"}),
         (record(S.ACTIVE), deletes(),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "since": 120.0, "deadline": 150.0}),
-        (record(S.CLAIMING, S.BUILDING), deletes(cause="c"), {**NUMBERED, "then": S.DELETED, "cause": "c"}),
-        (record(S.CLAIMING, S.BUILDING), deletes(), {**NUMBERED, "then": S.DELETED}),
+         {**NUMBERED, "state": S.DESTROYING, "next_state": S.DELETED, "since": 120.0, "deadline": 150.0}),
+        (record(S.CLAIMING, S.BUILDING), deletes(cause="c"), {**NUMBERED, "next_state": S.DELETED, "cause": "c"}),
+        (record(S.CLAIMING, S.BUILDING), deletes(), {**NUMBERED, "next_state": S.DELETED}),
         (record(S.OFFLOADED), deletes(cause="c"),
-         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0, "cause": "c"}),
+         {**NUMBERED, "state": S.RELEASING, "next_state": S.DELETED, "since": 120.0, "deadline": 135.0, "cause": "c"}),
         (record(S.OFFLOADED), deletes(),
-         {**NUMBERED, "state": S.RELEASING, "then": S.DELETED, "since": 120.0, "deadline": 135.0}),
+         {**NUMBERED, "state": S.RELEASING, "next_state": S.DELETED, "since": 120.0, "deadline": 135.0}),
         (at_source({"answered": True}), deletes(), {**NUMBERED, "move_delete": True}),
         (at_source({"answered": True}), deletes(cause="c"), {**NUMBERED, "move_delete": True, "cause": "c"}),
         (record(S.FAILED), deletes(cause="c"),
@@ -348,9 +351,9 @@ BEGUN = {
         (record(S.FAILED), deletes(), {**NUMBERED, "state": S.DELETED, "since": 120.0, "deadline": None}),
         (DELETING, UNDESTROYED, {**NUMBERED, "code": "destroy.busy", "reason": "r"}),
         (DELETING, GONE, {"state": S.RELEASING, "since": 310.0, "deadline": 325.0}),
-        (moving(S.DESTROYING, S.DELETED), GONE, {"move_here_gone": True}),
+        (moving(S.DESTROYING, S.DELETED), GONE, {"move_current_destroyed": True}),
         (moving(S.DESTROYING, S.ACTIVE), GONE, {}),
-        (moving(S.DESTROYING, S.DELETED), SOURCE_GONE, {"move_source_gone": True}),
+        (moving(S.DESTROYING, S.DELETED), SOURCE_GONE, {"move_source_destroyed": True}),
         (record(S.BUILDING), build(is_query=True, sequence=19), NUMBERED),
         (record(S.BUILDING), build(is_query=True, sequence=20), {"sequence": 22, "build_sequence": 21}),
         (record(S.DELETED), build(is_query=True, sequence=19), NUMBERED),
@@ -360,11 +363,12 @@ BEGUN = {
         (record(S.DELETED), build(sequence=30), {}),
         (DELETING, deletes(), NUMBERED),
         (blocked(S.ACTIVE), deletes(cause="c"),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "deadline": 120.0, "newest": 4, "cause": "c"}),
+         {**NUMBERED, "state": S.DESTROYING, "next_state": S.DELETED, "deadline": 120.0, "highest_attempt": 4,
+          "cause": "c"}),
         (blocked(S.ACTIVE), deletes(attempt=9),
-         {**NUMBERED, "state": S.DESTROYING, "then": S.DELETED, "deadline": 120.0, "newest": 9}),
+         {**NUMBERED, "state": S.DESTROYING, "next_state": S.DELETED, "deadline": 120.0, "highest_attempt": 9}),
         (at_source(blocked_reason=ABSENT_HOST), deletes(), {**NUMBERED, "move_delete": True, "deadline": 120.0}),
-        (blocked(S.DESTROYING, S.DELETED), deletes(attempt=9), {**NUMBERED, "newest": 9}),
+        (blocked(S.DESTROYING, S.DELETED), deletes(attempt=9), {**NUMBERED, "highest_attempt": 9}),
     ],
 )  # fmt: skip
 def test_a_delete_or_a_build_that_comes_again_changes_this_of_its_record(
@@ -376,8 +380,8 @@ def test_a_delete_or_a_build_that_comes_again_changes_this_of_its_record(
 @pytest.mark.parametrize("attempt", [1_000_000, MAX_ATTEMPT])
 def test_what_follows_from_the_attempt_that_a_delete_names_is_what_placement_reads(attempt: int) -> None:
     """A delete of an instance that the database has forgotten asked for a release which was refused each time."""
-    deleted = step(ABSENT, deletes(begun=True, attempt=attempt), PATIENCE).instance
-    asked = msgspec.json.decode(msgspec.json.encode(question_of(deleted)), type=Release)
+    deleted = step(ABSENT, deletes(may_have_started=True, attempt=attempt), PATIENCE).instance
+    asked = msgspec.json.decode(msgspec.json.encode(awaited_request_of(deleted)), type=Release)
     assert asked.attempt == min(attempt + 1, MAX_ATTEMPT)
 
 

@@ -17,7 +17,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import CellDelete, ComputeHosts, Destroy, HostReport, Running
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.contracts.operations import CellFence, FenceState, HostFence
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -26,15 +26,15 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.fences import Fence, RunningAfterFence
-from cell_conductor.domain.instance import MACHINE_EXISTS, Brief, Instance, State, unreadable_brief
+from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, InstanceSummary, State, unreadable_summary
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.move_steps import STILL_RUNNING, why_not_evacuated
-from cell_conductor.domain.report import NO_RECORD, Unexplained, UnexplainedKind, rescan_id
-from cell_conductor.fences import FenceKeeper
-from cell_conductor.guard import Guard
-from cell_conductor.lease_keeper import LeaseKeeper, _Listening
+from cell_conductor.domain.move_steps import STILL_RUNNING, evacuation_blocker
+from cell_conductor.domain.report import NO_RECORD, UnknownMachine, UnknownMachineKind, rescan_id
+from cell_conductor.fences import FenceController
+from cell_conductor.guard import ReportGuard
+from cell_conductor.lease_keeper import LeaseController, _Listening
 from cell_conductor.store.memory import MemoryInstances
-from cell_conductor.store.safety import KEEP
+from cell_conductor.store.safety import PROTECT
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, ended, request
 from tests.unit.conductor.records import ON_1, ON_2, ON_3, moving, record
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host
@@ -79,11 +79,11 @@ class HeldReads:
         return getattr(self._fences, name)
 
 
-def keeper_of(fences: HeldReads) -> FenceKeeper:
+def keeper_of(fences: HeldReads) -> FenceController:
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
     store = cast(MemoryInstances, SimpleNamespace(fences=fences, transaction=fences.transaction))
-    return FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+    return FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
 
 
 async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None:
@@ -101,7 +101,7 @@ async def test_an_earlier_read_does_not_replace_what_a_later_one_found() -> None
         await asyncio.sleep(0)
     slow.set()
     await asyncio.gather(first, second)
-    assert HOST in keeper.known
+    assert HOST in keeper.fences
 
 
 async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fence() -> None:
@@ -110,12 +110,12 @@ async def test_a_lift_and_its_fence_that_two_conductors_take_at_once_leave_no_fe
     keeper = keeper_of(HeldReads(store))
     sent = keeper._bus = SentOrders()  # type: ignore[assignment]
     nothing: Any = None
-    await keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, lift=True)], nothing)
+    await keeper.take([CellFence(host_uuid=HOST, host="h1", version=6, unfence=True)], nothing)
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5))
     await keeper.look(nothing)
     assert await store.fences.fences() == []
     reports: list[Any] = sent.orders
-    assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.LIFTED)]
+    assert [(type(one), one.version, one.state) for one in reports] == [(HostFence, 6, FenceState.UNFENCED)]
 
 
 async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_record() -> None:
@@ -123,21 +123,21 @@ async def test_a_lift_that_came_after_a_copy_was_read_is_answered_by_what_is_on_
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=5, state=FenceState.FENCED))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
-    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.LIFTING))
-    assert await store.fences.lift(HOST, 6, 9.0)
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCING))
+    assert await store.fences.unfence(HOST, 6, 9.0)
     sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    await keeper._announce_known(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.LIFTED))
-    assert [(one.version, one.state) for one in cast(Any, sent.orders)] == [(6, FenceState.LIFTED)]
+    await keeper._announce_known(Fence(host_uuid=HOST, host="h1", version=6, state=FenceState.UNFENCED))
+    assert [(one.version, one.state) for one in cast(Any, sent.orders)] == [(6, FenceState.UNFENCED)]
 
 
 @pytest.mark.parametrize(
     ("known", "state", "version", "is_read"),
     [
-        (5, FenceState.LIFTED, 6, True),
-        (5, FenceState.LIFTED, 5, True),
-        (7, FenceState.LIFTED, 6, False),
+        (5, FenceState.UNFENCED, 6, True),
+        (5, FenceState.UNFENCED, 5, True),
+        (7, FenceState.UNFENCED, 6, False),
         (5, FenceState.FENCED, 5, False),
-        (5, FenceState.LIFTING, 6, True),
+        (5, FenceState.UNFENCING, 6, True),
         (0, FenceState.FENCED, 1, True),
     ],
 )
@@ -157,10 +157,10 @@ async def test_a_change_that_another_conductor_announces_is_read_soon(
 NOTHING = ComputeHosts(
     service="s", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h1", running=()),), complete=True
 )
-MOVED = Brief(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
+MOVED = InstanceSummary(INSTANCE, State.ACTIVE, ON_2.host_uuid, "s", 3, 1.0)  # attempt 2 is over, wherever it was
 
 
-async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceKeeper]:
+async def gave_up(*services: str, at: float = 1_000.0) -> tuple[MemoryInstances, FenceController]:
     """A fence on record, and machines of these services that were given up on its host."""
     store = await opened_store()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
@@ -177,7 +177,7 @@ def lists(*running: Running, service: str = "s", rescans: tuple[str, ...] = ()) 
 
 
 async def on_record(store: MemoryInstances) -> int:
-    return sum(one.losses for one in await store.fences.fences())
+    return sum(one.stale_machines for one in await store.fences.fences())
 
 
 async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_report() -> None:
@@ -185,13 +185,13 @@ async def test_a_fence_that_is_lifted_while_a_report_is_looked_at_fails_no_repor
     store, keeper = await gave_up("s")
 
     async def lifted_meanwhile(*given: Any) -> None:
-        await store.fences.note_empty(*given)
-        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.LIFTING))
-        await store.fences.lift(HOST, 2, 9.0)
+        await store.fences.record_empty(*given)
+        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=2, state=FenceState.UNFENCING))
+        await store.fences.unfence(HOST, 2, 9.0)
         keeper.invalidate()
 
-    keeper._store.fences.note_empty = lifted_meanwhile  # type: ignore[method-assign]
-    report = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
+    keeper._store.fences.record_empty = lifted_meanwhile  # type: ignore[method-assign]
+    report = lists(rescans=(keeper.fences[HOST].rescan_for("s"),))
     assert await keeper.compare(replace(report, hosts=report.hosts * 2), [], "d") == [] and not await on_record(store)
 
 
@@ -211,14 +211,14 @@ async def test_a_machine_given_up_during_a_read_makes_another_read_due() -> None
 async def test_a_scan_from_before_the_last_machine_was_given_up_lifts_no_fence() -> None:
     """It listed that machine as one that its instance wants; its conductor has not read the fence since."""
     store, keeper = await gave_up("s")
-    scan = lists(rescans=(keeper.known[HOST].rescan_for("s"),))
+    scan = lists(rescans=(keeper.fences[HOST].rescan_for("s"),))
     async with store.transaction() as transaction:
         assert await transaction.rely_on([HOST], {HOST: ["s"]}, 1_001.0)
     await keeper.compare(scan, [], "d")
     assert await on_record(store) == 2
     await keeper.load()
-    assert await keeper.compare(scan, [], "d") == [(HOST, keeper.known[HOST].rescan_for("s"))]
-    await keeper.compare(lists(rescans=(keeper.known[HOST].rescan_for("s"),)), [], "d")
+    assert await keeper.compare(scan, [], "d") == [(HOST, keeper.fences[HOST].rescan_for("s"))]
+    await keeper.compare(lists(rescans=(keeper.fences[HOST].rescan_for("s"),)), [], "d")
     assert await on_record(store) == 0
 
 
@@ -235,7 +235,7 @@ class SentOrders:
 async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
     store, keeper = await gave_up("s")
-    rescan = keeper.known[HOST].rescan_for("s")
+    rescan = keeper.fences[HOST].rescan_for("s")
     assert await keeper.compare(NOTHING, [], "d") == [(HOST, rescan)] and await on_record(store)
     assert await keeper.compare(lists(rescans=(rescan,)), [], "d") == [] and not await on_record(store)
 
@@ -243,7 +243,7 @@ async def test_losses_end_by_a_scan_from_after_them_whatever_its_hosts_clock_rea
 async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_has_passed_to() -> None:
     """A second service with a host of the same uuid ended them by its own scan, and the fence was lifted."""
     store, keeper = await gave_up("s")
-    rescan, passed = keeper.known[HOST].rescan_for("s"), [(HOST, "s")]
+    rescan, passed = keeper.fences[HOST].rescan_for("s"), [(HOST, "s")]
     first, scanned = lists(service="another"), lists(service="another", rescans=(rescan,))
     assert await keeper.compare(first, [], "d") == []
     assert await keeper.compare(scanned, [], "d") == []
@@ -253,7 +253,7 @@ async def test_losses_end_by_the_scan_of_their_service_or_of_one_that_the_host_h
     assert not await on_record(store)
 
 
-LISTED = Running(instance_uuid=INSTANCE, attempt=2, deployment="d")
+LISTED = Running(instance_uuid=INSTANCE, attempt=2, database_id="d")
 HERE = replace(MOVED, attempt=2, host_uuid=HOST)
 
 
@@ -262,22 +262,22 @@ HERE = replace(MOVED, attempt=2, host_uuid=HOST)
     [
         pytest.param(LISTED, MOVED, True, id="over"),
         pytest.param(replace(LISTED, destroying=True), MOVED, True, id="it is being destroyed"),
-        pytest.param(LISTED, replace(MOVED, kept=(HOST,)), False, id="an operator keeps it"),
-        pytest.param(LISTED, replace(MOVED, kept=("x",)), True, id="an operator keeps another"),
+        pytest.param(LISTED, replace(MOVED, protected_hosts=(HOST,)), False, id="an operator keeps it"),
+        pytest.param(LISTED, replace(MOVED, protected_hosts=("x",)), True, id="an operator keeps another"),
         pytest.param(LISTED, replace(MOVED, state=State.FAILED, code=MACHINE_EXISTS), True, id="exists"),
-        pytest.param(LISTED, unreadable_brief(INSTANCE, ()), True, id="unreadable"),
+        pytest.param(LISTED, unreadable_summary(INSTANCE, ()), True, id="unreadable"),
         pytest.param(replace(LISTED, attempt=0), MOVED, True, id="unnumbered"),
         pytest.param(LISTED, HERE, False, id="wanted"),
         pytest.param(replace(LISTED, attempt=4), MOVED, False, id="newer"),
-        pytest.param(replace(LISTED, deployment="x"), MOVED, False, id="foreign"),
+        pytest.param(replace(LISTED, database_id="x"), MOVED, False, id="foreign"),
         pytest.param(LISTED, None, False, id="no record"),
     ],
 )
 async def test_a_fence_stays_for_a_machine_that_may_have_been_given_up_there(
-    listed: Running, brief: Brief | None, *, holds: bool
+    listed: Running, brief: InstanceSummary | None, *, holds: bool
 ) -> None:
     store, keeper = await gave_up("s")
-    report = lists(listed, rescans=(keeper.known[HOST].rescan_for("s"), keeper.known[HOST].rescan))
+    report = lists(listed, rescans=(keeper.fences[HOST].rescan_for("s"), keeper.fences[HOST].rescan))
     assert await keeper.compare(report, [brief] if brief is not None else [], "d") == []
     assert bool(await on_record(store)) is holds
 
@@ -287,7 +287,7 @@ async def report_to(store: MemoryInstances, *fenced: int, report: ComputeHosts, 
     clock, config, relay, bus = SystemClock(), ConductorConfig(), Relay(), Quiet()
     for n in fenced:
         await store.fences.put(Fence(host_uuid=host(n), host=f"host-{n}", version=1, at=1.0))
-    keeper = FenceKeeper(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
+    keeper = FenceController(store, cast(Bus, bus), clock=clock, config=config, cell="c1")
     engine = engine_of(
         store=store, bus=cast(Bus, bus), relay=relay, clock=clock, config=config, cell="c1", fences=keeper
     )
@@ -320,7 +320,7 @@ async def test_more_losses_than_a_breaker_allows_are_destroyed_and_counted_by_no
     moved = [record(State.ACTIVE, uuid=one, queried=False, since=1.0) for one in uuids[:5]]
     failed = [replace(one, uuid=uuid, state=State.FAILED) for one, uuid in zip(moved, uuids[5:], strict=True)]
     await insert(store, *moved, *failed)
-    runs = tuple(Running(instance_uuid=one, attempt=1, deployment=store.deployment) for one in uuids)
+    runs = tuple(Running(instance_uuid=one, attempt=1, database_id=store.database_id) for one in uuids)
     report = listing("s1", 1, runs=runs, rescans=tuple(rescan_id(one) for one in (*moved, *failed)))
     orders = await report_to(store, 1, report=report, lifted=lifted)
     assert sorted(one.instance_uuid for one in orders) == uuids and await store.safety.breakers() == breakers
@@ -338,13 +338,13 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
         host = HostReport(uuid=HOST, name="h1", running=running)
         return ComputeHosts(service=service, cell="c1", epoch=1, sequence=1, hosts=(host,), rescans=(fence.rescan,))
 
-    await keeper.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, deployment="d")), [], "d")
+    await keeper.compare(scan("s", Running(instance_uuid=INSTANCE, attempt=1, database_id="d")), [], "d")
     await keeper.compare(scan("another"), [], "d")
     found = {"s": RunningAfterFence(1, {INSTANCE: 1})}
-    assert keeper.known[HOST].running == found
+    assert keeper.fences[HOST].running == found
     passed = [(HOST, "s")]
     await keeper.compare(scan("another"), [], "d", lambda *place: place in passed)
-    assert not keeper.known[HOST].running, "the first one has given the host up"
+    assert not keeper.fences[HOST].running, "the first one has given the host up"
 
 
 async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
@@ -354,7 +354,7 @@ async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_nex
     await store.fences.put(fence)
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
-    runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, deployment="d"),))
+    runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, database_id="d"),))
     first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
     await keeper.compare(first, [], "d")
     nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
@@ -369,7 +369,7 @@ async def test_a_machine_that_has_just_been_given_up_causes_no_scan(ahead_s: flo
     conductor's clock was ahead, and its fence was not lifted for a day.
     """
     _, keeper = await gave_up("s", at=SystemClock().time() + ahead_s)
-    rescans = [(HOST, keeper.known[HOST].rescan_for("s"))] if is_scanned else []
+    rescans = [(HOST, keeper.fences[HOST].rescan_for("s"))] if is_scanned else []
     assert await keeper.compare(NOTHING, [], "d") == rescans
 
 
@@ -377,7 +377,7 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
     """A scan soon after a fence may show what ran before it, because clocks differ: it shows nothing."""
     store = await opened_store()
     keeper = keeper_of(HeldReads(store))
-    runs = Running(instance_uuid=INSTANCE, attempt=1, deployment="d")
+    runs = Running(instance_uuid=INSTANCE, attempt=1, database_id="d")
 
     async def fenced(version: int, at: float) -> None:
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at))
@@ -389,18 +389,18 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
         report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
         return await keeper.compare(report, [], "d")
 
-    term = await store.leases.keep("p", 60.0, None)
+    term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [Lease(service="s", epoch=1)])
     await fenced(1, 1_000.0)
-    assert await scanned(runs) == [(HOST, keeper.known[HOST].rescan)]
-    assert not keeper.known[HOST].running
+    assert await scanned(runs) == [(HOST, keeper.fences[HOST].rescan)]
+    assert not keeper.fences[HOST].running
     assert await scanned(runs, later_than=1) == []
-    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert keeper.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     await fenced(2, 1_200.0)
-    assert await scanned(later_than=1) == [(HOST, keeper.known[HOST].rescan)]
-    assert keeper.known[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
+    assert await scanned(later_than=1) == [(HOST, keeper.fences[HOST].rescan)]
+    assert keeper.fences[HOST].running == {"s": RunningAfterFence(1, {INSTANCE: 1})}
     assert await scanned(later_than=2) == []
-    assert not keeper.known[HOST].running
+    assert not keeper.fences[HOST].running
 
 
 # --- A conductor whose copy of the fences may be old does not undo an evacuation: it reads the record first.
@@ -412,16 +412,16 @@ SECOND = "00000000-0000-4000-8000-0000000000ff"
 def evacuated(uuid: str, source: int) -> Instance:
     """Its destination was claimed, and is checked."""
     made = Scenario(active(), replace(PATIENCE, fences=fences_on(1)))
-    made.apply(request(MoveKind.EVACUATE, 2, 3), claimed())
+    made.apply(request(ActionKind.EVACUATE, 2, 3), claimed())
     one = made.instance
-    assert one.move is not None and one.move.source is not None and one.spec is not None
-    where = replace(one.move.source, host_uuid=host(source), allocations={host(source): {"VCPU": 1}})
+    assert one.action is not None and one.action.source is not None and one.spec is not None
+    where = replace(one.action.source, host_uuid=host(source), allocations={host(source): {"VCPU": 1}})
     return replace(
         one,
         uuid=uuid,
         spec=replace(one.spec, instance_uuid=uuid),
         selections=(where, *one.selections[1:]),
-        move=replace(one.move, source=where, request_id=uuid.replace("0", "d", 1)),
+        action=replace(one.action, source=where, request_id=uuid.replace("0", "d", 1)),
     )
 
 
@@ -429,7 +429,7 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     clock = SystemClock()
     bus = Bus("c1", MemoryTransport(MemoryBroker(clock), "c1"), process="conductor", clock=clock, rng=random.Random(1))
     store = await opened_store(clock)
-    keeper = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+    keeper = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
     for number in (1, 5):
         await store.fences.put(Fence(host_uuid=host(number), host=f"h{number}", version=1))
     await keeper.load()
@@ -437,8 +437,8 @@ async def test_another_hosts_lifted_fence_does_not_undo_an_evacuation_whose_fenc
     engine = engine_of(store=store, bus=bus, relay=Relay(), clock=clock, config=config, cell="c1", fences=keeper)
     first, second = evacuated(UUID, 1), evacuated(SECOND, 5)
     await insert(store, first, second)
-    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, state=FenceState.LIFTING))
-    assert await store.fences.lift(host(1), 2, 9.0)  # by another conductor
+    await store.fences.put(Fence(host_uuid=host(1), host="h1", version=2, state=FenceState.UNFENCING))
+    assert await store.fences.unfence(host(1), 2, 9.0)  # by another conductor
     with pytest.raises(Transient, match="lifted meanwhile"):
         await engine.take([InstanceEvent(UUID, ended(first, 2, 2))], source="results")
     for uuid, one in ((SECOND, second), (UUID, first)):
@@ -460,15 +460,15 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
     conductor.engine._fences = keeper
     failed = Instance(uuid=UUID, state=State.FAILED, spec=SPEC, selections=(ON_1,), attempt=1)
     await insert(conductor.store, failed)
-    await conductor.keep(1, KEEP if kept == "before" else "")
+    await conductor.keep(1, PROTECT if kept == "before" else "")
     await conductor.request(CellDelete(instance_uuid=UUID, project_id=SPEC.project_id))
     recorded = await conductor.recorded()
     assert recorded is not None and recorded.state is State.DELETED
-    await conductor.keep(1, KEEP if kept == "after" else "")
+    await conductor.keep(1, PROTECT if kept == "after" else "")
     await keeper.load()
     config, relay = ConductorConfig(), conductor.relay
     hosts = hosts_of(conductor.engine, conductor.store, SystemClock(), config, cast(Bus, Quiet()), fences=keeper)
-    runs = Running(instance_uuid=UUID, attempt=1, deployment=conductor.store.deployment)
+    runs = Running(instance_uuid=UUID, attempt=1, database_id=conductor.store.database_id)
     before = len(relay.sent)
     await hosts.hosts([Received(listing("s1", 1, runs=(runs,)), Meta(id="m"), "c1", "conductor.hosts.c")])
     orders = [one for one in cast(list[OutboxMessage], relay.sent)[before:] if isinstance(one.message, Destroy)]
@@ -481,8 +481,8 @@ async def test_a_machine_that_an_operator_keeps_is_no_loss_of_its_fenced_host(ke
 def _resized() -> Instance:
     """An automatic confirm is due; the destination is s2's."""
     there = replace(ON_2, service="s2")
-    move = {"auto_confirm_s": 5.0, "answered": True}
-    return moving(State.RESIZED, move=move, selections=(ON_1, there, ON_3), queried=False)
+    action = {"auto_confirm_s": 5.0, "answered": True}
+    return moving(State.RESIZED, action=action, selections=(ON_1, there, ON_3), queried=False)
 
 
 async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_service_that_is_silent() -> None:
@@ -491,7 +491,7 @@ async def test_a_conductor_that_has_just_started_gives_up_no_source_for_a_servic
     await put(store, down("s2"))  # on record, by the former process, whose term lasts
     await insert(store, _resized())
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
-    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="started")
+    keeper = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="started")
     engine = engine_of(
         store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", leases=keeper
     )
@@ -508,7 +508,7 @@ async def test_a_conductor_that_has_not_read_its_fences_gives_up_no_source_for_a
     await store.fences.put(Fence(host_uuid=host(2), host="host-2", version=1, at=1.0))
     await insert(store, _resized())
     clock, bus, config = SystemClock(), cast(Bus, Queried()), ConductorConfig()
-    fences = FenceKeeper(store, bus, clock=clock, config=config, cell="c1")
+    fences = FenceController(store, bus, clock=clock, config=config, cell="c1")
     engine = engine_of(
         store=store, bus=bus, relay=cast(Any, Relay()), clock=clock, config=config, cell="c1", fences=fences
     )
@@ -521,17 +521,17 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
     store, clock, bus = await opened_store(), SystemClock(), cast(Bus, Quiet())
     fence = Fence(host_uuid=host(2), host="host-2", version=1, at=1.0)
     await store.fences.put(fence)
-    running = Running(instance_uuid=UUID, attempt=2, deployment=store.deployment)
+    running = Running(instance_uuid=UUID, attempt=2, database_id=store.database_id)
     report = listing("s1", 2, runs=(running,), rescans=(fence.rescan,))
     active = record(State.ACTIVE, queried=False)
     refused: list[str] = []
     for is_told in (True, False):  # the second one after a restart
-        fences = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
+        fences = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")
         await fences.load()
         if is_told:
-            await fences.compare(report, [], store.deployment)
-        context = replace(PATIENCE, fences=fences.known)
-        unproved = why_not_evacuated(active, context, fenced=False, force=False)
+            await fences.compare(report, [], store.database_id)
+        context = replace(PATIENCE, fences=fences.fences)
+        unproved = evacuation_blocker(active, context, fenced=False, force=False)
         refused.append("" if unproved is None else unproved.code)
     assert refused == [STILL_RUNNING, STILL_RUNNING]
 
@@ -539,28 +539,30 @@ async def test_a_conductor_that_has_just_started_evacuates_nothing_that_its_host
 ON_HOST = "f0000000-0000-4000-8000-000000000000"
 
 
-@pytest.mark.parametrize(("state", "losses"), [(FenceState.FENCED, 7), (FenceState.LIFTED, 0)])
+@pytest.mark.parametrize(("state", "losses"), [(FenceState.FENCED, 7), (FenceState.UNFENCED, 0)])
 async def test_a_fence_that_is_lifted_is_announced_without_losses(state: FenceState, losses: int) -> None:
     sent: list[HostFence] = []
 
     async def publish(message: HostFence, **_: object) -> None:
         sent.append(message)
 
-    keeper: Any = FenceKeeper.__new__(FenceKeeper)
+    keeper: Any = FenceController.__new__(FenceController)
     keeper._bus, keeper._cell, keeper._clock = SimpleNamespace(publish=publish), "c1", SystemClock()
-    await keeper._announce(SimpleNamespace(host_uuid=ON_HOST, version=3, state=state, losses=7))
-    assert [(one.state, one.losses, one.version) for one in sent] == [(state, losses, 3)]
+    await keeper._announce(SimpleNamespace(host_uuid=ON_HOST, version=3, state=state, stale_machines=7))
+    assert [(one.state, one.stale_machines, one.version) for one in sent] == [(state, losses, 3)]
 
 
 def test_a_machine_that_stays_unexplained_is_logged_once() -> None:
-    guard: Any = Guard.__new__(Guard)
+    guard: Any = ReportGuard.__new__(ReportGuard)
     guard._known = {}
     machines = [
-        Unexplained(f"{at}0000000-0000-4000-8000-000000000000", 1, ON_HOST, UnexplainedKind.QUARANTINED, NO_RECORD)
+        UnknownMachine(
+            f"{at}0000000-0000-4000-8000-000000000000", 1, ON_HOST, UnknownMachineKind.QUARANTINED, NO_RECORD
+        )
         for at in (1, 2)
     ]
     with capture_logs() as logged:
         for seen in (machines[:1], machines[:1], machines, machines):
             guard._log("s", seen)
-    shown = [one["instance"] for one in logged if one["event"] == "machine.unexplained"]
+    shown = [one["instance"] for one in logged if one["event"] == "machine.unknown"]
     assert shown == [one.uuid for one in machines]

@@ -13,7 +13,7 @@ from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import State
-from cell_conductor.fences import FenceKeeper
+from cell_conductor.fences import FenceController
 from cell_conductor.store.safety import FenceStore
 from tests.unit.conductor.move_scenario import active
 from tests.unit.conductor.scenario import SPEC, UUID, host
@@ -28,9 +28,9 @@ class Taking(Queried):
         self.published.append(message)
 
 
-async def made(*instances: Any) -> tuple[Any, FenceKeeper, Any]:
+async def made(*instances: Any) -> tuple[Any, FenceController, Any]:
     clock, store, bus = SystemClock(), await opened_store(), Taking()
-    keeper = FenceKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
+    keeper = FenceController(store, bus, clock=clock, config=ConductorConfig(), cell="c1")  # type: ignore[arg-type]
     engine = engine_of(
         store=store,
         bus=bus,
@@ -49,10 +49,10 @@ async def test_a_fence_that_was_taken_back_before_its_cell_had_it_ends_no_machin
     runs = replace(runs, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
     store, keeper, engine = await made(runs)
     fence = CellFence(host_uuid=host(1), host="h1", version=5)
-    lift = CellFence(host_uuid=host(1), host="h1", version=6, lift=True)
+    lift = CellFence(host_uuid=host(1), host="h1", version=6, unfence=True)
     await keeper.take([fence, lift], engine)  # both waited in the queue: the cell's conductors were away
     now = store._table.instances[UUID]
-    losses = sum(one.losses for one in await store.fences.fences())
+    losses = sum(one.stale_machines for one in await store.fences.fences())
     assert now.state is State.ACTIVE and not losses, (now.phase, now.code, losses)
 
 
@@ -64,7 +64,7 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
     await keeper.take([CellFence(host_uuid=host(1), host="h1", version=5)], engine)
     async with store.transaction() as transaction:
         await transaction.rely_on([host(1)], {host(1): ["s1"]}, 1.0)
-    again = CellFence(host_uuid=host(1), host="h1", version=6, lift=lift)
+    again = CellFence(host_uuid=host(1), host="h1", version=6, unfence=lift)
     await keeper.take([again], engine)
 
     scans, reads = 0, 0
@@ -88,8 +88,10 @@ async def test_a_fence_that_is_on_record_costs_no_scan_of_all_instances(
     assert (scans, reads) == (0, 0), f"{scans} scans of the table of instances, {reads} reads of all fences"
     await keeper.look(engine)
     sent = keeper._bus.published[published:]  # type: ignore[attr-defined]
-    state = FenceState.LIFTING if lift else FenceState.FENCED
-    assert [(one.version, one.state, one.losses) for one in sent] == [(6, state, 1)], "one answer to all of them"
+    state = FenceState.UNFENCING if lift else FenceState.FENCED
+    assert [(one.version, one.state, one.stale_machines) for one in sent] == [(6, state, 1)], (
+        "one answer to all of them"
+    )
     assert (scans, reads) == (0, 0)
 
 
@@ -116,11 +118,11 @@ async def test_a_fence_that_is_taken_back_during_its_scan_ends_nothing_more() ->
         await load()
         loads += 1
         if loads == 1:
-            await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.LIFTING, at=1.0))
+            await store.fences.put(Fence(host_uuid=host(1), host="h1", version=6, state=FenceState.UNFENCING, at=1.0))
 
     keeper.load = lifted_after  # type: ignore[method-assign]
     with pytest.raises(Transient):
         await keeper.take([fence], engine)
     await keeper.take([fence], engine)  # the consumer calls again with the same batch
     assert store._table.instances[UUID].state is State.ACTIVE
-    assert not any(one.losses for one in await store.fences.fences())
+    assert not any(one.stale_machines for one in await store.fences.fences())

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.moves import ActionEvent, ActionKind, ChangeKind, ChangeMachine
 from bus.contracts.operations import EvacuationPolicy, FenceState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence, RunningAfterFence
 from cell_conductor.domain.instance import FENCED, Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.move_steps import is_evacuated_from, misses_proof, relied_on, why_not_evacuated
+from cell_conductor.domain.move_steps import evacuation_blocker, fences_relied_on, lacks_proof, may_run_after_evacuation
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import FenceSteps, step
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of
@@ -28,9 +28,9 @@ HERE, SOURCE, OTHER = 2, 1, 3
 
 def at(known: Instance, phase: State | Phase, **more: Any) -> Instance:
     """The record in another state. more: of its move."""
-    state, then = phase_of(phase)
-    assert known.move is not None
-    return replace(known, state=state, then=then, since=90.0, move=replace(known.move, **more))
+    state, next_state = phase_of(phase)
+    assert known.action is not None
+    return replace(known, state=state, next_state=next_state, since=90.0, action=replace(known.action, **more))
 
 
 def fence(n: int) -> e.HostFenced:
@@ -40,11 +40,11 @@ def fence(n: int) -> e.HostFenced:
 # --- in each state
 
 AWAY = moved()
-CHANGED = replace(moved(None, position=1), state=State.CHANGING)
-BUILDING = replace(moved(), state=State.BUILDING, move=None)
+CHANGED = replace(moved(None, selection_index=1), state=State.CHANGING)
+BUILDING = replace(moved(), state=State.BUILDING, action=None)
 ACTIVE = replace(BUILDING, state=State.ACTIVE)
 FAILING = replace(ACTIVE, spec=replace(SPEC, on_host_failure=EvacuationPolicy.FAIL))
-STOPPED = replace(CHANGED, move=replace(CHANGED.move, kind=MoveKind.STOP)) if CHANGED.move else CHANGED
+STOPPED = replace(CHANGED, action=replace(CHANGED.action, kind=ActionKind.STOP)) if CHANGED.action else CHANGED
 UNDONE, OVER, GONE = (
     (State.DESTROYING, State.REVERTING),
     (State.RELEASING, State.FAILED),
@@ -83,8 +83,8 @@ NEXT = (State.CLAIMING, State.PREPARING)
         (at(AWAY, State.RESTARTING), OTHER, None),
         (STOPPED, HERE, (State.ACTIVE, None)),
         (STOPPED, OTHER, None),
-        (at(AWAY, GONE, source_gone=True), HERE, (State.RELEASING, State.DELETED)),
-        (at(AWAY, GONE, here_gone=True), SOURCE, (State.RELEASING, State.DELETED)),
+        (at(AWAY, GONE, source_destroyed=True), HERE, (State.RELEASING, State.DELETED)),
+        (at(AWAY, GONE, current_destroyed=True), SOURCE, (State.RELEASING, State.DELETED)),
         (at(AWAY, (State.DESTROYING, State.ACTIVE)), SOURCE, (State.RELEASING, State.ACTIVE)),
         (at(AWAY, (State.DESTROYING, State.ACTIVE)), HERE, None),
         (at(moved(None), (State.DESTROYING, State.OFFLOADED)), HERE, (State.RELEASING, State.OFFLOADED)),
@@ -115,18 +115,18 @@ def test_a_fence_that_is_taken_back_ends_what_waits_and_nothing_that_runs(before
 
 def test_a_move_that_has_arrived_waits_for_its_source_to_be_seen() -> None:
     stepped = step(at(AWAY, State.RESIZED), fence(HERE), replace(CONTEXT, fences=fences(HERE))).instance
-    assert stepped.state is State.RESIZED and stepped.move is not None and stepped.move.lost_code == FENCED
+    assert stepped.state is State.RESIZED and stepped.action is not None and stepped.action.rollback_code == FENCED
 
 
 @pytest.mark.parametrize(
     ("before", "n", "where"),
     [
-        (at(AWAY, GONE, source_gone=True), HERE, "host-2"),
-        (at(AWAY, GONE, here_gone=True), SOURCE, "host-1"),
+        (at(AWAY, GONE, source_destroyed=True), HERE, "host-2"),
+        (at(AWAY, GONE, current_destroyed=True), SOURCE, "host-1"),
         (at(AWAY, GONE), SOURCE, "host-1"),
         (at(AWAY, GONE), OTHER, None),
         (at(AWAY, (State.DESTROYING, State.ACTIVE)), SOURCE, None),
-        (replace(BUILDING, state=State.DESTROYING, then=State.DELETED), HERE, "host-2"),
+        (replace(BUILDING, state=State.DESTROYING, next_state=State.DELETED), HERE, "host-2"),
     ],
 )
 def test_the_history_of_a_delete_names_the_host_that_it_did_not_wait_for(
@@ -138,18 +138,19 @@ def test_the_history_of_a_delete_names_the_host_that_it_did_not_wait_for(
 
 
 def test_the_fence_is_the_reason_of_what_it_ends() -> None:
-    rows = [(at(AWAY, State.RESTARTING, lost_code="x", lost_reason="its own"), "x", "its own; its host was fenced"),
-            (at(AWAY, State.RESTARTING, lost_code="x"), "x", "its host was fenced"),
+    rows = [(at(AWAY, State.RESTARTING, rollback_code="x", rollback_reason="its own"), "x",
+     "its own; its host was fenced"),
+            (at(AWAY, State.RESTARTING, rollback_code="x"), "x", "its host was fenced"),
             (STOPPED, FENCED, "host host-2 was fenced")]  # fmt: skip
     for before, code, reason in rows:
-        (event,) = [one for one in step(before, fence(HERE), CONTEXT).commands if isinstance(one, MoveEvent)]
+        (event,) = [one for one in step(before, fence(HERE), CONTEXT).commands if isinstance(one, ActionEvent)]
         assert event.code == code and event.reason.startswith(reason)
 
 
 def test_a_change_that_a_fence_ends_leaves_the_instance_as_it_was() -> None:
     large = replace(SPEC, flavor="large")
     after = step(replace(STOPPED, spec=large), fence(HERE), CONTEXT).instance
-    assert (after.spec, after.move) == (SPEC, None)
+    assert (after.spec, after.action) == (SPEC, None)
 
 
 # --- of an evacuation
@@ -160,7 +161,7 @@ def lease(state: LeaseState = LeaseState.SILENT, since: float = 0.0) -> Lease:
 
 
 FENCE = replace(fences(HERE)[host(HERE)], at=300.0, version=2)
-LIFTING = replace(FENCE, state=FenceState.LIFTING)
+LIFTING = replace(FENCE, state=FenceState.UNFENCING)
 SILENT, STOPPING = {"s1": lease()}, {"s1": lease(LeaseState.STOPPED)}
 NOT_FENCED, SERVICE_UP, RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
 
@@ -203,7 +204,7 @@ def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: 
 ) -> None:
     known = {} if fence_ is None else {host(HERE): replace(fence_, running=found)}
     context = replace(CONTEXT, fences=known, down=down)
-    why = why_not_evacuated(ACTIVE, context, fenced=stated, force=force)
+    why = evacuation_blocker(ACTIVE, context, fenced=stated, force=force)
     assert (None if why is None else why.code) == code
 
 
@@ -212,34 +213,34 @@ def test_a_host_is_proved_to_be_off_by_its_fence_or_by_a_clients_word(  # noqa: 
 )
 def test_the_proof_is_about_the_host_that_has_the_machine(known: Instance, off: int, attempt: int) -> None:
     for n in (HERE, SOURCE, OTHER):
-        why = why_not_evacuated(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
+        why = evacuation_blocker(known, replace(CONTEXT, fences=fences(n)), fenced=False, force=False)
         assert (why is None) is (n == off)
     running = {"x": RunningAfterFence(1, {UUID: attempt})}
     context = replace(CONTEXT, fences={host(off): replace(fences(off)[host(off)], running=running)})
-    assert why_not_evacuated(known, context, fenced=False, force=False) is not None
+    assert evacuation_blocker(known, context, fenced=False, force=False) is not None
 
 
-LOST = at(AWAY, State.REVERTING, lost_code=NOT_FENCED)
+LOST = at(AWAY, State.REVERTING, rollback_code=NOT_FENCED)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "misses"),
     [
         (State.PREPARING, LOST, True),
-        (State.PREPARING, at(LOST, UNDONE, lost_code=RUNNING), True),
-        (State.PREPARING, at(LOST, UNDONE, lost_code=SERVICE_UP), True),
-        (State.PREPARING, at(LOST, UNDONE, lost_code=FENCED), False),
+        (State.PREPARING, at(LOST, UNDONE, rollback_code=RUNNING), True),
+        (State.PREPARING, at(LOST, UNDONE, rollback_code=SERVICE_UP), True),
+        (State.PREPARING, at(LOST, UNDONE, rollback_code=FENCED), False),
         (State.HANDING_OVER, LOST, False),
         (State.PREPARING, ACTIVE, False),
     ],
 )
 def test_an_evacuation_is_undone_for_want_of_a_proof(before: State, after: Instance, misses: bool) -> None:
-    assert misses_proof(at(AWAY, before), after) is misses
+    assert lacks_proof(at(AWAY, before), after) is misses
 
 
-EVACUATED = at(AWAY, State.FINISHING, kind=MoveKind.EVACUATE)
+EVACUATED = at(AWAY, State.FINISHING, kind=ActionKind.EVACUATE)
 CLAIMS_NEXT = at(EVACUATED, (State.CLAIMING, State.PREPARING))
-CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, position=0, attempt=1))
+CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, selection_index=0, attempt=1))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, position=0, attempt=1))
         (EVACUATED, SOURCE, True),
         (EVACUATED, HERE, False),
         (at(EVACUATED, State.RESIZED), SOURCE, True),
-        (at(EVACUATED, State.FINISHING, kind=MoveKind.MIGRATE), SOURCE, False),
+        (at(EVACUATED, State.FINISHING, kind=ActionKind.MIGRATE), SOURCE, False),
         (at(EVACUATED, State.PREPARING), SOURCE, False),
         *((one, SOURCE, False) for one in CLAIMS),
         (BUILT, SOURCE, False),
@@ -257,13 +258,13 @@ CLAIMS = (CLAIMS_NEXT, replace(CLAIMS_NEXT, position=0, attempt=1))
 def test_a_fence_is_needed_while_the_destination_of_an_evacuation_may_run(
     known: Instance, n: int, evacuated: bool
 ) -> None:
-    assert is_evacuated_from(known, host(n)) is evacuated
+    assert may_run_after_evacuation(known, host(n)) is evacuated
 
 
 PREPARED = at(EVACUATED, State.PREPARING)
-SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=MoveKind.EVACUATE)
-WAITS = at(AWAY, State.RESIZED, lost_code=FENCED)
-FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, then=State.FAILED, code=FENCED)
+SHELVED = at(moved(None), (State.DESTROYING, State.OFFLOADED), kind=ActionKind.EVACUATE)
+WAITS = at(AWAY, State.RESIZED, rollback_code=FENCED)
+FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, next_state=State.FAILED, code=FENCED)
 
 
 @pytest.mark.parametrize(
@@ -281,16 +282,16 @@ FAILED_BY_FENCE = replace(FAILING, state=State.RELEASING, then=State.FAILED, cod
         (BUILDING, FAILED_BY_FENCE, (HERE,), False, []),
         (WAITS, at(WAITS, (State.RELEASING, State.ACTIVE)), (HERE, SOURCE), False, [HERE, SOURCE]),
         (WAITS, at(WAITS, (State.RELEASING, State.ACTIVE)), (HERE, SOURCE), True, []),
-        (WAITS, at(WAITS, (State.DESTROYING, State.ACTIVE), by_kind=MoveKind.CONFIRM), (HERE,), False, []),
+        (WAITS, at(WAITS, (State.DESTROYING, State.ACTIVE), ending_kind=ActionKind.CONFIRM), (HERE,), False, []),
         (WAITS, at(WAITS, UNDONE), (HERE,), False, []),
     ],
 )
 def test_a_step_of_an_evacuation_relies_on_the_fence_of_its_host(
     before: Instance, after: Instance, numbers: tuple[int, ...], lifting: bool, hosts: list[int]
 ) -> None:
-    state = FenceState.LIFTING if lifting else FenceState.FENCED
+    state = FenceState.UNFENCING if lifting else FenceState.FENCED
     known = {uuid: replace(one, state=state) for uuid, one in fences(*numbers).items()}
-    assert list(relied_on(before, after, replace(CONTEXT, fences=known))) == [host(n) for n in hosts]
+    assert list(fences_relied_on(before, after, replace(CONTEXT, fences=known))) == [host(n) for n in hosts]
 
 
 # --- in one transaction
@@ -301,7 +302,7 @@ NOTHING = e.Destroyed(at=300.0, attempt=1, host_uuid=host(9), service="x")  # of
 
 def followed(before: Instance, event: e.Event, *numbers: int, stepped: Step | None = None) -> tuple[FenceSteps, Step]:
     context, steps = replace(CONTEXT, fences=fences(*numbers)), FenceSteps()
-    return steps, steps.follow(before, stepped or step(before, event, context), event, context)
+    return steps, steps.apply(before, stepped or step(before, event, context), event, context)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_a_fence_is_followed_to_the_end(  # noqa: PLR0917  (the columns of the t
     steps, stepped = followed(before, event, *numbers)
     assert stepped.instance.phase == after
     assert list(steps.hosts) == [host(n) for n in hosts]
-    assert {one: len(services) for one, services in steps.given_up.items()} == {host(n): 1 for n in lost}
+    assert {one: len(services) for one, services in steps.abandoned.items()} == {host(n): 1 for n in lost}
 
 
 def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
@@ -337,7 +338,9 @@ def test_the_commands_of_each_step_that_a_fence_leads_to_are_sent() -> None:
 
 
 STARTED = (
-    replace(CHANGED, order=5, move=replace(CHANGED.move, kind=MoveKind.START, order=5)) if CHANGED.move else CHANGED
+    replace(CHANGED, change_number=5, action=replace(CHANGED.action, kind=ActionKind.START, change_number=5))
+    if CHANGED.action
+    else CHANGED
 )
 
 
@@ -348,36 +351,36 @@ def changes(commands: tuple[Message, ...]) -> list[tuple[ChangeKind, str]]:
 @pytest.mark.parametrize(
     ("kind", "n", "stops"),
     [
-        (MoveKind.START, HERE, True),
-        (MoveKind.UNRESCUE, HERE, True),
-        (MoveKind.REBUILD, HERE, True),
-        (MoveKind.RESCUE, HERE, True),
-        (MoveKind.STOP, HERE, False),
-        (MoveKind.SHELVE, HERE, False),
-        (MoveKind.START, OTHER, False),
+        (ActionKind.START, HERE, True),
+        (ActionKind.UNRESCUE, HERE, True),
+        (ActionKind.REBUILD, HERE, True),
+        (ActionKind.RESCUE, HERE, True),
+        (ActionKind.STOP, HERE, False),
+        (ActionKind.SHELVE, HERE, False),
+        (ActionKind.START, OTHER, False),
     ],
 )
 def test_a_change_that_starts_a_machine_is_followed_by_a_stop_on_its_fenced_host(
-    kind: MoveKind, n: int, stops: bool
+    kind: ActionKind, n: int, stops: bool
 ) -> None:
     before = at(STARTED, State.CHANGING, kind=kind)
     _, stepped = followed(before, fence(n), HERE)
     assert changes(stepped.commands) == ([(ChangeKind.STOP, host(HERE))] if stops else [])
     if stops:
         (stop,) = [one for one in stepped.commands if isinstance(one, ChangeMachine)]
-        assert stop.order == stepped.instance.order == 300_000
+        assert stop.change_number == stepped.instance.change_number == 300_000
 
 
 def test_a_change_that_goes_on_or_ends_by_its_host_is_not_followed_by_a_stop() -> None:
     _, going_on = followed(STARTED, fence(HERE), stepped=Step(replace(STARTED, since=1.0)))
-    done = e.ChangeEnded(at=300.0, attempt=4, order=5, host_uuid=host(HERE), service="s1", done=True, runs=True)
+    done = e.ChangeEnded(at=300.0, attempt=4, change_number=5, host_uuid=host(HERE), service="s1", done=True, runs=True)
     steps, ended = followed(STARTED, done)
     assert ended.instance.state is State.ACTIVE and steps.hosts == {}
     assert changes(going_on.commands) == changes(ended.commands) == []
 
 
 START = ChangeMachine(
-    change=ChangeKind.RESCUE, spec=SPEC, attempt=4, order=1, host_uuid=host(HERE), service="s1", allocations={},
+    change=ChangeKind.RESCUE, spec=SPEC, attempt=4, change_number=1, host_uuid=host(HERE), service="s1", allocations={},
     rescue_password="secret",
 )  # fmt: skip
 SPAWN = Spawn(spec=SPEC, attempt=4, host_uuid=host(HERE), service="s1", allocations={})

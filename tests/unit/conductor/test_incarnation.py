@@ -13,16 +13,23 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import MAX_INCARNATION, ORDER_OUTDATED, DatabaseMark, Message, Meta
-from bus.contracts.cell import ServicesDigest
+from bus.contracts.cell import ServiceStates
 from bus.contracts.placement import Claim, Release
 from bus.faults import RequestRefused
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import MAX_LISTEN_S, Lease
 from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.table import question_of
-from cell_conductor.lease_keeper import ASK_AGAIN_S, DIGEST_S, MAX_WORDS, RIVAL_S, LeaseKeeper, _Term
-from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
+from cell_conductor.domain.table import awaited_request_of
+from cell_conductor.lease_keeper import (
+    ASK_AGAIN_S,
+    MAX_WORDS,
+    RIVAL_S,
+    SERVICE_STATES_INTERVAL_S,
+    LeaseController,
+    _Term,
+)
+from cell_conductor.placement_requests import PendingRequest, PlacementRequests
 from cell_conductor.store.keyed import DatabaseOutdated
 from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.records import record
@@ -49,7 +56,7 @@ class Listener:
         waiting = asyncio.Event()
         clock: Any = SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now, sleep=lambda _: waiting.wait())
         bus: Any = Queried()
-        self.keeper = LeaseKeeper(store, bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
+        self.keeper = LeaseController(store, bus, clock=clock, config=ConductorConfig(), cell="c1", process="p")
         self.running = asyncio.create_task(self.keeper.run(ALONE))
 
     async def receive(self, message: Message, incarnation: int = 0) -> None:
@@ -88,7 +95,7 @@ async def test_what_is_stated_is_known_once_each_service_would_have_been_heard(
 ) -> None:
     await listener.beat("s1", 1, (4,), interval_s=interval_s)
     await listener.beat("s2", interval_s=interval_s)
-    await listener.receive(ServicesDigest(cell="c1", term=1, number=1), 6)
+    await listener.receive(ServiceStates(cell="c1", term=1, number=1), 6)
     await listener.receive(replace(beat("s1", 1, 2, database_incarnation=9), cell="another"), 9)
     listener.now += listens_s - 1.0
     assert not listener.keeper.stated().is_known
@@ -111,7 +118,7 @@ async def test_a_conductor_acts_once_the_services_on_record_would_have_been_hear
 ) -> None:
     await put(store, Lease(service="s1", epoch=1, interval_s=4.0), Lease(service="s2", epoch=1, interval_s=2.0))
     assert not listener.may_act, "it has not read who they are"
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     await listener.beat("s1", 1, interval_s=4.0)
     assert not listener.keeper.stated().is_whole
     await listener.beat("s2", 1, interval_s=2.0)
@@ -130,14 +137,14 @@ async def test_a_service_that_sends_one_heartbeat_an_hour_does_not_close_its_cel
     store: MemoryInstances, listener: Listener
 ) -> None:
     await put(store, Lease(service="s1", epoch=1, interval_s=3600.0))
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     assert not listener.may_act
     listener.now += MAX_LISTEN_S
     assert listener.may_act
 
 
 async def test_a_cell_that_has_never_had_a_service_waits_for_none(listener: Listener) -> None:
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     assert listener.may_act
 
 
@@ -145,7 +152,7 @@ async def test_a_mark_above_that_is_heard_first_is_looked_into_before_anything_i
     store: MemoryInstances, listener: Listener
 ) -> None:
     await put(store, Lease(service="s1", epoch=1, interval_s=2.0))
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     await listener.beat("s1", 1, (3,))
     listener.now += 60.0
     assert not listener.may_act
@@ -158,7 +165,7 @@ async def test_a_mark_above_that_is_heard_first_is_looked_into_before_anything_i
 async def test_a_later_incarnation_is_a_recovery_unless_another_conductor_goes_by_it(
     store: MemoryInstances, listener: Listener
 ) -> None:
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     listener.now += 60.0
     assert listener.may_act
     await listener.beat("s1", 2, (3,))
@@ -167,7 +174,7 @@ async def test_a_later_incarnation_is_a_recovery_unless_another_conductor_goes_b
     assert not listener.keeper.stated().is_known
     listener.now += 0.1
     stated = listener.keeper.stated()
-    await listener.receive(ServicesDigest(cell="c1", term=1, number=1), 2)
+    await listener.receive(ServiceStates(cell="c1", term=1, number=1), 2)
     with pytest.raises(DatabaseOutdated):
         async with store.transaction() as transaction:
             await transaction.recognise(listener.keeper.stated())
@@ -186,11 +193,11 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
         store=store, bus=cast(Any, Quiet()), relay=cast(Any, Relay()), clock=SystemClock(), config=ConductorConfig(),
         cell="c1", leases=listener.keeper,
     )  # fmt: skip
-    await listener.keeper._keep()
+    await listener.keeper._renew_leadership()
     begun = list[int]()
     above, sequences = says
     for number in range(3 * MAX_WORDS):
-        own = store.set_back.incarnation
+        own = store.incarnation
         mark = own + above, tuple(one + number for one in sequences)
         for _ in range(2):
             await listener.beat("s1", *mark)
@@ -199,12 +206,12 @@ async def test_one_service_that_is_wrong_begins_no_recoveries_for_ever(
             listener.now += 60.0
             await engine.sweep()
             if store.is_recovering:
-                begun.append(store.set_back.incarnation)
+                begun.append(store.incarnation)
                 async with store.transaction() as transaction:
                     await transaction.expect_recovering()
                     await transaction.end_recovery()
     assert begun == sorted(set(begun)) and len(begun) == MAX_WORDS
-    await listener.beat("s2", store.set_back.incarnation, (10**12,))
+    await listener.beat("s2", store.incarnation, (10**12,))
     await engine.sweep()
     assert store.is_recovering, "another one is believed"
 
@@ -243,10 +250,10 @@ async def test_a_request_that_is_refused_as_outdated_fails_nothing_and_is_sent_o
     waiting: Any, kind: type[Message]
 ) -> None:
     bus: Any = Refusing()
-    question = question_of(waiting)
+    question = awaited_request_of(waiting)
     assert isinstance(question, kind)
     assert (
-        await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1, [].append).ask([PendingQuestion(waiting, question)])
+        await PlacementRequests(bus, SystemClock(), 1.0, lambda: 1, [].append).send([PendingRequest(waiting, question)])
         == []
     )
     assert bus.requested == [question]
@@ -286,15 +293,15 @@ async def test_what_placement_refused_is_the_incarnation_by_which_it_was_asked()
     bus, stated, heard = Waiting(), 1, list[int]()
     requests = PlacementRequests(cast("Any", bus), SystemClock(), 1.0, lambda: stated, heard.append)
     waiting = record(State.CLAIMING, State.BUILDING)
-    question = PendingQuestion(waiting, cast("Any", question_of(waiting)))
-    asking = asyncio.create_task(requests.ask([question]))
+    question = PendingRequest(waiting, cast("Any", awaited_request_of(waiting)))
+    asking = asyncio.create_task(requests.send([question]))
     await bus.asked.wait()
     stated = 5
-    assert await asyncio.wait_for(asyncio.create_task(requests.ask([question])), 60) == []
+    assert await asyncio.wait_for(asyncio.create_task(requests.send([question])), 60) == []
     bus.go_on.set()
     await asking
     assert (heard, len(bus.requested)) == ([2], 1)
-    await requests.ask([question])
+    await requests.send([question])
     assert (heard, len(bus.requested)) == ([2, 6], 2)
 
 
@@ -306,15 +313,21 @@ async def test_the_members_of_rings_are_numbered_in_the_order_of_their_changes()
         sent.append((message.term, message.number, message.members))
 
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    keeper: Any = LeaseKeeper.__new__(LeaseKeeper)
+    keeper: Any = LeaseController.__new__(LeaseController)
     keeper._clock, keeper._bus, keeper._cell = clock, SimpleNamespace(publish=publish), "c1"
-    keeper._keeping = _Term(term=7, until=1000.0)
-    for at_s, members in ((0.0, ("a",)), (0.1, ("a",)), (0.2, ("a", "b")), (0.3, ("b",)), (0.3 + DIGEST_S, ("b",))):
+    keeper._leading = _Term(term=7, until=1000.0)
+    for at_s, members in (
+        (0.0, ("a",)),
+        (0.1, ("a",)),
+        (0.2, ("a", "b")),
+        (0.3, ("b",)),
+        (0.3 + SERVICE_STATES_INTERVAL_S, ("b",)),
+    ):
         now_s = at_s
         keeper._table = SimpleNamespace(rings=lambda members=members: {"r": members})
         await keeper._publish_rings()
     assert sent == [(7, 1, ("a",)), (7, 2, ("a", "b")), (7, 3, ("b",)), (7, 3, ("b",))]
-    keeper._keeping.until = now_s = 0.0  # another conductor may be the keeper by now
+    keeper._leading.until = now_s = 0.0  # another conductor may be the keeper by now
     await keeper._publish_rings()
     assert len(sent) == 4
 

@@ -20,7 +20,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.table import awaited_request_of, step
 
 UUID = "00000000-0000-4000-8000-000000000001"
 HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 4))
@@ -70,7 +70,7 @@ class Book:
         if self.held is not None and self.held[0] == claim.attempt:
             return ClaimOutcome.CLAIMED, places.index(self.held[1])
         if claim.attempt <= self.fence or (self.held is not None and self.generation != claim.consumer_generation):
-            return ClaimOutcome.CONSUMER_CHANGED, None
+            return ClaimOutcome.CONSUMER_CONFLICT, None
         self.held = None
         for option, place in enumerate(places):
             if place not in self.full:
@@ -78,7 +78,7 @@ class Book:
                 self.fence = claim.attempt
                 return ClaimOutcome.CLAIMED, option
         self.fence = claim.attempt - 1
-        return ClaimOutcome.FULL, None
+        return ClaimOutcome.NO_CAPACITY, None
 
     def release(self, release: Release) -> None:
         assert release.attempt is not None
@@ -128,7 +128,7 @@ class World(RuleBasedStateMachine):
                 self.network.append(result)
         elif isinstance(message, Destroy):
             host = self.hosts[message.host_uuid]
-            if message.unless_built and host.running == message.attempt:
+            if message.keep_if_complete and host.running == message.attempt:
                 runs = e.Spawned(at=0.0, attempt=message.attempt, host_uuid=host.uuid, service="s")
                 self.network.append(runs)
             else:
@@ -139,13 +139,13 @@ class World(RuleBasedStateMachine):
     def report(self, host: Host) -> None:
         rescans = (rescan_id(self.instance),)
         if host.running is not None:
-            runs = e.HostRuns(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", rescans=rescans)
+            runs = e.MachineRunning(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", rescans=rescans)
             self.network.append(runs)
         elif self.instance.host_uuid == host.uuid:
-            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, service="s", rescans=rescans))
+            self.network.append(e.MachineMissing(at=0.0, host_uuid=host.uuid, service="s", rescans=rescans))
 
     def ask(self, *, lose: bool) -> None:
-        question = question_of(self.instance)
+        question = awaited_request_of(self.instance)
         if isinstance(question, Release):
             self.book.release(question)
             if not lose:
@@ -163,8 +163,8 @@ class World(RuleBasedStateMachine):
                 )
                 self.take(claimed)
             else:
-                changed = outcome is ClaimOutcome.CONSUMER_CHANGED and not repeated
-                self.take(e.ClaimRefused(at=self.now, attempt=question.attempt, consumer_changed=changed))
+                changed = outcome is ClaimOutcome.CONSUMER_CONFLICT and not repeated
+                self.take(e.ClaimRefused(at=self.now, attempt=question.attempt, consumer_conflict=changed))
 
     @precondition(lambda self: not self.queried)
     @rule(alternates=st.integers(0, 2))
@@ -197,7 +197,9 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose_result(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.network) - 1))
-        if isinstance(self.network[index], e.Spawned | e.SpawnFailed | e.Destroyed | e.HostRuns | e.HostMissing):
+        if isinstance(
+            self.network[index], e.Spawned | e.SpawnFailed | e.Destroyed | e.MachineRunning | e.MachineMissing
+        ):
             del self.network[index]
 
     @precondition(lambda self: self.instance.deadline is not None)
@@ -211,7 +213,7 @@ class World(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: question_of(self.instance) is not None)
+    @precondition(lambda self: awaited_request_of(self.instance) is not None)
     @rule(lose=st.booleans())
     def answer(self, lose: bool) -> None:
         self.ask(lose=lose)

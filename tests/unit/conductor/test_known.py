@@ -18,14 +18,14 @@ from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.base import encode
 from bus.contracts.build import BuildState
 from bus.contracts.catalogue import destination
-from bus.contracts.moves import Condition, MoveKind
+from bus.contracts.moves import ActionKind, Condition
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import MAX_ASKED, MAX_KNOWN, CellKnown, CellRecovering, KnownPlace, KnownRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing
 from cell_conductor import known_reader
 from cell_conductor.domain.instance import Power
-from cell_conductor.domain.known import NO_SERVICE, told
+from cell_conductor.domain.known import NO_SERVICE, contents_of
 from cell_conductor.domain.recovery_facts import KnownInstance
 from cell_conductor.known_reader import KnownPart, KnownReader
 from tests.kit.virtual_time import on_virtual_time
@@ -38,7 +38,7 @@ def uuid(n: int) -> str:
     return f"{n:08x}-0000-4000-8000-000000000000"
 
 
-ASKS = CellRecovering(cell="c1", process="conductor-1", database_incarnation=INCARNATION, question=uuid(0xFFFF))
+ASKS = CellRecovering(cell="c1", process="conductor-1", database_incarnation=INCARNATION, query_id=uuid(0xFFFF))
 
 
 def page(question: CellRecovering, *known: int | KnownRecord, last: int | str = "", **more: Any) -> CellKnown:
@@ -47,7 +47,7 @@ def page(question: CellRecovering, *known: int | KnownRecord, last: int | str = 
         "cell": question.cell,
         "process": question.process,
         "database_incarnation": question.database_incarnation,
-        "question": question.question,
+        "query_id": question.query_id,
         "instances": tuple(records),
         "last": uuid(last) if isinstance(last, int) else last,
     }
@@ -63,12 +63,12 @@ def fence(n: int) -> CellFence:
 
 @pytest.mark.parametrize(
     "other",
-    [{"cell": "c2"}, {"process": "conductor-2"}, {"database_incarnation": INCARNATION - 1}, {"question": uuid(1)}],
+    [{"cell": "c2"}, {"process": "conductor-2"}, {"database_incarnation": INCARNATION - 1}, {"query_id": uuid(1)}],
     ids=lambda other: next(iter(other)),
 )
 def test_a_page_that_answers_another_question_is_not_taken(other: dict[str, Any]) -> None:
-    assert told(ASKS, page(ASKS, 1)) is not None
-    assert told(ASKS, replace(page(ASKS, 1), **other)) is None
+    assert contents_of(ASKS, page(ASKS, 1)) is not None
+    assert contents_of(ASKS, replace(page(ASKS, 1), **other)) is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_page_that_answers_another_question_is_not_taken(other: dict[str, Any]
 def test_what_is_named_outside_of_the_range_is_not_taken(after: int | str, last: int | str, taken: list[int]) -> None:
     """Neither an instance nor a fence: the page proves nothing of them."""
     question = replace(ASKS, after=uuid(after) if isinstance(after, int) else "")
-    found = told(question, page(question, 1, 2, 3, 4, last=last, fences=tuple(map(fence, (1, 2, 3, 4)))))
+    found = contents_of(question, page(question, 1, 2, 3, 4, last=last, fences=tuple(map(fence, (1, 2, 3, 4)))))
     assert found is not None
     assert sorted(found.instances) == [uuid(n) for n in taken]
     assert [one.host_uuid for one in found.fences] == [uuid(n) for n in taken]
@@ -88,17 +88,17 @@ def test_what_is_named_outside_of_the_range_is_not_taken(after: int | str, last:
 def test_a_page_that_does_not_go_on_is_not_taken(last: int) -> None:
     """It would be asked for without an end."""
     question = replace(ASKS, after=uuid(5))
-    assert told(question, page(question, last=last)) is None
+    assert contents_of(question, page(question, last=last)) is None
 
 
 def test_of_instances_that_are_asked_for_no_others_are_taken_and_none_is_missing() -> None:
     question = replace(ASKS, asked=(uuid(1), uuid(2), uuid(3)))
-    whole = told(question, page(question, 1, 2, 3, 7))
+    whole = contents_of(question, page(question, 1, 2, 3, 7))
     assert whole is not None and sorted(whole.instances) == [uuid(1), uuid(2), uuid(3)]
-    part = told(question, page(question, 1, 2, last=2))
+    part = contents_of(question, page(question, 1, 2, last=2))
     assert part is not None and sorted(part.instances) == [uuid(1), uuid(2)]
     for wrong in (page(question, 1, 3), page(question, 2, last=2), page(question), page(question, 7, last=0)):
-        assert told(question, wrong) is None
+        assert contents_of(question, wrong) is None
 
 
 @pytest.mark.parametrize("field", ["instances", "fences"])
@@ -128,10 +128,13 @@ NOWHERE: dict[str, Any] = {"exists": False, "is_active": False}
         ({**HERE, "condition": Condition.MOVING}, {**EXISTS, "power": None}),
         ({**HERE, "condition": Condition.RESIZED}, {**EXISTS, "power": None}),
         ({"state": S, "cell": "c1"}, {"is_active": False}),
-        ({"state": BuildState.BUILDING, "cell": "c2", "attempt": 4}, {"is_active": False, "is_elsewhere": True}),
-        ({"state": A, "cell": "c2"}, {**EXISTS, "is_elsewhere": True}),
+        ({"state": BuildState.BUILDING, "cell": "c2", "attempt": 4}, {"is_active": False, "is_in_other_cell": True}),
+        ({"state": A, "cell": "c2"}, {**EXISTS, "is_in_other_cell": True}),
         ({"state": BuildState.DELETING, "cell": "c1"}, {"is_active": False, "is_deleted": True}),
-        ({"state": BuildState.DELETED, "cell": "c2"}, {"is_active": False, "is_deleted": True, "is_elsewhere": True}),
+        (
+            {"state": BuildState.DELETED, "cell": "c2"},
+            {"is_active": False, "is_deleted": True, "is_in_other_cell": True},
+        ),
         ({"state": BuildState.DELETED}, {**NOWHERE, "is_deleted": True}),
         ({"state": BuildState.ACCEPTED}, NOWHERE),
         ({"state": F, "cell": "c1"}, NOWHERE),
@@ -139,7 +142,7 @@ NOWHERE: dict[str, Any] = {"exists": False, "is_active": False}
     ],
 )
 def test_the_tops_word_as_reconcile_takes_it(record: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = told(ASKS, page(ASKS, KnownRecord(instance_uuid=uuid(1), **record)))
+    found = contents_of(ASKS, page(ASKS, KnownRecord(instance_uuid=uuid(1), **record)))
     assert found is not None
     named = {"attempt": record.get("attempt", 0), "cell": record.get("cell", "")}
     assert found.instances[uuid(1)] == KnownInstance(**named, **expected)
@@ -151,11 +154,11 @@ def test_what_a_record_names_is_passed_on_and_an_old_top_is_named_so() -> None:
         KnownPlace(host_uuid=at.host_uuid, host=at.host, service=at.service, allocations=at.allocations),
         KnownPlace(host_uuid=source.host_uuid, host=source.host, allocations=source.allocations, migration=uuid(9)),
     )
-    more: dict[str, Any] = {"spec": SPEC, "request_id": uuid(9), "kind": MoveKind.MIGRATE, "project_id": "p"}
+    more: dict[str, Any] = {"spec": SPEC, "request_id": uuid(9), "kind": ActionKind.MIGRATE, "project_id": "p"}
     record = KnownRecord(instance_uuid=uuid(1), places=places, attempt=7, sequence=12, **HERE, **more)
-    found = told(ASKS, page(ASKS, record, old=True))
+    found = contents_of(ASKS, page(ASKS, record, old=True))
     assert found is not None
-    selections = (replace(at, shapes={}), replace(source, shapes={}, service=NO_SERVICE))
+    selections = (replace(at, spec_generations={}), replace(source, spec_generations={}, service=NO_SERVICE))
     expected = KnownInstance(**EXISTS, **more, selections=selections, attempt=7, sequence=12, is_old=True)
     expected = replace(expected, cell="c1", own_count=1, migrations=(uuid(9),))
     assert found.instances[uuid(1)] == expected
@@ -247,7 +250,7 @@ async def test_all_pages_make_one_answer_and_each_page_is_a_question_of_its_own(
     assert told_of(parts) == [uuid(n) for n in range(1, 12)]
     assert [(part.after, part.last) for part in parts] == [("", uuid(4)), (uuid(4), uuid(8)), (uuid(8), "")]
     assert [one.after for one in top.asked] == ["", uuid(4), uuid(8)]
-    assert len({one.question for one in top.asked}) == 3
+    assert len({one.query_id for one in top.asked}) == 3
     assert {(one.cell, one.process, one.database_incarnation) for one in top.asked} == {("c1", "conductor-1", 3)}
 
 
@@ -275,7 +278,7 @@ async def test_a_lost_page_is_asked_for_again_under_the_same_question() -> None:
     whole = in_order((1, 2, 3), 1)
     top = Top(lambda question: None if next(lost) else whole(question))
     assert told_of(await top.parts()) == [uuid(1), uuid(2), uuid(3)]
-    questions = [one.question for one in top.asked]
+    questions = [one.query_id for one in top.asked]
     assert [questions.count(one) for one in dict.fromkeys(questions)] == [3, 2, 1]
 
 
@@ -308,7 +311,7 @@ async def test_a_page_that_comes_twice_counts_once() -> None:
         return await Top.__call__(top, batch)
 
     assert told_of(await top.parts(handler=twice)) == [uuid(1), uuid(2), uuid(3)]
-    assert len({one.question for one in top.asked}) == 3 and len(top.asked) == 6
+    assert len({one.query_id for one in top.asked}) == 3 and len(top.asked) == 6
 
 
 @on_virtual_time

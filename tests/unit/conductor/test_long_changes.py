@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from bus.contracts.moves import ChangeMachine, MoveEvent, MoveKind
+from bus.contracts.moves import ActionEvent, ActionKind, ChangeMachine
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import question_of
+from cell_conductor.domain.table import awaited_request_of
 from tests.unit.conductor.move_scenario import OTHER, Scenario, begun
 from tests.unit.conductor.records import BY_REVERT, in_place
 from tests.unit.conductor.scenario import DELETE, missed
 
 
 def test_a_revert_of_a_resize_in_place_that_was_lost_has_an_end_though_its_instance_is_deleted() -> None:
-    made = Scenario(in_place(State.RESIZED, move={**BY_REVERT, "answered": True}, queried=False, code="", newest=0))
+    made = Scenario(
+        in_place(State.RESIZED, action={**BY_REVERT, "answered": True}, queried=False, code="", highest_attempt=0)
+    )
     made.apply(missed(made.instance))
     assert made.instance.phase == (State.RELEASING, State.FAILED)
     made.apply(DELETE)
-    while isinstance(question := question_of(made.instance), Release):
+    while isinstance(question := awaited_request_of(made.instance), Release):
         made.apply(e.Released(at=400.0, consumer=question.consumer, attempt=question.attempt or 0))
     assert made.instance.state is State.DELETED
-    assert [m for m in made.commands if isinstance(m, MoveEvent) and m.terminal and m.request_id == OTHER]
+    assert [m for m in made.commands if isinstance(m, ActionEvent) and m.terminal and m.request_id == OTHER]
 
 
 def test_a_change_that_takes_longer_than_its_step_comes_to_an_end() -> None:
-    made = begun(MoveKind.SHELVE, offload=True)
+    made = begun(ActionKind.SHELVE, offload=True)
     assert made.instance.state is State.CHANGING
     for number in range(20):  # the snapshot takes 400 s, the step 300: its host gives it up each time, and begins anew
         at = 500.0 + 400 * number

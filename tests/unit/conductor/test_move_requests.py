@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.cell import Origin, Spawn
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.placement import ServerGroup
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, Phase, Power, State
+from cell_conductor.domain.instance import EndedAction, Instance, Phase, Power, State
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, SERVICE_DOWN, request, unbegun
+from tests.unit.conductor.move_scenario import ACTION, OTHER, SERVICE_DOWN, request, unbegun
 from tests.unit.conductor.records import (
     BY_REVERT,
     ON_1,
@@ -35,9 +35,9 @@ from tests.unit.conductor.records import (
 )
 from tests.unit.conductor.scenario import DELETE, PATIENCE, SPEC, UUID, host
 
-K, S, C = MoveKind, State, Condition
-DONE_STOP = (EndedMove(OTHER, K.STOP, MoveState.DONE),)
-LEFT_BY = (EndedMove(OTHER, K.STOP, MoveState.SCHEDULED),)
+K, S, C = ActionKind, State, Condition
+DONE_STOP = (EndedAction(OTHER, K.STOP, ActionState.DONE),)
+LEFT_BY = (EndedAction(OTHER, K.STOP, ActionState.SCHEDULED),)
 LATE = e.TimedOut(at=220.0)
 
 
@@ -45,15 +45,15 @@ def rests(power: Power = Power.RUNNING, state: State = S.ACTIVE, **other: Any) -
     return record(state, power=power, **{"queried": False, **other})
 
 
-def wants(kind: MoveKind, *hosts: int, **fields: Any) -> e.MoveRequested:
+def wants(kind: ActionKind, *hosts: int, **fields: Any) -> e.ActionRequested:
     return request(kind, *hosts, request_id=OTHER, **fields)
 
 
-def given_up(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
+def given_up(kind: ActionKind, request_id: str = OTHER) -> e.ActionRequested:
     return unbegun(request(kind, request_id=request_id), Refusal(code="x", reason="y"))
 
 
-def query(kind: MoveKind, request_id: str = OTHER) -> e.MoveRequested:
+def query(kind: ActionKind, request_id: str = OTHER) -> e.ActionRequested:
     return unbegun(request(kind, request_id=request_id))
 
 
@@ -61,16 +61,16 @@ REFUSALS: list[Case] = [
     case(rests(), given_up(K.STOP), "active", "stop: refused x"),
     case(rests(ended=DONE_STOP), given_up(K.STOP), "active", "stop: done"),
     case(moving(S.PREPARING), given_up(K.STOP), "preparing", "stop: refused x"),
-    case(moving(S.PREPARING), given_up(K.MIGRATE, MOVE), "preparing"),
-    case(moving(S.RESIZED, move=BY_REVERT), given_up(K.REVERT), "resized"),
+    case(moving(S.PREPARING), given_up(K.MIGRATE, ACTION), "preparing"),
+    case(moving(S.RESIZED, action=BY_REVERT), given_up(K.REVERT), "resized"),
     case(Instance(uuid=UUID), given_up(K.STOP), "absent", "stop: refused instance.unknown"),
     case(Instance(uuid=UUID), wants(K.STOP), "absent", "stop: refused instance.unknown"),
     case(Instance(uuid=UUID), query(K.STOP), "absent", "stop: failed instance.unknown"),
-    case(rests(), query(K.STOP), "active", "stop: failed move.lost"),
+    case(rests(), query(K.STOP), "active", "stop: failed action.lost"),
     case(rests(ended=DONE_STOP), query(K.STOP), "active", "stop: done"),
-    case(moving(S.PREPARING), query(K.MIGRATE, MOVE), "preparing", "migrate: preparing"),
-    case(moving(S.PREPARING), query(K.STOP), "preparing", "stop: failed move.lost"),
-    case(moving(S.RESIZED, move=BY_REVERT), query(K.REVERT), "resized", "revert: changing"),
+    case(moving(S.PREPARING), query(K.MIGRATE, ACTION), "preparing", "migrate: preparing"),
+    case(moving(S.PREPARING), query(K.STOP), "preparing", "stop: failed action.lost"),
+    case(moving(S.RESIZED, action=BY_REVERT), query(K.REVERT), "resized", "revert: changing"),
     case(rests(state=S.FAILED), wants(K.STOP), "failed", "stop: refused instance.not_active"),
     case(rests(state=S.FAILED, ended=DONE_STOP), wants(K.STOP), "failed", "stop: done"),
     case(rests(state=S.DELETED), wants(K.STOP), "deleted", "stop: refused instance.not_active"),
@@ -80,9 +80,9 @@ REFUSALS: list[Case] = [
     case(moving(S.FINISHING), wants(K.STOP), "finishing", "stop: refused instance.busy"),
     case(moving(S.FINISHING), request(K.MIGRATE), "finishing"),
     case(moving(S.FINISHING, ended=DONE_STOP), wants(K.STOP), "finishing", "stop: done"),
-    case(moving(S.FINISHING), wants(K.ABORT), "finishing", "abort: refused move.too_late"),
-    case(moving(S.FINISHING), wants(K.CONFIRM), "finishing", "confirm: refused move.too_late"),
-    case(rests(ended=LEFT_BY), wants(K.STOP), "active", "stop: failed move.lost"),
+    case(moving(S.FINISHING), wants(K.ABORT), "finishing", "abort: refused action.too_late"),
+    case(moving(S.FINISHING), wants(K.CONFIRM), "finishing", "confirm: refused action.too_late"),
+    case(rests(ended=LEFT_BY), wants(K.STOP), "active", "stop: failed action.lost"),
 ]
 
 
@@ -101,16 +101,20 @@ IN_ZONE = replace(ON_2, zone="z")
     [
         (*answer(moving(S.PREPARING, selections=(ON_1, IN_ZONE)), 2), (C.MOVING, "host-2", host(2), "z")),
         (moving(S.RESIZED, selections=(ON_1, IN_ZONE)), LATE, (C.RESIZED, "host-2", host(2), "z")),
-        (moving(S.RELEASING, S.ACTIVE), e.Released(at=220.0, consumer=MOVE), (C.ACTIVE, "host-2", host(2), "")),
+        (moving(S.RELEASING, S.ACTIVE), e.Released(at=220.0, consumer=ACTION), (C.ACTIVE, "host-2", host(2), "")),
         (rests(Power.STOPPED), wants(K.UNRESCUE), (C.STOPPED, "host-2", host(2), "")),
-        (rests(selections=(IN_ZONE,), position=0, state=S.OFFLOADED), wants(K.STOP), (C.OFFLOADED, None, None, "")),
-        (rests(selections=(), position=0, state=S.DELETED), wants(K.STOP), (C.DELETED, None, None, "")),
+        (
+            rests(selections=(IN_ZONE,), selection_index=0, state=S.OFFLOADED),
+            wants(K.STOP),
+            (C.OFFLOADED, None, None, ""),
+        ),
+        (rests(selections=(), selection_index=0, state=S.DELETED), wants(K.STOP), (C.DELETED, None, None, "")),
     ],
 )
 def test_an_announcement_has_the_instances_condition_and_its_host_if_it_has_one(
     before: Instance, event: e.Event, shown: tuple[Condition, str | None, str | None, str]
 ) -> None:
-    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, MoveEvent)]
+    (*_, last) = [one for one in step(before, event, PATIENCE).commands if isinstance(one, ActionEvent)]
     assert (last.condition, last.host, last.host_uuid, last.zone) == shown
 
 
@@ -118,8 +122,8 @@ def test_an_announcement_has_the_instances_condition_and_its_host_if_it_has_one(
 def test_a_source_that_is_waited_for_is_named_with_the_code_of_its_service(
     context: StepContext, has_reason: bool
 ) -> None:
-    waiting = moving(S.DESTROYING, S.ACTIVE, {"by": OTHER, "by_kind": K.CONFIRM, "answered": True})
-    (*_, last) = [one for one in step(waiting, LATE, context).commands if isinstance(one, MoveEvent)]
+    waiting = moving(S.DESTROYING, S.ACTIVE, {"ending_request_id": OTHER, "ending_kind": K.CONFIRM, "answered": True})
+    (*_, last) = [one for one in step(waiting, LATE, context).commands if isinstance(one, ActionEvent)]
     assert (SERVICE_DOWN.down["s1"].code in last.reason) is has_reason
 
 
@@ -139,12 +143,12 @@ GROUP, NEW_GROUP = (ServerGroup(uuid=name, policy="affinity") for name in ("g1",
     ],
 )
 def test_the_record_of_a_request_that_has_begun(
-    before: Instance, event: e.MoveRequested, limits: dict[str, int], newest: int, source_attempt: int
+    before: Instance, event: e.ActionRequested, limits: dict[str, int], newest: int, source_attempt: int
 ) -> None:
     begun = replace(event, request=replace(event.request, limits=NEW))
     after = step(replace(before, limits=OLD), begun, PATIENCE).instance
-    assert after.move is not None
-    assert (after.limits, after.newest, after.move.source_attempt) == (limits, newest, source_attempt)
+    assert after.action is not None
+    assert (after.limits, after.highest_attempt, after.action.source_attempt) == (limits, newest, source_attempt)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +166,12 @@ def test_a_request_may_have_a_group_of_its_own_and_is_announced_above_what_sched
 @pytest.mark.parametrize(
     ("before", "n", "origin"),
     [
-        (unshelving(S.PREPARING), 2, Origin(migration=MOVE, image="kept", runs=True)),
-        (moving(S.HANDING_OVER, move={"handed_over": True}, image="kept"), 1,
-         Origin(migration=MOVE, host_uuid=host(1), runs=True)),
-        (moving(S.HANDING_OVER, move={"handed_over": True, "power": Power.STOPPED}), 1,
-         Origin(migration=MOVE, host_uuid=host(1), runs=False)),
-        (moving(S.HANDING_OVER), 1, Origin(migration=MOVE, runs=True)),
+        (unshelving(S.PREPARING), 2, Origin(migration=ACTION, image="kept", runs=True)),
+        (moving(S.HANDING_OVER, action={"handed_over": True}, image="kept"), 1,
+         Origin(migration=ACTION, host_uuid=host(1), runs=True)),
+        (moving(S.HANDING_OVER, action={"handed_over": True, "power": Power.STOPPED}), 1,
+         Origin(migration=ACTION, host_uuid=host(1), runs=False)),
+        (moving(S.HANDING_OVER), 1, Origin(migration=ACTION, runs=True)),
     ],
 )  # fmt: skip
 def test_what_a_destination_builds_from(before: Instance, n: int, origin: Origin) -> None:
@@ -198,27 +202,27 @@ def test_a_delete_of_what_moves_waits_for_the_machines_that_may_be_there(
     before: Instance, context: StepContext, phase: Phase, gone: tuple[bool, bool], newest: int
 ) -> None:
     after = step(before, DELETE, context).instance
-    assert after.move is not None
-    assert (after.phase, (after.move.here_gone, after.move.source_gone)) == (phase, gone)
-    assert after.newest == newest
+    assert after.action is not None
+    assert (after.phase, (after.action.current_destroyed, after.action.source_destroyed)) == (phase, gone)
+    assert after.highest_attempt == newest
 
 
 # --- requests about what rests, is offloaded, has moved or is moving: a row for each condition that decides
 
 
-REFUSED_ABORT = (EndedMove(OTHER, K.ABORT, MoveState.REFUSED, "x"),)
-ENDED_START = (EndedMove(OTHER, K.START, MoveState.DONE),)
+REFUSED_ABORT = (EndedAction(OTHER, K.ABORT, ActionState.REFUSED, "x"),)
+ENDED_START = (EndedAction(OTHER, K.START, ActionState.DONE),)
 SMALL = replace(SPEC, flavor="small")
 TIED, HOLDS = replace(SPEC, networks=("n",)), replace(SPEC, volumes=("v",))
 
 
 AT_REST: list[Case] = [
-    case(rests(), wants(K.CONFIRM), "active", "confirm: refused move.none"),
-    case(rests(), wants(K.REVERT), "active", "revert: refused move.none"),
-    case(rests(), wants(K.ABORT), "active", "abort: refused move.none"),
+    case(rests(), wants(K.CONFIRM), "active", "confirm: refused action.none"),
+    case(rests(), wants(K.REVERT), "active", "revert: refused action.none"),
+    case(rests(), wants(K.ABORT), "active", "abort: refused action.none"),
     case(rests(), wants(K.OFFLOAD), "active", "offload: refused instance.not_shelved"),
     case(rests(Power.STOPPED, ended=ENDED_START), wants(K.START), "active", "start: done"),
-    case(rests(Power.SHELVED), wants(K.CONFIRM), "active", "confirm: refused move.none"),
+    case(rests(Power.SHELVED), wants(K.CONFIRM), "active", "confirm: refused action.none"),
     case(rests(Power.SHELVED), wants(K.OFFLOAD), "destroying/offloaded", "destroy 2@2", "offload: changing"),
     case(rests(Power.SHELVED), wants(K.UNSHELVE), "changing", "start 2@2", "unshelve: changing"),
     case(rests(Power.SHELVED), wants(K.SHELVE), "active", "shelve: done"),
@@ -257,8 +261,8 @@ AT_REST: list[Case] = [
     case(rests(), wants(K.UNRESCUE), "changing", "unrescue 2@2", "unrescue: changing"),
     case(rests(Power.STOPPED), wants(K.UNRESCUE), "active", "unrescue: refused instance.not_rescued"),
     case(rests(), wants(K.REBUILD), "changing", "rebuild 2@2", "rebuild: changing"),
-    case(rests(), wants(K.MIGRATE), "active", "migrate: refused move.no_host"),
-    case(rests(), wants(K.MIGRATE, 2), "active", "migrate: refused move.no_host"),
+    case(rests(), wants(K.MIGRATE), "active", "migrate: refused action.no_host"),
+    case(rests(), wants(K.MIGRATE, 2), "active", "migrate: refused action.no_host"),
     case(rests(), wants(K.MIGRATE, 2, 3), "claiming/preparing", "migrate: claiming"),
     case(rests(), wants(K.RESIZE, 2), "claiming/preparing", "resize: claiming"),
     case(rests(), wants(K.LIVE_MIGRATE, 3), "claiming/preparing", "live-migrate: claiming"),
@@ -266,7 +270,7 @@ AT_REST: list[Case] = [
     case(rests(Power.STOPPED), wants(K.MIGRATE, 3), "claiming/preparing", "migrate: claiming"),
     case(rests(), wants(K.EVACUATE, 3), "active", "evacuate: refused evacuate.not_fenced"),
     case(rests(), wants(K.EVACUATE, 3), "claiming/preparing", "evacuate: claiming", context=fenced(2)),
-    case(rests(), wants(K.EVACUATE, 2), "active", "evacuate: refused move.no_host", context=fenced(2)),
+    case(rests(), wants(K.EVACUATE, 2), "active", "evacuate: refused action.no_host", context=fenced(2)),
     case(
         rests(spec=SMALL),
         wants(K.MIGRATE, 3, expected_flavor="old"),
@@ -284,8 +288,8 @@ AT_REST: list[Case] = [
         "rebuild: refused instance.flavor_changed",
     ),
     case(rests(spec=TIED), wants(K.MIGRATE, 3), "claiming/preparing", "migrate: claiming"),
-    case(rests(spec=TIED), wants(K.MIGRATE, 3, to_cell="c2"), "active", "migrate: refused move.across_cells"),
-    case(rests(spec=HOLDS), wants(K.MIGRATE, 3, to_cell="c2"), "active", "migrate: refused move.across_cells"),
+    case(rests(spec=TIED), wants(K.MIGRATE, 3, to_cell="c2"), "active", "migrate: refused action.across_cells"),
+    case(rests(spec=HOLDS), wants(K.MIGRATE, 3, to_cell="c2"), "active", "migrate: refused action.across_cells"),
 ]
 
 
@@ -298,13 +302,13 @@ def test_a_request_about_what_rests(
 
 OFFLOADED: list[Case] = [
     case(rests(Power.SHELVED, S.OFFLOADED), wants(K.START), "offloaded", "start: refused instance.offloaded"),
-    case(rests(Power.SHELVED, S.OFFLOADED), wants(K.UNSHELVE), "offloaded", "unshelve: refused move.no_host"),
+    case(rests(Power.SHELVED, S.OFFLOADED), wants(K.UNSHELVE), "offloaded", "unshelve: refused action.no_host"),
     case(rests(Power.SHELVED, S.OFFLOADED), wants(K.UNSHELVE, 3), "claiming/preparing", "unshelve: claiming"),
     case(
         rests(Power.SHELVED, S.OFFLOADED),
         wants(K.UNSHELVE, 3),
         "releasing/offloaded",
-        "unshelve: undoing",
+        "unshelve: rolling-back",
         context=fenced(3),
     ),
     case(
@@ -317,7 +321,7 @@ OFFLOADED: list[Case] = [
         rests(Power.SHELVED, S.OFFLOADED, spec=TIED),
         wants(K.UNSHELVE, 3, to_cell="c2"),
         "offloaded",
-        "unshelve: refused move.across_cells",
+        "unshelve: refused action.across_cells",
     ),
     case(
         rests(Power.SHELVED, S.OFFLOADED, spec=TIED), wants(K.UNSHELVE, 3), "claiming/preparing", "unshelve: claiming"
@@ -336,10 +340,10 @@ def test_a_request_about_what_is_offloaded(
 RESIZED: list[Case] = [
     case(moving(S.RESIZED), wants(K.STOP), "resized", "stop: refused instance.resized"),
     case(moving(S.RESIZED), wants(K.ABORT), "resized", "abort: refused instance.resized"),
-    case(moving(S.RESIZED), wants(K.CONFIRM, migration=MOVE), "destroying/active", "destroy 1@1"),
-    case(moving(S.RESIZED), wants(K.CONFIRM, migration=UUID), "resized", "confirm: refused move.none"),
+    case(moving(S.RESIZED), wants(K.CONFIRM, migration=ACTION), "destroying/active", "destroy 1@1"),
+    case(moving(S.RESIZED), wants(K.CONFIRM, migration=UUID), "resized", "confirm: refused action.none"),
     case(
-        moving(S.RESIZED, ended=(EndedMove(OTHER, K.CONFIRM, MoveState.REFUSED),)),
+        moving(S.RESIZED, ended=(EndedAction(OTHER, K.CONFIRM, ActionState.REFUSED),)),
         wants(K.CONFIRM),
         "resized",
         "confirm: refused",
@@ -351,7 +355,7 @@ RESIZED: list[Case] = [
         wants(K.CONFIRM),
         "destroying/active",
         "destroy 1@1",
-        "confirm: changing move.source_silent",
+        "confirm: changing action.source_silent",
         context=SERVICE_DOWN,
     ),
     case(
@@ -359,14 +363,16 @@ RESIZED: list[Case] = [
     ),
     case(moving(S.RESIZED), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
     case(moving(S.RESIZED), wants(K.REVERT), "resized"),
-    case(moving(S.RESIZED, move=BY_REVERT), wants(K.REVERT), "resized"),
+    case(moving(S.RESIZED, action=BY_REVERT), wants(K.REVERT), "resized"),
     case(
-        moving(S.RESIZED, move=BY_REVERT),
+        moving(S.RESIZED, action=BY_REVERT),
         request(K.CONFIRM, request_id=UUID),
         "resized",
         "confirm: refused instance.busy",
     ),
-    case(moving(S.RESIZED, move={"lost_code": "host.fenced"}), wants(K.CONFIRM), "destroying/active", "destroy 1@1"),
+    case(
+        moving(S.RESIZED, action={"rollback_code": "host.fenced"}), wants(K.CONFIRM), "destroying/active", "destroy 1@1"
+    ),
 ]
 
 
@@ -379,19 +385,19 @@ def test_a_request_about_what_has_moved(
 
 UNDER_WAY: list[Case] = [
     case(at_source(), wants(K.ABORT), "claiming/preparing"),
-    case(moving(S.PREPARING), wants(K.ABORT), "reverting", "migrate: undoing"),
-    case(moving(S.HANDING_OVER), wants(K.ABORT), "reverting", "migrate: undoing"),
+    case(moving(S.PREPARING), wants(K.ABORT), "reverting", "migrate: rolling-back"),
+    case(moving(S.HANDING_OVER), wants(K.ABORT), "reverting", "migrate: rolling-back"),
     case(moving(S.PREPARING), wants(K.STOP), "preparing", "stop: refused instance.busy"),
-    case(moving(S.PREPARING), wants(K.ABORT, migration=MOVE), "reverting", "migrate: undoing"),
-    case(moving(S.PREPARING), wants(K.ABORT, migration=UUID), "preparing", "abort: refused move.too_late"),
+    case(moving(S.PREPARING), wants(K.ABORT, migration=ACTION), "reverting", "migrate: rolling-back"),
+    case(moving(S.PREPARING), wants(K.ABORT, migration=UUID), "preparing", "abort: refused action.too_late"),
     case(moving(S.PREPARING, ended=REFUSED_ABORT), wants(K.ABORT), "preparing", "abort: refused x"),
     case(
-        moving(S.PREPARING, move={"by": UUID, "by_kind": K.ABORT}),
+        moving(S.PREPARING, action={"ending_request_id": UUID, "ending_kind": K.ABORT}),
         wants(K.ABORT),
         "preparing",
-        "abort: refused move.too_late",
+        "abort: refused action.too_late",
     ),
-    case(unshelving(S.PREPARING), wants(K.ABORT), "preparing", "abort: refused move.too_late"),
+    case(unshelving(S.PREPARING), wants(K.ABORT), "preparing", "abort: refused action.too_late"),
     case(at_source({"delete": True}), wants(K.ABORT), "claiming/preparing", "abort: refused instance.deleted"),
 ]
 

@@ -8,25 +8,25 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
-from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind
+from bus.contracts.moves import ActionKind, ChangeKind, ChangeMachine
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert, ServerGroup
 from cell_conductor.domain import events as e
 from cell_conductor.domain.events import SourceQuery
-from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
+from cell_conductor.domain.instance import ActionInProgress, Instance, Phase, Power, State
 from cell_conductor.domain.orders import (
     MAX_STEP_S,
     change_of,
-    numbered,
-    orders_of,
-    repeat_at,
-    repeated,
+    commands_of,
+    next_resend_at,
+    resend_all,
     step_s,
-    with_orders,
+    with_change_number,
+    with_commands,
 )
 from cell_conductor.domain.rules import ignore, tombstone
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import ByThen, Rule, question_of, rules_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER
+from cell_conductor.domain.table import ByNextState, Rule, awaited_request_of, rules_of, step
+from tests.unit.conductor.move_scenario import ACTION, OTHER
 from tests.unit.conductor.records import BY_REVERT, ON_1, ON_2, ON_3, at_source, in_place, moving, record, unshelving
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, claimed, host, phase_of, selection
 
@@ -37,36 +37,36 @@ OLD, NEW = replace(SPEC, flavor="small"), replace(SPEC, flavor="large")
 DELETING, CONFIRMING, UNDOING, OFFLOADING = (
     (State.DESTROYING, then) for then in (State.DELETED, State.ACTIVE, State.REVERTING, State.OFFLOADED)
 )
-MIGRATING = Move(
-    request_id=MOVE,
-    kind=MoveKind.MIGRATE,
+MIGRATING = ActionInProgress(
+    request_id=ACTION,
+    kind=ActionKind.MIGRATE,
     source=replace(selection(1), service="s9"),
     source_attempt=1,
     spec=OLD,
-    began=500.0,
-    order=5,
+    started_at=500.0,
+    change_number=5,
     rescue_password="secret",
     step_timeout_s=100.0,
 )
-NO_MOVE: dict[str, Any] = {"move": None}
-FIELDS_OF_INSTANCE = frozenset({"move", "queried", "selections"})
+NO_MOVE: dict[str, Any] = {"action": None}
+FIELDS_OF_INSTANCE = frozenset({"action", "queried", "selections"})
 
 
-def in_phase(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any) -> Instance:
+def in_phase(at: State | Phase, kind: ActionKind = ActionKind.MIGRATE, **facts: Any) -> Instance:
     """Attempt 2 on host 2, from attempt 1 on host 1. facts: of the instance, or else of its move."""
-    state, then = phase_of(at)
-    of_move = {name: fact for name, fact in facts.items() if name not in FIELDS_OF_INSTANCE}
+    state, next_state = phase_of(at)
+    of_action = {name: fact for name, fact in facts.items() if name not in FIELDS_OF_INSTANCE}
     known = Instance(
         uuid=UUID,
         state=state,
-        then=then,
+        next_state=next_state,
         spec=NEW,
         selections=(selection(1), selection(2)),
-        position=1,
+        selection_index=1,
         attempt=2,
-        order=5,
+        change_number=5,
         image="snapshot",
-        move=replace(MIGRATING, kind=kind, **of_move),
+        action=replace(MIGRATING, kind=kind, **of_action),
     )
     return replace(known, **{name: fact for name, fact in facts.items() if name in FIELDS_OF_INSTANCE})
 
@@ -74,14 +74,14 @@ def in_phase(at: State | Phase, kind: MoveKind = MoveKind.MIGRATE, **facts: Any)
 def resized_here(at: State | Phase, **facts: Any) -> Instance:
     """A resize on host 1, which another service has by now."""
     here = replace(selection(1), service="s8", allocations={host(1): {"VCPU": 8}})
-    return in_phase(at, MoveKind.RESIZE, selections=(selection(1), here), **facts)
+    return in_phase(at, ActionKind.RESIZE, selections=(selection(1), here), **facts)
 
 
 HERE, SOURCE = (2, host(2)), (1, host(1))
 
 
 @pytest.mark.parametrize(
-    ("known", "context", "destroyed", "unless_built"),
+    ("known", "context", "destroyed", "keep_if_complete"),
     [
         (in_phase(State.ACTIVE, **NO_MOVE), PATIENCE, [], False),
         (in_phase(State.ACTIVE, queried=True, **NO_MOVE), PATIENCE, [], False),
@@ -94,8 +94,8 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
         (in_phase(State.RESIZED, queried=True), PATIENCE, [], False),
         (in_phase(DELETING), PATIENCE, [HERE, SOURCE], False),
         (in_phase(DELETING, queried=True), PATIENCE, [HERE, SOURCE], False),
-        (in_phase(DELETING, here_gone=True), PATIENCE, [SOURCE], False),
-        (in_phase(DELETING, source_gone=True), PATIENCE, [HERE], False),
+        (in_phase(DELETING, current_destroyed=True), PATIENCE, [SOURCE], False),
+        (in_phase(DELETING, source_destroyed=True), PATIENCE, [HERE], False),
         (in_phase(DELETING, source=None), PATIENCE, [HERE], False),
         (in_phase(DELETING, **NO_MOVE), PATIENCE, [HERE], False),
         (resized_here(DELETING), PATIENCE, [(2, host(1))], False),
@@ -106,11 +106,11 @@ HERE, SOURCE = (2, host(2)), (1, host(1))
     ],
 )
 def test_the_machines_that_are_to_be_destroyed(
-    known: Instance, context: object, destroyed: list[tuple[int, str]], unless_built: bool
+    known: Instance, context: object, destroyed: list[tuple[int, str]], keep_if_complete: bool
 ) -> None:
-    orders = orders_of(known, context)  # type: ignore[arg-type]
-    assert [(one.attempt, one.host_uuid, one.unless_built) for one in orders if isinstance(one, Destroy)] == [
-        (*each, unless_built) for each in destroyed
+    orders = commands_of(known, context)  # type: ignore[arg-type]
+    assert [(one.attempt, one.host_uuid, one.keep_if_complete) for one in orders if isinstance(one, Destroy)] == [
+        (*each, keep_if_complete) for each in destroyed
     ]
     assert len(orders) == len(destroyed)
 
@@ -118,8 +118,8 @@ def test_the_machines_that_are_to_be_destroyed(
 @pytest.mark.parametrize(
     ("known", "change"),
     [
-        (in_phase(State.CHANGING, MoveKind.STOP), ChangeKind.STOP),
-        (in_phase(State.CHANGING, MoveKind.UNSHELVE), ChangeKind.START),
+        (in_phase(State.CHANGING, ActionKind.STOP), ChangeKind.STOP),
+        (in_phase(State.CHANGING, ActionKind.UNSHELVE), ChangeKind.START),
         (in_phase(State.CHANGING, **NO_MOVE), None),
         (in_phase(State.RESTARTING, **NO_MOVE), None),
         (in_phase(State.RESIZED), None),
@@ -129,14 +129,14 @@ def test_the_machines_that_are_to_be_destroyed(
         (in_phase(UNDOING), None),
         (in_phase(State.HANDING_OVER), ChangeKind.HAND_OVER),
         (in_phase(State.CHANGING, to_cell="c2"), ChangeKind.SNAPSHOT),
-        (in_phase(State.CHANGING, MoveKind.UNSHELVE, to_cell="c2"), ChangeKind.SNAPSHOT),
-        (in_phase(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), ChangeKind.HAND_OVER_LIVE),
+        (in_phase(State.CHANGING, ActionKind.UNSHELVE, to_cell="c2"), ChangeKind.SNAPSHOT),
+        (in_phase(State.HANDING_OVER, ActionKind.LIVE_MIGRATE), ChangeKind.HAND_OVER_LIVE),
         (in_phase(State.PREPARING), ChangeKind.CHECK),
         (in_phase(State.PREPARING, to_cell="c2"), ChangeKind.CHECK),
-        (in_phase(State.PREPARING, MoveKind.LIVE_MIGRATE), ChangeKind.CHECK),
-        (in_phase(State.RESTARTING, MoveKind.LIVE_MIGRATE), ChangeKind.START),
-        (replace(in_phase(State.RESTARTING), move=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.STOP),
-        (replace(in_phase(State.PREPARING), move=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.CHECK),
+        (in_phase(State.PREPARING, ActionKind.LIVE_MIGRATE), ChangeKind.CHECK),
+        (in_phase(State.RESTARTING, ActionKind.LIVE_MIGRATE), ChangeKind.START),
+        (replace(in_phase(State.RESTARTING), action=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.STOP),
+        (replace(in_phase(State.PREPARING), action=replace(MIGRATING, power=Power.STOPPED)), ChangeKind.CHECK),
     ],
 )
 def test_the_change_that_is_awaited(known: Instance, change: ChangeKind | None) -> None:
@@ -151,21 +151,21 @@ AT_SOURCE = {"attempt": 1, "host_uuid": host(1), "service": "s9", "spec": OLD, "
     [
         (in_phase(State.PREPARING), {}),
         (in_phase(State.HANDING_OVER), {**AT_SOURCE, "to_host": host(2)}),
-        (in_phase(State.HANDING_OVER, MoveKind.LIVE_MIGRATE), {**AT_SOURCE, "to_host": host(2)}),
+        (in_phase(State.HANDING_OVER, ActionKind.LIVE_MIGRATE), {**AT_SOURCE, "to_host": host(2)}),
         (in_phase(State.RESTARTING), {}),
-        (in_phase(State.RESTARTING, resizing_back=True), {}),
-        (in_phase(State.CHANGING, MoveKind.STOP), {}),
-        (in_phase(State.CHANGING, MoveKind.RESCUE), {"rescue_password": "secret"}),
+        (in_phase(State.RESTARTING, restoring_size=True), {}),
+        (in_phase(State.CHANGING, ActionKind.STOP), {}),
+        (in_phase(State.CHANGING, ActionKind.RESCUE), {"rescue_password": "secret"}),
         (
             resized_here(State.RESIZING),
             {"host_uuid": host(1), "service": "s8", "allocations": {host(1): {"VCPU": 8}}},
         ),
-        (resized_here(State.RESIZING, resizing_back=True), {**AT_SOURCE, "service": "s8"}),
+        (resized_here(State.RESIZING, restoring_size=True), {**AT_SOURCE, "service": "s8"}),
         (resized_here(UNDOING), {**AT_SOURCE, "service": "s8"}),
     ],
 )
 def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, object]) -> None:
-    (order,) = orders_of(known, PATIENCE)
+    (order,) = commands_of(known, PATIENCE)
     assert isinstance(order, ChangeMachine)
     expected = {
         "attempt": 2,
@@ -178,7 +178,7 @@ def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, obje
         **fields,
     }
     assert {name: getattr(order, name) for name in expected} == expected
-    assert (order.order, order.timeout_s, order.deployment) == (5, 100.0, PATIENCE.deployment)
+    assert (order.change_number, order.timeout_s, order.database_id) == (5, 100.0, PATIENCE.database_id)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_what_a_change_is_commanded_with(known: Instance, fields: dict[str, obje
 def test_orders_are_sent_once_and_before_the_other_messages(
     before: Instance, after: Instance, again: bool, count: int
 ) -> None:
-    (other,) = orders_of(in_phase(OFFLOADING), PATIENCE)
-    stepped = with_orders(before, Step(after, (other,), again=again), PATIENCE)
-    assert stepped.commands == (*orders_of(after, PATIENCE)[len(orders_of(after, PATIENCE)) - count :], other)
+    (other,) = commands_of(in_phase(OFFLOADING), PATIENCE)
+    stepped = with_commands(before, Step(after, (other,), resend=again), PATIENCE)
+    assert stepped.commands == (*commands_of(after, PATIENCE)[len(commands_of(after, PATIENCE)) - count :], other)
 
 
 @pytest.mark.parametrize(
@@ -212,22 +212,22 @@ def test_orders_are_sent_once_and_before_the_other_messages(
     ],
 )
 def test_without_an_answer_all_is_sent_again_under_a_new_number(known: Instance, queried: bool, order: int) -> None:
-    stepped = repeated(replace(known, since=1.5), 2.0, PATIENCE)
+    stepped = resend_all(replace(known, since=1.5), 2.0, PATIENCE)
     after = stepped.instance
-    assert (stepped.again, after.queried, after.order) == (True, queried, order)
+    assert (stepped.resend, after.queried, after.change_number) == (True, queried, order)
     assert after.deadline == 2.0 + PATIENCE.destroy_retry_s
 
 
 @pytest.mark.parametrize(("waited", "wait"), [(0.0, 30.0), (30.0, 30.0), (31.0, 31.0), (600.0, 600.0), (601.0, 600.0)])
 def test_what_is_not_answered_is_sent_less_and_less_often(waited: float, wait: float) -> None:
     context = replace(PATIENCE, destroy_retry_s=30.0, destroy_retry_max_s=600.0)
-    assert repeat_at(Instance(uuid=UUID, since=100.0), 100.0 + waited, context) == 100.0 + waited + wait
+    assert next_resend_at(Instance(uuid=UUID, since=100.0), 100.0 + waited, context) == 100.0 + waited + wait
 
 
 @pytest.mark.parametrize(("at", "order"), [(0.001, 6), (0.006, 6), (0.007, 7), (2.0, 2000)])
 def test_a_change_is_numbered_above_all_before_and_by_the_time(at: float, order: int) -> None:
-    after = numbered(in_phase(State.PREPARING), at)
-    assert after.move is not None and (after.order, after.move.order) == (order, order)
+    after = with_change_number(in_phase(State.PREPARING), at)
+    assert after.action is not None and (after.change_number, after.action.change_number) == (order, order)
 
 
 LARGE = replace(selection(1), allocations={host(1): {"MEMORY_MB": 4000, "VCPU": 9}, host(3): {"VCPU": 1}})
@@ -247,8 +247,8 @@ LARGE = replace(selection(1), allocations={host(1): {"MEMORY_MB": 4000, "VCPU": 
 def test_a_live_migration_has_the_time_to_copy_its_memory(
     source: object, kind: ChangeKind, mb_s: float, seconds: float
 ) -> None:
-    move = replace(MIGRATING, source=source)
-    assert step_s(move, kind, replace(PATIENCE, live_copy_mb_s=mb_s)) == seconds
+    action = replace(MIGRATING, source=source)
+    assert step_s(action, kind, replace(PATIENCE, live_copy_mb_s=mb_s)) == seconds
 
 
 # --- What is asked of placement or of services in each state, which claims may be granted in it, and what is illegal.
@@ -256,7 +256,9 @@ def test_a_live_migration_has_the_time_to_copy_its_memory(
 
 S = State
 GROUP = ServerGroup(uuid="g", policy="affinity")
-OPTION_2, OPTION_3 = (ClaimOption(allocations=on.allocations, shapes=on.shapes) for on in (ON_2, ON_3))
+OPTION_2, OPTION_3 = (
+    ClaimOption(allocations=on.allocations, spec_generations=on.spec_generations) for on in (ON_2, ON_3)
+)
 CLAIM = Claim(
     consumer=UUID,
     attempt=5,
@@ -266,9 +268,9 @@ CLAIM = Claim(
     project_id="p",
     user_id="u",
 )
-MIGRATION = Migration(uuid=MOVE, source=ON_1.allocations)
+MIGRATION = Migration(uuid=ACTION, source=ON_1.allocations)
 OF_INSTANCE = Release(consumer=UUID, attempt=5)
-OF_MIGRATION = Release(consumer=MOVE, project_id="p", of_migration=True)
+OF_MIGRATION = Release(consumer=ACTION, project_id="p", of_migration=True)
 BOTH = (OPTION_2, OPTION_3)
 
 
@@ -276,32 +278,40 @@ BOTH = (OPTION_2, OPTION_3)
     ("known", "question"),
     [
         (record(S.CLAIMING, S.BUILDING), CLAIM),
-        (record(S.CLAIMING, S.BUILDING, server_group=GROUP, limits={"VCPU": 9}),
-         replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),))),
-        (record(S.CLAIMING, S.BUILDING, position=0), replace(CLAIM, options=BOTH)),
+        (
+            record(S.CLAIMING, S.BUILDING, server_group=GROUP, limits={"VCPU": 9}),
+            replace(CLAIM, server_group=GROUP, limits={"VCPU": 9}, options=(replace(OPTION_3, host=host(3)),)),
+        ),
+        (record(S.CLAIMING, S.BUILDING, selection_index=0), replace(CLAIM, options=BOTH)),
         (record(S.CLAIMING, S.DELETED), CLAIM),
         (at_source(), replace(CLAIM, release_first=False, options=BOTH, migration=MIGRATION)),
         (moving(S.CLAIMING, S.PREPARING), replace(CLAIM, migration=MIGRATION)),
         (unshelving(S.CLAIMING, S.PREPARING), CLAIM),
-        (unshelving(S.CLAIMING, S.PREPARING, position=0), replace(CLAIM, release_first=False, options=BOTH)),
+        (unshelving(S.CLAIMING, S.PREPARING, selection_index=0), replace(CLAIM, release_first=False, options=BOTH)),
         (moving(S.REVERTING), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
         (record(S.RELEASING, S.FAILED), OF_INSTANCE),
         (moving(S.RELEASING, S.FAILED), OF_INSTANCE),
         (moving(S.RELEASING, S.DELETED, {"instance_released": True}), OF_MIGRATION),
         (unshelving(S.RELEASING, S.OFFLOADED), OF_INSTANCE),
         (moving(S.RELEASING, S.ACTIVE), OF_MIGRATION),
-        (moving(S.RESIZED, move={**BY_REVERT, "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
-        (in_place(S.RESIZED, move={"lost_code": "host.fenced", "order": 5}), SourceQuery(host(1), "s1", 1, 5)),
+        (moving(S.RESIZED, action={**BY_REVERT, "change_number": 5}), SourceQuery(host(1), "s1", 1, 5)),
+        (
+            in_place(S.RESIZED, action={"rollback_code": "host.fenced", "change_number": 5}),
+            SourceQuery(host(1), "s1", 1, 5),
+        ),
         (moving(S.RESIZED), None),
-        (moving(S.REVERTING, move=BY_REVERT), Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5)),
-        (moving(S.PREPARING, move={"instance_released": True}), None),
+        (
+            moving(S.REVERTING, action=BY_REVERT),
+            Revert(consumer=UUID, migration=MIGRATION, source_attempt=4, attempt=5),
+        ),
+        (moving(S.PREPARING, action={"instance_released": True}), None),
         (record(S.ACTIVE), None),
         (record(S.BUILDING), None),
         (record(S.DESTROYING, S.DELETED), None),
     ],
-)  # fmt: skip
+)
 def test_the_request_that_follows_from_a_record(known: Instance, question: object) -> None:
-    assert question_of(known) == question
+    assert awaited_request_of(known) == question
 
 
 @pytest.mark.parametrize(
@@ -325,10 +335,10 @@ def test_a_claim_beyond_the_one_that_was_requested_changes_nothing(before: Insta
 
 def test_the_rules_of_a_cell_by_what_follows() -> None:
     first, second, other = Rule(ignore), Rule(tombstone), Rule(ignore, (S.FAILED,))
-    cell = ByThen({S.ACTIVE: first, S.DELETED: second}, other)
+    cell = ByNextState({S.ACTIVE: first, S.DELETED: second}, other)
     assert [cell.of(then) for then in (S.ACTIVE, S.DELETED, S.FAILED, None)] == [first, second, other, other]
-    assert ByThen({S.ACTIVE: first}).of(S.FAILED) is None
-    assert (rules_of(cell), rules_of(ByThen({S.ACTIVE: first}))) == ((first, second, other), (first,))
+    assert ByNextState({S.ACTIVE: first}).of(S.FAILED) is None
+    assert (rules_of(cell), rules_of(ByNextState({S.ACTIVE: first}))) == ((first, second, other), (first,))
     assert (rules_of(first), rules_of(None)) == ((first,), ())
 
 
@@ -357,7 +367,7 @@ def test_only_the_answer_to_what_is_asked_now_counts(known: Instance) -> None:
     """A conductor that was paused brings the answer to what an earlier record had asked: a release that it took for its
     own left an allocation that nobody released.
     """
-    question = question_of(known)
+    question = awaited_request_of(known)
     assert isinstance(question, Claim | Release | Revert)
     answer, attempt = ANSWERS[type(question)], question.attempt or 0
     assert step(known, answer(consumer=question.consumer, attempt=attempt), PATIENCE).instance is not known

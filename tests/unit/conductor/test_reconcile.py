@@ -14,29 +14,29 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.listing import ListedMachine
-from bus.contracts.moves import Condition, MoveKind
+from bus.contracts.moves import ActionKind, Condition
 from cell_conductor.domain import reconcile as reconciling
 from cell_conductor.domain.desires import (
     DELETE_REQUESTED,
-    DESIRES,
-    ELSEWHERE,
-    WANTED,
-    Wish,
+    DESIRED,
+    DESIRED_STATES,
+    IN_OTHER_CELL,
+    MachineTarget,
     Work,
-    desire_of,
-    states_where,
+    desired_state_of,
+    phases_matching,
 )
-from cell_conductor.domain.instance import Instance, Move, Phase, Power, State
+from cell_conductor.domain.instance import ActionInProgress, Instance, Phase, Power, State
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, NO_SERVICE, BlockedReason, reconcile
 from cell_conductor.domain.recovery_facts import (
-    Action,
     KnownInstance,
     OperatorDecision,
     Reconciled,
-    RecoveryOrder,
+    RecoveryCommand,
+    RecoveryCommandKind,
     Verb,
 )
-from tests.unit.conductor.move_scenario import MOVE, OTHER
+from tests.unit.conductor.move_scenario import ACTION, OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, selection
 
 ON = {name: selection(n) for n, name in enumerate("ABC", start=1)}
@@ -68,17 +68,26 @@ def known_at(*places: str, **other: Any) -> KnownInstance:
 
 def record_of(phase: Phase, **other: Any) -> Instance:
     """On A as attempt 1; one that is moved, from there to B as attempt 2."""
-    row = DESIRES[phase]
-    made = Instance(uuid=UUID, state=phase[0], then=phase[1], spec=SPEC, selections=(ON["A"],), attempt=1, sequence=20)
-    if row.source is not Wish.UNKNOWN or row.work is Work.MOVE:
-        move = Move(request_id=MOVE, kind=MoveKind.MIGRATE, source=ON["A"], source_attempt=1, book_attempt=1, spec=SPEC)
-        is_at_source = row.asks is not None and row.source in WANTED and row.here is Wish.NONE
+    row = DESIRED_STATES[phase]
+    made = Instance(
+        uuid=UUID, state=phase[0], next_state=phase[1], spec=SPEC, selections=(ON["A"],), attempt=1, sequence=20
+    )
+    if row.source is not MachineTarget.UNKNOWN or row.work is Work.ACTION:
+        action = ActionInProgress(
+            request_id=ACTION,
+            kind=ActionKind.MIGRATE,
+            source=ON["A"],
+            source_attempt=1,
+            allocation_attempt=1,
+            spec=SPEC,
+        )
+        is_at_source = row.placement_call is not None and row.source in DESIRED and row.current is MachineTarget.ABSENT
         at, attempt = (0, 1) if is_at_source else (1, 2)
-        made = replace(made, selections=(ON["A"], ON["B"]), position=at, attempt=attempt, move=move)
+        made = replace(made, selections=(ON["A"], ON["B"]), selection_index=at, attempt=attempt, action=action)
     return replace(made, **other)
 
 
-PHASES = [phase for phase, row in DESIRES.items() if row.here is not Wish.UNKNOWN]
+PHASES = [phase for phase, row in DESIRED_STATES.items() if row.current is not MachineTarget.UNKNOWN]
 RECORDS = [
     None,
     *(record_of(phase, **other) for phase, other in product(PHASES, ({}, {"image": "kept"}, {"power": Power.STOPPED}))),
@@ -104,14 +113,14 @@ WORDS = (
     None,
     known_at("A", attempt=1, is_old=True),
     known_at("A", attempt=1, power=Power.RUNNING),
-    known_at("B", "A", attempt=2, request_id=MOVE, kind=MoveKind.MIGRATE, power=Power.RUNNING),
-    known_at("A", attempt=2, request_id=OTHER, kind=MoveKind.STOP, power=Power.RUNNING),
+    known_at("B", "A", attempt=2, request_id=ACTION, kind=ActionKind.MIGRATE, power=Power.RUNNING),
+    known_at("A", attempt=2, request_id=OTHER, kind=ActionKind.STOP, power=Power.RUNNING),
     known_at("C", attempt=7, is_active=False),
     known_at("A", attempt=1, is_active=False),
-    known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True),
+    known_at("B", attempt=9, request_id=ACTION, kind=ActionKind.MIGRATE, is_transferred_in=True),
     known_at(attempt=2, is_deleted=True),
     known_at(attempt=9, is_deleted=True),
-    known_at(attempt=9, is_elsewhere=True),
+    known_at(attempt=9, is_in_other_cell=True),
     KnownInstance(exists=False),
 )
 Case: TypeAlias = tuple[Instance | None, Sequence[ListedMachine], KnownInstance | None, frozenset[str]]
@@ -135,9 +144,9 @@ def wanted_of(result: Reconciled) -> set[tuple[str | None, int]]:
     after, places = result.record, set[tuple[str | None, int]]()
     if after is None or result.blocked_reason:
         return places
-    if desire_of(after).here in WANTED:
+    if desired_state_of(after).current in DESIRED:
         places.add((after.host_uuid, after.attempt))
-    if desire_of(after).source is Wish.STAY:
+    if desired_state_of(after).source is MachineTarget.PRESENT:
         places.add((after.source_host_uuid, after.source_attempt))
     return places
 
@@ -146,16 +155,16 @@ def faults_about_machines(case: Case, result: Reconciled) -> Iterator[str]:
     """What becomes of the machines, and must not."""
     record, machines, known, _ = case
     own = [one for one in machines if not one.foreign]
-    ordered = [order.machine for order in result.orders]
+    ordered = [order.machine for order in result.commands]
     if any(one.foreign for one in ordered):
         yield "a foreign machine is touched"
-    if any(o.action is Action.DESTROY for o in result.orders) and not is_delete_recorded(record, known):
+    if any(o.kind is RecoveryCommandKind.DESTROY for o in result.commands) and not is_delete_recorded(record, known):
         yield "a machine is ordered away without a delete"
-    if any(o.action is Action.DESTROY for o in result.orders) and result.record is None:
+    if any(o.kind is RecoveryCommandKind.DESTROY for o in result.commands) and result.record is None:
         yield "nobody awaits that it is destroyed"
     wanted = [one for one in own if (one.host_uuid, one.attempt) in wanted_of(result)]
     running = {one.host_uuid for one in wanted if one.complete and one.runs}
-    running |= {order.machine.host_uuid for order in result.orders if order.action is Action.START}
+    running |= {order.machine.host_uuid for order in result.commands if order.kind is RecoveryCommandKind.START}
     if len(running) > 1 or len(wanted) > 2:
         yield "two are wanted"
     if any(one.busy for one in own) and result.blocked_reason is not BlockedReason.BUSY:
@@ -170,20 +179,24 @@ def faults_about_the_record(case: Case, result: Reconciled) -> Iterator[str]:
     own, after = [one for one in machines if not one.foreign], result.record
     if after is None or result.blocked_reason:
         return
-    if known is not None and known.is_deleted and desire_of(after).here is Wish.NONE and own:
+    if known is not None and known.is_deleted and desired_state_of(after).current is MachineTarget.ABSENT and own:
         yield "its delete is over, and it has a machine"
-    if after.phase not in DESIRES:
+    if after.phase not in DESIRED_STATES:
         yield "no row of the desired states"
-    row = desire_of(after)
+    row = desired_state_of(after)
     is_there = any((one.host_uuid, one.attempt) == (after.host_uuid, after.attempt) and one.complete for one in own)
-    if row.here is Wish.RUN and not is_there and not absent:
+    if row.current is MachineTarget.RUNNING and not is_there and not absent:
         yield "it runs nowhere"
-    if after.phase not in ELSEWHERE and after.last_attempt < max((one.attempt for one in own), default=0):
+    if after.phase not in IN_OTHER_CELL and after.last_attempt < max((one.attempt for one in own), default=0):
         yield "a number was seen that is higher"
-    if after.phase not in ELSEWHERE | DELETE_REQUESTED and after.last_attempt < FLOOR:
+    if after.phase not in IN_OTHER_CELL | DELETE_REQUESTED and after.last_attempt < FLOOR:
         yield "its numbers are below the floor"
     is_changed = record is not None and after.phase != record.phase
-    if (known is None or known.is_old) and is_changed and row.here in (Wish.GONE, Wish.NONE):
+    if (
+        (known is None or known.is_old)
+        and is_changed
+        and row.current in (MachineTarget.ABSENT_AFTER_DESTROY, MachineTarget.ABSENT)
+    ):
         yield "it is released without the top's word"
 
 
@@ -195,22 +208,22 @@ def is_same(again: Reconciled, first: Reconciled) -> bool:
 @pytest.mark.parametrize(
     ("record", "verb", "phase", "actions"),
     [
-        (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", Action.QUARANTINE)}),
+        (record_of((State.FAILED, None)), Verb.ADOPT, (State.ACTIVE, None), {("A", RecoveryCommandKind.QUARANTINE)}),
         (record_of((State.DELETED, None)), Verb.ADOPT, None, set()),  # it contradicts the delete
-        (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", Action.DESTROY)}),
+        (record_of((State.ACTIVE, None)), Verb.DESTROY, (State.ACTIVE, None), {("B", RecoveryCommandKind.DESTROY)}),
         (record_of((State.ACTIVE, None)), None, (State.ACTIVE, None), set()),
     ],
 )
 def test_an_operator_decides_about_one_machine(
-    record: Instance, verb: Verb | None, phase: Phase | None, actions: set[tuple[str, Action]]
+    record: Instance, verb: Verb | None, phase: Phase | None, actions: set[tuple[str, RecoveryCommandKind]]
 ) -> None:
     decision = None if verb is None else OperatorDecision(verb, ON["B"].host_uuid)
     kept = [ON["B"].host_uuid] if verb is None else []
     machines, known = (listed("A", 1), listed("B", 2)), known_at("A", attempt=2)
-    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION, kept=kept)
+    result = reconcile(record, machines, known, frozenset(), decision, incarnation=INCARNATION, protected=kept)
     assert result.record is not None and phase in (None, result.record.phase)
     names = {one.host_uuid: name for name, one in ON.items()}
-    assert {(names[o.machine.host_uuid], o.action) for o in result.orders} == actions
+    assert {(names[o.machine.host_uuid], o.kind) for o in result.commands} == actions
     if verb is Verb.ADOPT and phase is not None:
         assert (result.record.host_uuid, result.record.attempt) == (ON["B"].host_uuid, 2)
 
@@ -221,14 +234,14 @@ def test_a_machine_without_record_and_top_is_taken_up_by_its_spec_and_the_projec
         known = KnownInstance(exists=False, project_id=project)
         result = reconcile(None, (machine,), known, frozenset(), None, incarnation=INCARNATION)
         assert (result.record and result.record.state) == taken
-        assert [o.action for o in result.orders] == ([] if taken else [Action.QUARANTINE])
+        assert [o.kind for o in result.commands] == ([] if taken else [RecoveryCommandKind.QUARANTINE])
 
 
 def shelved_again(image: str) -> Instance:
     """An offloaded instance that is unshelved, whose image was kept when that began."""
     made = record_of((State.REVERTING, None))
-    assert made.move is not None
-    return replace(made, image=image, move=replace(made.move, kind=MoveKind.UNSHELVE, image="kept"))
+    assert made.action is not None
+    return replace(made, image=image, action=replace(made.action, kind=ActionKind.UNSHELVE, image="kept"))
 
 
 @pytest.mark.parametrize(
@@ -267,18 +280,20 @@ def test_a_delete_of_what_no_record_has_is_awaited_while_there_may_be_a_machine(
     assert (result.blocked_reason or (result.record and result.record.phase)) == found
     again = reconcile(result.record, (listed("A", 1),), known, (), None, incarnation=INCARNATION)
     assert again.record is not None and again.record.phase == (State.DESTROYING, State.DELETED)
-    assert again.record.here.service != NO_SERVICE and [one.action for one in again.orders] == [Action.DESTROY]
+    assert again.record.current.service != NO_SERVICE and [one.kind for one in again.commands] == [
+        RecoveryCommandKind.DESTROY
+    ]
 
 
 @pytest.mark.parametrize("record", [None, record_of((State.ACTIVE, None)), record_of((State.RESIZED, None))])
 def test_what_is_being_changed_is_waited_for(record: Instance | None) -> None:
     machines, known = (listed("A", 1, busy=True), listed("B", 2)), known_at("B", attempt=2)
     result = reconcile(record, machines, known, frozenset(), None, incarnation=INCARNATION)
-    assert (result.blocked_reason, result.orders) == (BlockedReason.BUSY, ())
+    assert (result.blocked_reason, result.commands) == (BlockedReason.BUSY, ())
 
 
 TO_COME = known_at("A", attempt=1, is_active=False)
-ARRIVING = known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arrives=True, cell="c1")
+ARRIVING = known_at("B", attempt=9, request_id=ACTION, kind=ActionKind.MIGRATE, is_transferred_in=True, cell="c1")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +306,8 @@ ARRIVING = known_at("B", attempt=9, request_id=MOVE, kind=MoveKind.MIGRATE, arri
         (None, (), ARRIVING, "", None),
         (None, (), ARRIVING, "B", "host_absent"),
         (None, (listed("B", 9),), ARRIVING, "", (State.ACTIVE, None)),
-        (record_of((State.DEPARTED, None)), (), ARRIVING, "", (State.DEPARTED, None)),
-        (record_of((State.ACTIVE, None)), (), ARRIVING, "", (State.DEPARTED, State.ABSENT)),
+        (record_of((State.TRANSFERRED, None)), (), ARRIVING, "", (State.TRANSFERRED, None)),
+        (record_of((State.ACTIVE, None)), (), ARRIVING, "", (State.TRANSFERRED, State.ABSENT)),
         (record_of((State.ACTIVE, None)), (), ARRIVING, "B", "host_absent"),
         (record_of((State.ACTIVE, None)), (listed("B", 9),), ARRIVING, "", (State.ACTIVE, None)),
         (record_of((State.DELETED, None)), (), ARRIVING, "", "conflict"),
@@ -361,16 +376,18 @@ def history(*changes: dict[str, Any], start: Moment = NOTHING) -> list[Moment]:
 
 def at(place: str, attempt: int, *phase: State, **other: Any) -> Instance:
     """The record of an instance there."""
-    state, then = phase if len(phase) == 2 else (phase[0], None)
-    known = {"state": state, "then": then, "spec": SPEC, "selections": (ON[place],), "attempt": attempt}
+    state, next_state = phase if len(phase) == 2 else (phase[0], None)
+    known = {"state": state, "next_state": next_state, "spec": SPEC, "selections": (ON[place],), "attempt": attempt}
     return Instance(uuid=UUID, **known | other)
 
 
-def moving(*phase: State, kind: MoveKind = MoveKind.MIGRATE, **other: Any) -> Instance:
+def moving(*phase: State, kind: ActionKind = ActionKind.MIGRATE, **other: Any) -> Instance:
     """From A to B."""
-    move = Move(request_id=MOVE, kind=kind, source=ON["A"], source_attempt=1, book_attempt=1, spec=SPEC)
+    action = ActionInProgress(
+        request_id=ACTION, kind=kind, source=ON["A"], source_attempt=1, allocation_attempt=1, spec=SPEC
+    )
     is_claimed = phase[0] is not State.CLAIMING
-    known = {"selections": (ON["A"], ON["B"]), "position": int(is_claimed), "move": move}
+    known = {"selections": (ON["A"], ON["B"]), "selection_index": int(is_claimed), "action": action}
     return replace(at("A", 2 if is_claimed else 1, *phase), **known | other)
 
 
@@ -381,8 +398,8 @@ def here(place: str, attempt: int) -> tuple[str, int]:
 RUNNING, A, B = Power.RUNNING, here("A", 1), here("B", 2)
 ON_A_1 = known_at("A", attempt=1, power=RUNNING)
 ON_B_2 = known_at("B", attempt=2, power=RUNNING)
-LEAVING_A = known_at("A", attempt=1, power=RUNNING, request_id=MOVE, kind=MoveKind.MIGRATE)
-TO_B = known_at("B", "A", attempt=2, power=RUNNING, request_id=MOVE, kind=MoveKind.MIGRATE)
+LEAVING_A = known_at("A", attempt=1, power=RUNNING, request_id=ACTION, kind=ActionKind.MIGRATE)
+TO_B = known_at("B", "A", attempt=2, power=RUNNING, request_id=ACTION, kind=ActionKind.MIGRATE)
 ACTIVE_ON_A = Moment(record=at("A", 1, State.ACTIVE), known=ON_A_1, machines=(listed("A", 1),), alive=A)
 BUILT = history(
     {"known": known_at("A", attempt=1, is_active=False)},
@@ -414,14 +431,14 @@ ARRIVED_ON_B = (
 )
 SHELVED_A = at("A", 1, State.OFFLOADED, power=Power.SHELVED, image="kept")
 OFFLOADED = (
-    {"record": moving(State.CHANGING, kind=MoveKind.SHELVE, selections=(ON["A"],), position=0, attempt=1)},
+    {"record": moving(State.CHANGING, kind=ActionKind.SHELVE, selections=(ON["A"],), selection_index=0, attempt=1)},
     {"machines": (STOPPED_A,)},
     {"record": at("A", 1, State.DESTROYING, State.OFFLOADED, power=Power.SHELVED, image="kept")},
     {"machines": (), "alive": None, "image": "kept"},
     {"record": SHELVED_A},
     {"known": known_at(attempt=1, power=Power.SHELVED, snapshot="kept")},
 )
-UNSHELVING = Move(request_id=OTHER, kind=MoveKind.UNSHELVE, spec=SPEC, power=Power.SHELVED, image="kept")
+UNSHELVING = ActionInProgress(request_id=OTHER, kind=ActionKind.UNSHELVE, spec=SPEC, power=Power.SHELVED, image="kept")
 HISTORIES = {
     "it is built": BUILT,
     "it is built on an alternate": history(
@@ -431,10 +448,10 @@ HISTORIES = {
         {"machines": ()},
         {"record": at("A", 1, State.CLAIMING, State.BUILDING, selections=(ON["A"], ON["B"]))},
         {"known": known_at("B", attempt=2, is_active=False)},
-        {"record": at("A", 2, State.BUILDING, selections=(ON["A"], ON["B"]), position=1)},
+        {"record": at("A", 2, State.BUILDING, selections=(ON["A"], ON["B"]), selection_index=1)},
         {"machines": (MADE_B,)},
         {"machines": (RUNS_B,), "alive": B},
-        {"record": at("A", 2, State.ACTIVE, selections=(ON["A"], ON["B"]), position=1)},
+        {"record": at("A", 2, State.ACTIVE, selections=(ON["A"], ON["B"]), selection_index=1)},
         {"known": ON_B_2},
     ),
     "it is deleted": history(
@@ -453,9 +470,9 @@ HISTORIES = {
         {"record": moving(State.DESTROYING, State.REVERTING)},
         {"record": moving(State.REVERTING)},
         {"known": LEAVING_A},
-        {"record": moving(State.RESTARTING, selections=(ON["A"],), position=0, attempt=1, newest=2)},
+        {"record": moving(State.RESTARTING, selections=(ON["A"],), selection_index=0, attempt=1, highest_attempt=2)},
         {"machines": (listed("A", 1),)},
-        {"record": at("A", 1, State.ACTIVE, newest=2)},
+        {"record": at("A", 1, State.ACTIVE, highest_attempt=2)},
         {"known": ON_A_1},
         start=ACTIVE_ON_A,
     ),
@@ -468,26 +485,26 @@ HISTORIES = {
         start=ACTIVE_ON_A,
     ),
     "it is stopped and started": history(
-        {"known": replace(ON_A_1, request_id=MOVE, kind=MoveKind.STOP)},
-        {"record": moving(State.CHANGING, kind=MoveKind.STOP, selections=(ON["A"],), position=0, attempt=1)},
+        {"known": replace(ON_A_1, request_id=ACTION, kind=ActionKind.STOP)},
+        {"record": moving(State.CHANGING, kind=ActionKind.STOP, selections=(ON["A"],), selection_index=0, attempt=1)},
         {"machines": (STOPPED_A,)},
         {"record": at("A", 1, State.ACTIVE, power=Power.STOPPED)},
         {"known": replace(ON_A_1, power=Power.STOPPED)},
-        {"known": replace(ON_A_1, power=Power.STOPPED, request_id=OTHER, kind=MoveKind.START)},
+        {"known": replace(ON_A_1, power=Power.STOPPED, request_id=OTHER, kind=ActionKind.START)},
         {"machines": (listed("A", 1),)},
         {"record": at("A", 1, State.ACTIVE)},
         {"known": ON_A_1},
         start=ACTIVE_ON_A,
     ),
     "it is shelved, and unshelved elsewhere": history(
-        {"known": replace(ON_A_1, request_id=MOVE, kind=MoveKind.SHELVE)},
+        {"known": replace(ON_A_1, request_id=ACTION, kind=ActionKind.SHELVE)},
         *OFFLOADED,
         {
             "known": known_at(
-                "B", attempt=2, power=Power.SHELVED, snapshot="kept", request_id=OTHER, kind=MoveKind.UNSHELVE
+                "B", attempt=2, power=Power.SHELVED, snapshot="kept", request_id=OTHER, kind=ActionKind.UNSHELVE
             )
         },
-        {"record": at("B", 2, State.FINISHING, power=Power.SHELVED, image="kept", move=UNSHELVING)},
+        {"record": at("B", 2, State.FINISHING, power=Power.SHELVED, image="kept", action=UNSHELVING)},
         {"machines": (MADE_B,)},
         {"machines": (RUNS_B,), "alive": B, "image": ""},
         {"record": at("B", 2, State.ACTIVE)},
@@ -497,9 +514,9 @@ HISTORIES = {
     "it is evacuated": history(
         {"off": frozenset({A[0]}), "machines": (), "alive": None},
         {"fenced": frozenset({A[0]})},
-        {"known": replace(LEAVING_A, kind=MoveKind.EVACUATE)},
-        {"known": replace(TO_B, kind=MoveKind.EVACUATE)},
-        {"record": moving(State.FINISHING, kind=MoveKind.EVACUATE)},
+        {"known": replace(LEAVING_A, kind=ActionKind.EVACUATE)},
+        {"known": replace(TO_B, kind=ActionKind.EVACUATE)},
+        {"record": moving(State.FINISHING, kind=ActionKind.EVACUATE)},
         {"machines": (MADE_B,)},
         {"machines": (RUNS_B,), "alive": B},
         {"record": at("B", 2, State.ACTIVE)},
@@ -510,9 +527,9 @@ HISTORIES = {
     "it goes to another cell and comes back": history(
         {"known": replace(LEAVING_A, request_id=OTHER)},
         *OFFLOADED[:-1],
-        {"record": at("A", 1, State.DEPARTED, image="kept"), "image": ""},
-        {"known": known_at(attempt=2, is_elsewhere=True), "alive": ("", 2)},
-        {"known": known_at(attempt=2, is_elsewhere=True, power=Power.SHELVED), "alive": None},
+        {"record": at("A", 1, State.TRANSFERRED, image="kept"), "image": ""},
+        {"known": known_at(attempt=2, is_in_other_cell=True), "alive": ("", 2)},
+        {"known": known_at(attempt=2, is_in_other_cell=True, power=Power.SHELVED), "alive": None},
         {"known": known_at("B", attempt=3, is_active=False)},
         {"record": at("B", 3, State.BUILDING)},
         {"machines": (listed("B", 3),), "alive": here("B", 3)},
@@ -545,14 +562,16 @@ def restored(moments: Sequence[Moment]) -> Iterator[Restored]:
                     yield Restored(now, moments[cell].record, known, fenced, frozenset(absent))
 
 
-def follow(machines: Sequence[ListedMachine], orders: Sequence[RecoveryOrder]) -> list[ListedMachine]:
+def follow(machines: Sequence[ListedMachine], orders: Sequence[RecoveryCommand]) -> list[ListedMachine]:
     """The machines when the orders were carried out, and what was under way has ended."""
     left = []
     for one in machines:
-        actions = {order.action for order in orders if order.machine == one}
-        if Action.DESTROY in actions or (Action.DESTROY_IF_INCOMPLETE in actions and not one.complete):
+        actions = {order.kind for order in orders if order.machine == one}
+        if RecoveryCommandKind.DESTROY in actions or (
+            RecoveryCommandKind.DESTROY_IF_INCOMPLETE in actions and not one.complete
+        ):
             continue
-        left.append(replace(one, busy=False, runs=one.runs or Action.START in actions))
+        left.append(replace(one, busy=False, runs=one.runs or RecoveryCommandKind.START in actions))
     return left
 
 
@@ -569,8 +588,8 @@ def harms_of(case: Restored, before: Sequence[ListedMachine], result: Reconciled
         yield "destroyed"
     if after is None or result.blocked_reason or case.now.is_deleted:
         return
-    starts = [order.machine for order in result.orders if order.action is Action.START]
-    wanted = {(after.host_uuid, after.attempt)} if desire_of(after).here in WANTED else set()
+    starts = [order.machine for order in result.commands if order.kind is RecoveryCommandKind.START]
+    wanted = {(after.host_uuid, after.attempt)} if desired_state_of(after).current in DESIRED else set()
     wanted |= {(one.host_uuid, one.attempt) for one in starts}
     if wanted - {alive} or after.phase in OFFLOADED_PHASES:
         yield "doubled"
@@ -578,13 +597,13 @@ def harms_of(case: Restored, before: Sequence[ListedMachine], result: Reconciled
         yield "forgotten"
 
 
-OFFLOADED_PHASES = states_where(lambda row: row.condition is Condition.OFFLOADED)
-RELEASED = states_where(lambda row: row.condition in (Condition.FAILED, Condition.DELETED))
+OFFLOADED_PHASES = phases_matching(lambda row: row.condition is Condition.OFFLOADED)
+RELEASED = phases_matching(lambda row: row.condition in (Condition.FAILED, Condition.DELETED))
 
 
 def follow_quiet(before: Sequence[ListedMachine], result: Reconciled) -> list[ListedMachine]:
     """Those that the orders leave, as they were."""
-    left = {(one.host_uuid, one.attempt) for one in follow(before, result.orders)}
+    left = {(one.host_uuid, one.attempt) for one in follow(before, result.commands)}
     return [one for one in before if (one.host_uuid, one.attempt) in left]
 
 
@@ -599,8 +618,8 @@ def recover(case: Restored, see: Callable[[list[ListedMachine], KnownInstance], 
         hidden = [one for one in machines if one.host_uuid in absent]
         listing, known = see([one for one in machines if one not in hidden], case.known)
         result = reconcile(record, listing, known, absent - case.fenced, None, incarnation=INCARNATION)
-        real = [replace(o, machine=next(m for m in machines if is_one(m, o.machine))) for o in result.orders]
-        yield from harms_of(case, machines, replace(result, orders=tuple(real)))
+        real = [replace(o, machine=next(m for m in machines if is_one(m, o.machine))) for o in result.commands]
+        yield from harms_of(case, machines, replace(result, commands=tuple(real)))
         following = [*follow([one for one in machines if one not in hidden], real), *hidden]
         if round_ and (following, result.record) == (machines, record):
             break
@@ -623,8 +642,10 @@ def end_of(case: Restored, machines: Sequence[ListedMachine], result: Reconciled
         if now.image and (after is None or (after.image != now.image and not result.blocked_reason)):
             yield "image forgotten"
         return
-    is_listed = any((o.machine.host_uuid, o.machine.attempt) == now.alive for o in result.orders)
-    is_wanted = now.alive in wanted_of(result) or (now.alive[0] == "" and (after is None or after.phase in ELSEWHERE))
+    is_listed = any((o.machine.host_uuid, o.machine.attempt) == now.alive for o in result.commands)
+    is_wanted = now.alive in wanted_of(result) or (
+        now.alive[0] == "" and (after is None or after.phase in IN_OTHER_CELL)
+    )
     if not (is_wanted or is_listed or result.blocked_reason or now.alive[0] == ""):
         yield "forgotten"
     if not case.known.is_old and not is_wanted:
@@ -678,7 +699,7 @@ def without(rule: reconciling.Rule) -> dict[str, Any]:
 DEFECTS: dict[str, tuple[Callable[[list[ListedMachine], KnownInstance], Seen], dict[str, Any], str]] = {
     "rule 0: an end without the top's word": (as_seen, {"_ends": lambda _facts, _result: False}, "doubled"),
     "rule 0: an old word counts": (believing, {}, "doubled"),
-    "rule 3: departed": (as_seen, without(reconciling.depart), "doubled"),
+    "rule 3: departed": (as_seen, without(reconciling.follow_transfer), "doubled"),
     "rule 6: hosts that have not listed": (as_seen, without(reconciling.wait_for_hosts), "doubled"),
     "the newest": (as_seen, {"newest_of": oldest_of}, "doubled"),
     "the top's word": (alone, {}, "forgotten"),

@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
-from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import EndedMove, Instance, Power, State
+from cell_conductor.domain.instance import EndedAction, Instance, Power, State
 from cell_conductor.domain.table import step
 from tests.unit.conductor import move_scenario as moves
-from tests.unit.conductor.move_scenario import MOVE, OTHER, request
+from tests.unit.conductor.move_scenario import ACTION, OTHER, request
 from tests.unit.conductor.records import (
     GONE,
     LEAVES,
@@ -41,7 +41,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 
-RESTS: dict[str, Any] = {"then": None, "deadline": None, "queried": False}
+RESTS: dict[str, Any] = {"next_state": None, "deadline": None, "queried": False}
 
 
 def tried(n: int, outcome: str, at: float, *, attempt: int = 2, code: str = "", reason: str = "") -> AttemptRecord:
@@ -53,18 +53,20 @@ def numbered(of_build: bool = True) -> dict[str, Any]:
     return {"sequence": 21, **({"build_sequence": 20} if of_build else {})}
 
 
-def waits(state: State, then: State | None, at: float, **other: object) -> dict[str, Any]:
+def waits(state: State, next_state: State | None, at: float, **other: object) -> dict[str, Any]:
     """For placement or a host, whose answer is awaited for `deadline`."""
-    return {"state": state, "then": then, "since": at, **other}
+    return {"state": state, "next_state": next_state, "since": at, **other}
 
 
-def done(kind: MoveKind, state: MoveState = MoveState.DONE, code: str = "", reason: str = "") -> tuple[EndedMove, ...]:
-    return (EndedMove(MOVE if kind is not MoveKind.CONFIRM else OTHER, kind, state, code, reason),)
+def done(
+    kind: ActionKind, state: ActionState = ActionState.DONE, code: str = "", reason: str = ""
+) -> tuple[EndedAction, ...]:
+    return (EndedAction(ACTION if kind is not ActionKind.CONFIRM else OTHER, kind, state, code, reason),)
 
 
-ABORTED = {"by": OTHER, "by_kind": MoveKind.ABORT}
+ABORTED = {"ending_request_id": OTHER, "ending_kind": ActionKind.ABORT}
 FULL = tried(3, "not_claimed", 111.0, attempt=5, code="full")
-UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "position": 0, "answered": True}
+UP = {**RESTS, "state": State.ACTIVE, "selections": (ON_2,), "selection_index": 0, "answered": True}
 FAILED_1 = tried(2, "failed", 110.0, code="spawn.no_disk", reason="full")
 NONE_LEFT = "1 of 3 hosts tried, none is left. host-3: not_claimed, full"
 BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, State.RELEASING, State.DESTROYING
@@ -96,13 +98,13 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(CLAIMING, BUILDING),
             claimed(5),
-            {**waits(BUILDING, None, 111.0, deadline=171.0), **numbered(), "position": 2, "attempt": 5,
+            {**waits(BUILDING, None, 111.0, deadline=171.0), **numbered(), "selection_index": 2, "attempt": 5,
              "consumer_generation": 9, "queried": False},
         ),
         (
             record(CLAIMING, State.DELETED),
             claimed(5),
-            {"state": RELEASING, "since": 111.0, "deadline": 126.0, "position": 2, "attempt": 5,
+            {"state": RELEASING, "since": 111.0, "deadline": 126.0, "selection_index": 2, "attempt": 5,
              "consumer_generation": 9},
         ),
         (
@@ -114,17 +116,17 @@ BUILDING, CLAIMING, RELEASING, DESTROYING = State.BUILDING, State.CLAIMING, Stat
         (
             record(CLAIMING, State.DELETED),
             refused(5, changed=True),
-            {**numbered(), "state": State.DELETED, "then": None, "deadline": None, "since": 111.0},
+            {**numbered(), "state": State.DELETED, "next_state": None, "deadline": None, "since": 111.0},
         ),
         (record(CLAIMING, State.DELETED), refused(5), {"state": RELEASING, "since": 111.0, "deadline": 126.0}),
         (record(CLAIMING, BUILDING), e.TimedOut(at=170.0), {"deadline": 185.0}),
         (record(State.ACTIVE), DELETE, {**waits(DESTROYING, State.DELETED, 120.0, deadline=150.0), **numbered()}),
         (
-            record(RELEASING, State.DELETED, move=replace(LEAVES, instance_released=True)),
-            replace(RELEASED, consumer=MOVE),
-            {"sequence": 22, "build_sequence": 21, "state": State.DELETED, "then": None, "deadline": None,
-             "since": 130.0, "move": None, "ended_attempts": (1, 4),
-             "ended": (EndedMove(MOVE, MoveKind.MIGRATE, MoveState.FAILED, "instance.deleted",
+            record(RELEASING, State.DELETED, action=replace(LEAVES, instance_released=True)),
+            replace(RELEASED, consumer=ACTION),
+            {"sequence": 22, "build_sequence": 21, "state": State.DELETED, "next_state": None, "deadline": None,
+             "since": 130.0, "action": None, "ended_attempts": (1, 4),
+             "ended": (EndedAction(ACTION, ActionKind.MIGRATE, ActionState.FAILED, "instance.deleted",
                                  "the instance was deleted"),)},
         ),
         (moving(RELEASING, State.FAILED), RELEASED, {"deadline": 145.0, "move_instance_released": True}),
@@ -136,61 +138,64 @@ def test_a_step_of_a_build_or_a_delete_changes_this_of_its_record(
     assert step(before, answering(before, event), PATIENCE).instance == after(before, changes)
 
 
-PREPARED = {"sequence": 21, "queried": False, "consumer_generation": 9, "newest": 5, "move_claimed": True}
-ORDERED = {"order": 201000, "move_order": 201000, "since": 201.0, "deadline": 501.0, "then": None}
-BACK = {**RESTS, "sequence": 21, "state": State.ACTIVE, "move": None, "since": 202.0}
-SETTLED = {**BACK, "selections": (ON_2,), "position": 0}
+PREPARED = {"sequence": 21, "queried": False, "consumer_generation": 9, "highest_attempt": 5, "move_claimed": True}
+ORDERED = {"change_number": 201000, "move_change_number": 201000, "since": 201.0, "deadline": 501.0, "next_state": None}
+BACK = {**RESTS, "sequence": 21, "state": State.ACTIVE, "action": None, "since": 202.0}
+SETTLED = {**BACK, "selections": (ON_2,), "selection_index": 0}
 HERE_ACTIVE = (tried(2, "active", 110.0, attempt=4),)
 ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered": True, "queried": False,
-           "move_answered": True, "move_history": HERE_ACTIVE, "ended": done(MoveKind.MIGRATE)}  # fmt: skip
+           "move_answered": True, "move_history": HERE_ACTIVE, "ended": done(ActionKind.MIGRATE)}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("before", "event", "changes"),
     [
         (
-            record(State.ACTIVE, order=3),
-            request(MoveKind.MIGRATE, 1, 3, auto_confirm_s=7.0, step_timeout_s=8.0),
+            record(State.ACTIVE, change_number=3),
+            request(ActionKind.MIGRATE, 1, 3, auto_confirm_s=7.0, step_timeout_s=8.0),
             {**waits(CLAIMING, State.PREPARING, 200.0, deadline=215.0), "selections": (ON_2, ON_1, ON_3),
-             "position": 0, "sequence": 21, "queried": False, "cause": MOVE,
-             "move": replace(LEAVES, source=ON_2, source_attempt=2, auto_confirm_s=7.0, step_timeout_s=8.0,
-                             began=200.0)},
+             "selection_index": 0, "sequence": 21, "queried": False, "cause": ACTION,
+             "action": replace(LEAVES, source=ON_2, source_attempt=2, auto_confirm_s=7.0, step_timeout_s=8.0,
+                             started_at=200.0)},
         ),
-        (at_source(), moves.claimed(5), {**PREPARED, **ORDERED, "state": State.PREPARING, "position": 1, "attempt": 5}),
+        (at_source(), moves.claimed(5), {**PREPARED, **ORDERED, "state": State.PREPARING, "selection_index": 1,
+         "attempt": 5}),
         (
             at_source(),
             moves.claimed(5, option=1),
-            {**PREPARED, **ORDERED, "state": State.PREPARING, "position": 2, "attempt": 5},
+            {**PREPARED, **ORDERED, "state": State.PREPARING, "selection_index": 2, "attempt": 5},
         ),
         (
             at_source(selections=(ON_1, ON_1, ON_2)),
             moves.claimed(5),
-            {**PREPARED, **ORDERED, "state": State.RESIZING, "position": 1},
+            {**PREPARED, **ORDERED, "state": State.RESIZING, "selection_index": 1},
         ),
         (
             at_source({"delete": True}),
             moves.claimed(5),
-            {**waits(DESTROYING, State.DELETED, 201.0, deadline=231.0), "position": 1, "attempt": 5, "newest": 5,
-             "consumer_generation": 9, "move_claimed": True, "move_here_gone": True},
+            {**waits(DESTROYING, State.DELETED, 201.0, deadline=231.0), "selection_index": 1, "attempt": 5,
+             "highest_attempt": 5,
+             "consumer_generation": 9, "move_claimed": True, "move_current_destroyed": True},
         ),
         (
-            at_source({"by": OTHER, "by_kind": MoveKind.ABORT}),
+            at_source({"ending_request_id": OTHER, "ending_kind": ActionKind.ABORT}),
             moves.claimed(5),
-            {**PREPARED, **waits(State.REVERTING, None, 201.0, deadline=216.0), "position": 1, "attempt": 5,
-             "move_lost_code": "move.aborted"},
+            {**PREPARED, **waits(State.REVERTING, None, 201.0, deadline=216.0), "selection_index": 1, "attempt": 5,
+             "move_rollback_code": "action.aborted"},
         ),
         (
             at_source(),
             moves.refused(5),
-            {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False, "newest": 5,
-             "move_lost_code": "max_retries_exceeded",
-             "move_lost_reason": "no host is left. host-2: not_claimed (full)",
+            {**waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+             "highest_attempt": 5,
+             "move_rollback_code": "max_retries_exceeded",
+             "move_rollback_reason": "no host is left. host-2: not_claimed (full)",
              "move_history": (tried(2, "not_claimed", 201.0, attempt=5, code="full"),)},
         ),
         (
-            *answer(moving(State.PREPARING, move={"order": 5}, order=5), 2),
+            *answer(moving(State.PREPARING, action={"change_number": 5}, change_number=5), 2),
             {"state": State.HANDING_OVER, "sequence": 21, "deadline": 502.0, "since": 202.0, "queried": False,
-             "order": 202000, "move_order": 202000, "move_handed_over": True},
+             "change_number": 202000, "move_change_number": 202000, "move_handed_over": True},
         ),
         (
             *answer(moving(State.PREPARING), 2, done=False, code="no"),
@@ -200,51 +205,51 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
         (
             *answer(moving(State.PREPARING, selections=(ON_1, ON_2)), 2, done=False),
             {**waits(State.REVERTING, None, 202.0, deadline=217.0), "sequence": 21, "queried": False,
-             "move_lost_code": "max_retries_exceeded", "move_lost_reason": "no host is left. host-2: failed",
+             "move_rollback_code": "max_retries_exceeded", "move_rollback_reason": "no host is left. host-2: failed",
              "move_history": (tried(2, "failed", 202.0, attempt=4),)},
         ),
         (
-            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1),
+            *answer(moving(State.HANDING_OVER, action={"handed_over": True}), 1),
             {"state": State.FINISHING, "sequence": 21, "deadline": 502.0, "since": 202.0, "queried": False,
              "move_finishing": True},
         ),
         (
-            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1, done=False, runs=True, refused=True,
-                    elsewhere=True, code="no"),
+            *answer(moving(State.HANDING_OVER, action={"handed_over": True}), 1, done=False, runs=True, refused=True,
+                    retry_other_host=True, code="no"),
             {**waits(CLAIMING, State.PREPARING, 202.0, deadline=217.0), "sequence": 21, "queried": False,
              "move_handed_over": False, "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
         ),
         (
-            *answer(moving(State.HANDING_OVER, move={"handed_over": True}), 1, done=False, runs=True, refused=True,
+            *answer(moving(State.HANDING_OVER, action={"handed_over": True}), 1, done=False, runs=True, refused=True,
                     code="no"),
             {"state": State.REVERTING, "deadline": 217.0, "since": 202.0, "sequence": 21, "queried": False,
-             "move_handed_over": False, "move_lost_code": "no",
+             "move_handed_over": False, "move_rollback_code": "no",
              "move_history": (tried(2, "failed", 202.0, attempt=4, code="no"),)},
         ),
         (
-            moving(State.FINISHING, move={"finishing": True}, image="kept"),
+            moving(State.FINISHING, action={"finishing": True}, image="kept"),
             spawned(2),
             {**ARRIVED, "state": State.RESIZED, "deadline": None, "image": ""},
         ),
         (
-            moving(State.FINISHING, move={"auto_confirm_s": 5.0}),
+            moving(State.FINISHING, action={"auto_confirm_s": 5.0}),
             spawned(2),
             {**ARRIVED, "state": State.RESIZED, "deadline": 115.0},
         ),
         (
-            moving(State.FINISHING, move={"auto_confirm_s": 0.0}),
+            moving(State.FINISHING, action={"auto_confirm_s": 0.0}),
             spawned(2),
             {**ARRIVED, **waits(DESTROYING, State.ACTIVE, 110.0, deadline=140.0)},
         ),
         (
-            moving(State.FINISHING, move={"finishing": True}),
+            moving(State.FINISHING, action={"finishing": True}),
             failed(2),
             {**waits(CLAIMING, State.PREPARING, 110.0, deadline=125.0), "sequence": 21, "queried": False,
              "move_finishing": False,
              "move_history": (tried(2, "failed", 110.0, attempt=4, code="spawn.no_disk", reason="full"),)},
         ),
         (
-            moving(State.FINISHING, move={"finishing": True}),
+            moving(State.FINISHING, action={"finishing": True}),
             GONE,
             {**waits(CLAIMING, State.PREPARING, 310.0, deadline=325.0), "sequence": 21, "queried": False,
              "move_finishing": False,
@@ -252,18 +257,19 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
                                     reason="no answer in time"),)},
         ),
         (
-            moving(State.FINISHING, move={"finishing": True}, queried=False),
+            moving(State.FINISHING, action={"finishing": True}, queried=False),
             GONE,
             {**waits(CLAIMING, State.PREPARING, 310.0, deadline=325.0), "sequence": 21, "move_finishing": False,
              "move_history": (tried(2, "failed", 310.0, attempt=4, code="spawn.timeout", reason="no answer in time"),)},
         ),
         *(
-            (at_source(move), replace(moves.refused(5), outcomes=(), **why), {
-                **waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False, "newest": 5,
-                "move_lost_code": code, "move_lost_reason": reason})
-            for move, why, code, reason in (
-                ({}, {"consumer_changed": True, "reason": "why"}, "placement.consumer_changed", "why"),
-                (ABORTED, {"reason": "why"}, "move.aborted", ""),
+            (at_source(action), replace(moves.refused(5), outcomes=(), **why), {
+                **waits(State.REVERTING, None, 201.0, deadline=216.0), "sequence": 21, "queried": False,
+                 "highest_attempt": 5,
+                "move_rollback_code": code, "move_rollback_reason": reason})
+            for action, why, code, reason in (
+                ({}, {"consumer_conflict": True, "reason": "why"}, "placement.consumer_conflict", "why"),
+                (ABORTED, {"reason": "why"}, "action.aborted", ""),
                 ({}, {"reason": "why"}, "max_retries_exceeded", "why"),
                 ({}, {}, "max_retries_exceeded", "no host is left. "),
             )
@@ -271,49 +277,50 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
         *(
             (*answer(moving(State.HANDING_OVER), 1, done=False, code=code), {
                 "state": State.REVERTING, "since": 202.0, "deadline": 217.0, "sequence": 21, "queried": False,
-                "move_lost_code": code or "hand-over.failed"})
+                "move_rollback_code": code or "hand-over.failed"})
             for code in ("", "no")
         ),
         (
             moving(State.RESIZED),
-            request(MoveKind.CONFIRM, request_id=OTHER),
+            request(ActionKind.CONFIRM, request_id=OTHER),
             {**waits(DESTROYING, State.ACTIVE, 200.0, deadline=230.0), "cause": OTHER,
-             "move_by": OTHER, "move_by_kind": MoveKind.CONFIRM},
+             "move_ending_request_id": OTHER, "move_ending_kind": ActionKind.CONFIRM},
         ),
         (
             moving(State.RESIZED),
-            request(MoveKind.REVERT, request_id=OTHER),
-            {"deadline": 230.0, "cause": OTHER, "move_by": OTHER, "move_by_kind": MoveKind.REVERT,
-             "move_lost_code": "move.reverted", "order": 200000, "move_order": 200000},
+            request(ActionKind.REVERT, request_id=OTHER),
+            {"deadline": 230.0, "cause": OTHER, "move_ending_request_id": OTHER, "move_ending_kind": ActionKind.REVERT,
+             "move_rollback_code": "action.reverted", "change_number": 200000, "move_change_number": 200000},
         ),
         (moving(DESTROYING, State.REVERTING), GONE, waits(State.REVERTING, None, 310.0, deadline=325.0)),
         (
-            moving(State.REVERTING, move={"handed_over": True, "lost_code": "x"}),
+            moving(State.REVERTING, action={"handed_over": True, "rollback_code": "x"}),
             e.Reverted(at=221.0, attempt=5, consumer_generation=11),
-            {"state": State.RESTARTING, "selections": (ON_1,), "position": 0, "attempt": 1, "newest": 5,
+            {"state": State.RESTARTING, "selections": (ON_1,), "selection_index": 0, "attempt": 1, "highest_attempt": 5,
              "consumer_generation": 11, "sequence": 21, "deadline": 521.0, "since": 221.0, "queried": False,
-             "order": 221000, "move_order": 221000},
+             "change_number": 221000, "move_change_number": 221000},
         ),
         (
-            moving(State.REVERTING, move={"lost_code": "x", "image": "kept"}),
+            moving(State.REVERTING, action={"rollback_code": "x", "image": "kept"}),
             e.Reverted(at=221.0, attempt=5),
-            {**BACK, "since": 221.0, "selections": (ON_1,), "position": 0, "attempt": 1, "newest": 5,
-             "image": "kept", "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x"), "ended_attempts": (5,)},
+            {**BACK, "since": 221.0, "selections": (ON_1,), "selection_index": 0, "attempt": 1, "highest_attempt": 5,
+             "image": "kept", "ended": done(ActionKind.MIGRATE, ActionState.FAILED, "x"), "ended_attempts": (5,)},
         ),
         (
             *answer(restarting(), 1, runs=True),
             {**BACK, "image": "", "ended_attempts": (4,),
-             "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x", "why")},
+             "ended": done(ActionKind.MIGRATE, ActionState.FAILED, "x", "why")},
         ),
         (
             *answer(restarting(), 1, done=False, runs=False, code="no"),
             {**BACK, "image": "", "power": Power.STOPPED, "ended_attempts": (4,),
-             "ended": done(MoveKind.MIGRATE, MoveState.FAILED, "x", "why; and it could not be started again: no")},
+             "ended": done(ActionKind.MIGRATE, ActionState.FAILED, "x", "why; and it could not be started again: no")},
         ),
         (
-            moving(RELEASING, State.ACTIVE, {"by": OTHER, "by_kind": MoveKind.CONFIRM, "answered": True}),
-            e.Released(at=202.0, consumer=MOVE),
-            {**SETTLED, "sequence": 22, "ended": done(MoveKind.CONFIRM), "ended_attempts": (1, 4)},
+            moving(RELEASING, State.ACTIVE, {"ending_request_id": OTHER, "ending_kind": ActionKind.CONFIRM,
+             "answered": True}),
+            e.Released(at=202.0, consumer=ACTION),
+            {**SETTLED, "sequence": 22, "ended": done(ActionKind.CONFIRM), "ended_attempts": (1, 4)},
         ),
         *(
             (
@@ -321,41 +328,41 @@ ARRIVED = {"sequence": 21, "selections": (ON_1, ON_2), "since": 110.0, "answered
                 {**SETTLED, "ended": done(kind), "ended_attempts": (4,), **becomes},
             )
             for kind, becomes in (
-                (MoveKind.START, {"power": Power.RUNNING, "image": ""}),
-                (MoveKind.UNSHELVE, {"power": Power.RUNNING, "image": ""}),
-                (MoveKind.STOP, {"power": Power.STOPPED}),
-                (MoveKind.SHELVE, {"image": "new"}),
-                (MoveKind.RESCUE, {"power": Power.RESCUED}),
-                (MoveKind.UNRESCUE, {"power": Power.RUNNING}),
-                (MoveKind.REBUILD, {}),
+                (ActionKind.START, {"power": Power.RUNNING, "image": ""}),
+                (ActionKind.UNSHELVE, {"power": Power.RUNNING, "image": ""}),
+                (ActionKind.STOP, {"power": Power.STOPPED}),
+                (ActionKind.SHELVE, {"image": "new"}),
+                (ActionKind.RESCUE, {"power": Power.RESCUED}),
+                (ActionKind.UNRESCUE, {"power": Power.RUNNING}),
+                (ActionKind.REBUILD, {}),
             )
         ),
         (
-            *answer(changing(MoveKind.SHELVE, offload=True), 2, image="new"),
+            *answer(changing(ActionKind.SHELVE, offload=True), 2, image="new"),
             {**waits(DESTROYING, State.OFFLOADED, 202.0, deadline=232.0), "image": "new", "sequence": 21},
         ),
         (
-            moving(RELEASING, State.OFFLOADED, {"kind": MoveKind.SHELVE, "source": None, "source_attempt": 0}),
+            moving(RELEASING, State.OFFLOADED, {"kind": ActionKind.SHELVE, "source": None, "source_attempt": 0}),
             RELEASED,
-            {**SETTLED, "state": State.OFFLOADED, "since": 130.0, "power": Power.SHELVED, "newest": 5,
-             "consumer_generation": None, "ended": done(MoveKind.SHELVE), "ended_attempts": (5,)},
+            {**SETTLED, "state": State.OFFLOADED, "since": 130.0, "power": Power.SHELVED, "highest_attempt": 5,
+             "consumer_generation": None, "ended": done(ActionKind.SHELVE), "ended_attempts": (5,)},
         ),
         (
             *answer(in_place(State.RESIZING), 1, done=False, code="no"),
-            {"deadline": 502.0, "order": 202000, "move_order": 202000, "move_resizing_back": True,
+            {"deadline": 502.0, "change_number": 202000, "move_change_number": 202000, "move_restoring_size": True,
              "move_history": (tried(1, "failed", 202.0, attempt=4, code="no"),)},
         ),
         (
-            *answer(in_place(State.RESIZING, move={"resizing_back": True}), 1),
+            *answer(in_place(State.RESIZING, action={"restoring_size": True}), 1),
             {**waits(CLAIMING, State.PREPARING, 202.0, deadline=217.0), "sequence": 21, "queried": False,
-             "move_resizing_back": False},
+             "move_restoring_size": False},
         ),
         (
             in_place(State.RESIZING),
             e.TimedOut(at=400.0),
             {**waits(DESTROYING, State.REVERTING, 400.0, deadline=430.0), "sequence": 21, "queried": False,
-             "order": 400000, "move_order": 400000, "move_lost_code": "move.timeout",
-             "move_lost_reason": "the host did not confirm that the machine has its new size"},
+             "change_number": 400000, "move_change_number": 400000, "move_rollback_code": "action.timeout",
+             "move_rollback_reason": "the host did not confirm that the machine has its new size"},
         ),
     ],
 )  # fmt: skip

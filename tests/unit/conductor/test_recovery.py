@@ -15,7 +15,7 @@ from bus.contracts.base import DatabaseMark, Message, Meta
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, ComputeOutcome, ComputeResult, Destroy, Running
 from bus.contracts.listing import ListedMachine, ListMachines, MachinesPage
-from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, CellAction, Condition
 from bus.contracts.operations import CellFence
 from bus.contracts.placement import Release, Restate, RestateResult
 from bus.contracts.recovery import CellKnown, CellRecovering, KnownPlace, KnownRecord
@@ -26,22 +26,22 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, BlockedReason
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
+from cell_conductor.domain.table import awaited_request_of, step
 from cell_conductor.engine import context_of
-from cell_conductor.fences import FenceKeeper
+from cell_conductor.fences import FenceController
 from cell_conductor.known_reader import KnownReader
 from cell_conductor.recovery import MAX_TRIES, CellRecovery
 from cell_conductor.store.keyed import Losses, Recovering, Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
-from scheduler_worker.domain.builds import RecordedBuild, announced_build
-from tests.unit.conductor.move_scenario import MOVE
+from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine
+from scheduler_worker.domain.builds import RecordedBuild, apply_build_event
+from tests.unit.conductor.move_scenario import ACTION
 from tests.unit.conductor.records import moving, record
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
 from tests.unit.conductor.world import Alone, Relay, engine_of, hosts_of, listing, requests_of
 
-ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, newest=2)
+ACTIVE = record(State.ACTIVE, queried=False, deadline=None, code="", reason="", attempt=2, highest_attempt=2)
 FLOOR = 2 * ATTEMPTS_PER_INCARNATION
 OTHER = "cccccccc-0000-4000-8000-00000000000c"
 
@@ -126,7 +126,7 @@ class World:
                 cell="c1",
                 process=self.process,
                 database_incarnation=message.database_incarnation,
-                question=message.question,
+                query_id=message.query_id,
                 instances=wanted,
                 fences=() if message.asked else self.fences,
                 old=self.old,
@@ -139,7 +139,7 @@ class World:
 class Cell(Alone):
     """One conductor of a cell. Its leases are given."""
 
-    is_keeper = True
+    is_leader = True
     gone: Collection[str] = ()
     states = Stated()
 
@@ -154,7 +154,7 @@ class Cell(Alone):
         self.relay: Any = Relay()
         leases: Any = self
         config = ConductorConfig()
-        self.fences = FenceKeeper(self.store, bus, clock=clock, config=config, cell="c1")
+        self.fences = FenceController(self.store, bus, clock=clock, config=config, cell="c1")
         world.reader = KnownReader(bus)
         self.recovery = CellRecovery(
             self.store,
@@ -186,12 +186,12 @@ class Cell(Alone):
     def up(self) -> Collection[str]:
         return self.world.services
 
-    heard = up
+    alive_services = up
 
     def down(self) -> dict[str, Lease]:
         return {one: Lease(service=one, epoch=1) for one in {"s1", "s2", "s3"} - self.world.services}
 
-    def forgotten(self) -> Collection[str]:
+    def deleted(self) -> Collection[str]:
         return self.gone
 
     def wants_marks(self) -> bool:
@@ -200,7 +200,7 @@ class Cell(Alone):
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         self.marks.append(mark)
 
-    def is_gone(self, service: str) -> bool:
+    def is_removed(self, service: str) -> bool:
         return service in self.gone
 
     def stated(self) -> Stated:
@@ -258,11 +258,11 @@ async def test_what_has_come_later_than_the_record_is_recorded_and_placement_fol
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
     assert found is not None
-    assert (found.state, found.host_uuid, found.attempt, found.newest) == (State.ACTIVE, host(3), 7, FLOOR)
+    assert (found.state, found.host_uuid, found.attempt, found.highest_attempt) == (State.ACTIVE, host(3), 7, FLOOR)
     assert found.consumer_generation == 9
     (restated,) = world.restated
     assert (restated.consumer, restated.attempt, restated.allocations) == (UUID, FLOOR, None), "it has that already"
-    assert found.sequence > 41 and cell.store.set_back.incarnation == 2
+    assert found.sequence > 41 and cell.store.incarnation == 2
 
 
 async def test_nothing_is_taken_while_the_cell_recovers_and_nothing_is_lost() -> None:
@@ -286,7 +286,7 @@ async def test_nothing_is_taken_while_the_cell_recovers_and_nothing_is_lost() ->
     await cell.recover()
     await cell.requests.requests([delete])
     deleting = await cell.recorded()
-    assert deleting is not None and deleting.then is State.DELETED
+    assert deleting is not None and deleting.next_state is State.DELETED
 
 
 @pytest.mark.parametrize("may_act", [False, True])
@@ -301,14 +301,14 @@ async def test_a_query_waits_for_nothing_before_the_cell_acts(*, may_act: bool) 
 
 
 async def test_a_request_of_which_the_end_is_lost_ends() -> None:
-    world = World(listed(2, 2), told=known(2, request_id=MOVE, kind=MoveKind.MIGRATE))
-    world.told = replace(world.told, places=(place(2), place(1, migration=MOVE)))
+    world = World(listed(2, 2), told=known(2, request_id=ACTION, kind=ActionKind.MIGRATE))
+    world.told = replace(world.told, places=(place(2), place(1, migration=ACTION)))
     cell = await cell_of(world, moving(State.FINISHING, attempt=2))
     found = await cell.recover()
-    assert found is not None and found.move is None and found.state is State.ACTIVE
-    (end,) = cell.sent(MoveEvent)
-    assert (end.request_id, end.state, end.terminal) == (MOVE, MoveState.DONE, True)
-    assert world.restated[0].migrations == (MOVE,)
+    assert found is not None and found.action is None and found.state is State.ACTIVE
+    (end,) = cell.sent(ActionEvent)
+    assert (end.request_id, end.state, end.terminal) == (ACTION, ActionState.DONE, True)
+    assert world.restated[0].migrations == (ACTION,)
 
 
 async def test_what_runs_on_a_host_that_has_not_listed_is_blocked_until_it_has() -> None:
@@ -334,7 +334,7 @@ async def test_a_delete_of_what_is_blocked_is_recorded_and_carried_out_once_its_
     delete = CellDelete(instance_uuid=UUID, project_id="p", attempt=7)
     await cell.requests.requests([Received(delete, Meta(id="d"), "c1", "conductor.requests")])
     blocked = await cell.recorded()
-    assert blocked is not None and blocked.blocked_reason and blocked.then is State.DELETED
+    assert blocked is not None and blocked.blocked_reason and blocked.next_state is State.DELETED
     assert not cell.sent(Destroy)
     world.services |= {"s3"}
     settled = await cell.look_again()
@@ -349,13 +349,13 @@ async def test_what_is_blocked_is_judged_by_no_report_and_begins_nothing() -> No
     cell = await cell_of(world, ACTIVE)
     await cell.recover()
     before = await cell.recorded()
-    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, database_id=cell.store.database_id),))
     await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
     assert await cell.recorded() == before and await cell.store.safety.records() == []
-    stop = CellMove(request_id=str(UUID), instance_uuid=UUID, kind=MoveKind.STOP, project_id="p")
+    stop = CellAction(request_id=str(UUID), instance_uuid=UUID, kind=ActionKind.STOP, project_id="p")
     await cell.requests.requests([Received(stop, Meta(id="s"), "c1", "conductor.requests")])
-    (refused,) = cell.sent(MoveEvent)
-    assert (refused.state, refused.code) == (MoveState.REFUSED, "instance.blocked")
+    (refused,) = cell.sent(ActionEvent)
+    assert (refused.state, refused.code) == (ActionState.REFUSED, "instance.blocked")
 
 
 @pytest.mark.parametrize(("old", "told"), [(True, known(2)), (False, KnownRecord(instance_uuid=UUID))])
@@ -363,7 +363,7 @@ async def test_an_emptied_database_has_what_the_services_list(old: bool, told: K
     world = World(listed(2, 5), told=replace(told, project_id="p"), old=old)
     cell = await cell_of(world)
     found = await cell.recover()
-    assert found is not None and (found.state, found.attempt, found.newest) == (State.ACTIVE, 5, FLOOR)
+    assert found is not None and (found.state, found.attempt, found.highest_attempt) == (State.ACTIVE, 5, FLOOR)
     assert len(world.restated) == (not old), "an old word proves nothing about what is held"
 
 
@@ -372,25 +372,27 @@ async def test_the_older_of_two_machines_stays_and_is_quarantined_when_it_is_rep
     cell = await cell_of(world, ACTIVE)
     await cell.recover()
     assert not cell.sent(Destroy)
-    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    report = listing("s1", 1, runs=(Running(instance_uuid=UUID, attempt=1, database_id=cell.store.database_id),))
     await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
     assert [one.machine.attempt for one in await cell.store.safety.records()] == [1]
     assert not cell.sent(Destroy)
 
 
-@pytest.mark.parametrize("verdict", [DESTROY, ADOPT, KEEP])
+@pytest.mark.parametrize("verdict", [DESTROY, ADOPT, PROTECT])
 async def test_of_an_operators_words_only_that_a_machine_is_kept_outlives_a_recovery(verdict: str) -> None:
     """The machine may have been given to its instance since, and the restored record has the earlier word."""
     world = World(listed(2, 2), listed(3, 1), told=known(2))
     cell = await cell_of(world, ACTIVE)
-    await cell.store.safety.record("s3", [Unexplained(UUID, 1, host(3), UnexplainedKind.QUARANTINED, "older")], 1.0)
+    await cell.store.safety.record(
+        "s3", [UnknownMachine(UUID, 1, host(3), UnknownMachineKind.QUARANTINED, "older")], 1.0
+    )
     await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
     found = await cell.recover()
     assert found is not None and (found.host_uuid, found.attempt) == (host(2), 2)
-    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, deployment=cell.store.deployment),))
+    report = listing("s3", 3, runs=(Running(instance_uuid=UUID, attempt=1, database_id=cell.store.database_id),))
     await cell.hosts.hosts([Received(report, Meta(id="h"), "c1", "conductor.hosts")])
     assert not cell.sent(Destroy)
-    assert [one.verdict for one in await cell.store.safety.records()] == [KEEP if verdict == KEEP else ""]
+    assert [one.decision for one in await cell.store.safety.records()] == [PROTECT if verdict == PROTECT else ""]
 
 
 async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_active() -> None:
@@ -398,12 +400,12 @@ async def test_the_end_of_what_was_lost_reaches_schedulers_that_have_it_as_activ
     cell = await cell_of(World(told=known(2)))
     found = await cell.recover()
     assert found is not None and found.phase == (State.RELEASING, State.FAILED)
-    asked = question_of(found)
+    asked = awaited_request_of(found)
     assert isinstance(asked, Release)
     (event,) = step(found, Released(at=1e9, attempt=asked.attempt or 0), context_of(ConductorConfig(), "c1")).commands
     assert isinstance(event, BuildEvent)
     top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=40, cell="c1")
-    assert announced_build(top, event)[0].state is BuildState.FAILED
+    assert apply_build_event(top, event)[0].state is BuildState.FAILED
 
 
 async def test_a_fenced_host_counts_as_empty() -> None:
@@ -412,12 +414,12 @@ async def test_a_fenced_host_counts_as_empty() -> None:
     world.fences = (CellFence(host_uuid=host(2), host="host-2", version=1),)
     cell = await cell_of(world, ACTIVE)
     found = await cell.recover()
-    assert found is not None and (found.state, found.then, found.code) == (
+    assert found is not None and (found.state, found.next_state, found.code) == (
         State.RELEASING,
         State.FAILED,
         "instance.lost",
     )
-    assert set(cell.fences.known) == {host(2)}
+    assert set(cell.fences.fences) == {host(2)}
 
 
 async def test_a_service_that_is_up_and_does_not_list_is_tried_again_and_then_counts_as_absent() -> None:
@@ -456,7 +458,7 @@ async def test_a_conductor_that_dies_amid_a_recovery_is_followed_under_the_same_
         await other.engine.sweep()
     assert other.store.is_recovering
     found = await other.recover()
-    assert found is not None and found.host_uuid == host(3) and other.store.set_back.incarnation == 2
+    assert found is not None and found.host_uuid == host(3) and other.store.incarnation == 2
     assert await cell.engine.sweep() == 0
     assert not cell.store.is_recovering
 
@@ -477,7 +479,7 @@ async def test_losses_above_the_limit_wait_for_an_operators_word() -> None:
 
 async def test_a_build_that_fails_is_no_loss_and_said_beside_the_losses() -> None:
     world = World(told=replace(known(2), state=BuildState.BUILDING))
-    building = record(State.BUILDING, newest=2, image="")
+    building = record(State.BUILDING, highest_attempt=2, image="")
     cell = await cell_of(world, building, replace(ACTIVE, uuid=OTHER))
     cell.recovery._config = replace(ConductorConfig(), breaker_limit=0)
     await cell.set_back()
@@ -540,7 +542,7 @@ async def test_another_conductor_takes_up_what_is_listed_late_and_an_ordinary_re
 async def test_a_service_that_has_nothing_by_an_operators_word_is_waited_for_by_nobody(by: str) -> None:
     world = World(told=known(2))
     world.services = {"s1", "s3"}
-    cell = await cell_of(world, replace(ACTIVE, selections=(replace(selection(2), service="s2"),), position=0))
+    cell = await cell_of(world, replace(ACTIVE, selections=(replace(selection(2), service="s2"),), selection_index=0))
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.HOST_ABSENT
     if by == "forget":
@@ -572,11 +574,11 @@ async def test_what_the_top_has_heard_above_begins_the_recovery_anew() -> None:
     cell = await cell_of(world, ACTIVE)
     await cell.set_back()
     await cell.recovery.look()
-    assert cell.store.is_recovering and cell.store.set_back.incarnation == 6
+    assert cell.store.is_recovering and cell.store.incarnation == 6
     assert await cell.recorded() == ACTIVE and not world.restated
     found = await cell.recover()
     assert found is not None and found.last_attempt == 6 * ATTEMPTS_PER_INCARNATION
-    assert cell.store.set_back.incarnation == 6
+    assert cell.store.incarnation == 6
 
 
 async def test_a_recovery_that_begins_anew_records_nothing_of_the_one_before() -> None:
@@ -603,14 +605,14 @@ async def test_another_conductor_than_the_keeper_of_the_leases_waits() -> None:
     world = World(listed(3, 7), told=known(3, 7))
     cell = await cell_of(world, ACTIVE)
     await cell.set_back()
-    cell.is_keeper = False
+    cell.is_leader = False
     await cell.recovery.look()
     assert cell.store.is_recovering and not world.queried
 
 
 async def test_a_build_that_the_schedulers_do_not_know_to_be_active_is_announced() -> None:
     world = World(listed(2, 2), told=replace(known(2), state=BuildState.BUILDING))
-    cell = await cell_of(world, record(State.BUILDING, newest=2))
+    cell = await cell_of(world, record(State.BUILDING, highest_attempt=2))
     await cell.recover()
     (event,) = cell.sent(BuildEvent)
     assert (event.state, event.terminal, event.host_uuid) == (BuildState.ACTIVE, True, host(2))
@@ -650,11 +652,11 @@ async def test_the_schedulers_learn_what_an_instance_is_and_its_image_is_not_for
     found = await cell.recover()
     assert found is not None and not found.blocked_reason
     assert (found.power, found.image) == (power, image)
-    assert [one.condition for one in cell.sent(MoveEvent)] == [tells] * (tells is not None)
+    assert [one.condition for one in cell.sent(ActionEvent)] == [tells] * (tells is not None)
 
 
-@pytest.mark.parametrize("kind", [MoveKind.OFFLOAD, MoveKind.MIGRATE])
-async def test_an_instance_that_may_have_an_image_under_a_forgotten_name_is_not_lost(kind: MoveKind) -> None:
-    told = known(2, condition=Condition.MOVING, request_id=MOVE, kind=kind)
+@pytest.mark.parametrize("kind", [ActionKind.OFFLOAD, ActionKind.MIGRATE])
+async def test_an_instance_that_may_have_an_image_under_a_forgotten_name_is_not_lost(kind: ActionKind) -> None:
+    told = known(2, condition=Condition.MOVING, request_id=ACTION, kind=kind)
     found = await (await cell_of(World(told=told), ACTIVE)).recover()
     assert found is not None and found.blocked_reason == BlockedReason.CONFLICT

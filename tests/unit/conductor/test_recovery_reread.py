@@ -14,7 +14,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, Destroy, Running
 from bus.contracts.listing import ListMachines, MachinesPage
-from bus.contracts.moves import ChangeMachine, MoveKind
+from bus.contracts.moves import ActionKind, ChangeMachine
 from bus.contracts.operations import CellFence
 from cell_conductor import recovery
 from cell_conductor.domain.fences import fence_of
@@ -22,41 +22,43 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.reconcile import BlockedReason
 from cell_conductor.domain.recovery_facts import Reconciled
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.store.keyed import Recovering, Unrecognised
-from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine
-from tests.unit.conductor.move_scenario import MOVE
+from cell_conductor.store.safety import ADOPT, DESTROY, PROTECT, DecidedMachine
+from tests.unit.conductor.move_scenario import ACTION
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import UUID, host
 from tests.unit.conductor.test_recovery import ACTIVE, FLOOR, Cell, World, cell_of, known, listed
 from tests.unit.conductor.world import listing
 
-DELETING = record(State.DESTROYING, then=State.DELETED, queried=False, code="", reason="", attempt=2, newest=2)
+DELETING = record(
+    State.DESTROYING, next_state=State.DELETED, queried=False, code="", reason="", attempt=2, highest_attempt=2
+)
 
 
 async def decided(cell: Cell, verdict: str, *places: tuple[int, int]) -> None:
     """These machines, each a host and an attempt, are in quarantine, and an operator has decided about them."""
     for number, attempt in places:
-        machine = Unexplained(UUID, attempt, host(number), UnexplainedKind.QUARANTINED, "older")
+        machine = UnknownMachine(UUID, attempt, host(number), UnknownMachineKind.QUARANTINED, "older")
         await cell.store.safety.record(f"s{number}", [machine], 1.0)
     await cell.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
 
 
 async def reported(cell: Cell, number: int, attempt: int) -> None:
     """A host reports this machine of the instance."""
-    runs = (Running(instance_uuid=UUID, attempt=attempt, deployment=cell.store.deployment),)
+    runs = (Running(instance_uuid=UUID, attempt=attempt, database_id=cell.store.database_id),)
     report: ComputeHosts = listing(f"s{number}", number, runs=runs)
     await cell.hosts.hosts([Received(report, Meta(id=f"h{number}"), "c1", "conductor.hosts")])
 
 
 async def test_of_several_machines_that_an_operator_keeps_none_is_destroyed() -> None:
     cell = await cell_of(World(listed(1, 1), listed(2, 2), listed(3, 1), told=known(2)), DELETING)
-    await decided(cell, KEEP, (1, 1), (3, 1))
+    await decided(cell, PROTECT, (1, 1), (3, 1))
     await cell.recover()
     assert [one.host_uuid for one in cell.sent(Destroy)] == [host(2)]
 
 
-@pytest.mark.parametrize("verdict", [KEEP, ADOPT])
+@pytest.mark.parametrize("verdict", [PROTECT, ADOPT])
 async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict: str) -> None:
     """No report explains its machines: a reconciliation judges them, by that word."""
     world = World(listed(2, 2), listed(3, 1, busy=True), told=known(2))
@@ -65,7 +67,7 @@ async def test_an_operators_word_on_a_blocked_instance_outlives_a_report(verdict
     assert found is not None and found.blocked_reason == BlockedReason.BUSY
     await decided(cell, verdict, (3, 1))
     await reported(cell, 3, 1)
-    assert [one.verdict for one in await cell.store.safety.records()] == [verdict]
+    assert [one.decision for one in await cell.store.safety.records()] == [verdict]
 
 
 @pytest.mark.parametrize("lifting", [False, True])
@@ -74,7 +76,7 @@ async def test_what_was_active_on_a_host_that_is_fenced_is_not_lost(*, lifting: 
     world = World(told=known(2))
     world.services = {"s1", "s3"}
     fence = CellFence(host_uuid=host(2), host="host-2", version=1)
-    world.fences = (replace(fence, version=2, lift=True) if lifting else fence,)
+    world.fences = (replace(fence, version=2, unfence=True) if lifting else fence,)
     cell = await cell_of(world, ACTIVE)
     await cell.store.fences.put(fence_of(fence, 1.0))
     found = await cell.recover()
@@ -137,7 +139,7 @@ async def test_a_look_at_what_is_blocked_begins_no_recovery_of_a_database_that_l
         await cell.recovery.look()
     assert not cell.table.recovers and len(world.restated) == restated
     await cell.engine.sweep()
-    assert cell.store.set_back.incarnation == 3 and not cell.store.is_recovering
+    assert cell.store.incarnation == 3 and not cell.store.is_recovering
 
 
 async def test_a_conductor_that_listens_anew_settles_nothing() -> None:
@@ -180,7 +182,7 @@ async def test_numbers_above_the_floor_from_a_history_that_nobody_has_stated_pro
 async def test_an_instance_is_not_lost_while_an_operator_keeps_the_one_machine_of_it() -> None:
     """It was given that machine after the backup, and the restored word is the earlier one."""
     cell = await cell_of(World(listed(3, 1), told=known(3, 7)), ACTIVE)
-    await decided(cell, KEEP, (3, 1))
+    await decided(cell, PROTECT, (3, 1))
     found = await cell.recover()
     assert found is not None and found.blocked_reason == BlockedReason.CONFLICT
     await cell.store.safety.decide([DecidedMachine(UUID)], ADOPT, "ann", 2.0)
@@ -198,7 +200,7 @@ async def test_a_person_decides_what_contradicts_itself() -> None:
     (machine,) = await cell.store.safety.records()
     await cell.store.safety.decide([DecidedMachine(UUID)], DESTROY, "ann", 2.0)
     settled = await cell.look_again()
-    assert settled is not None and (settled.state, settled.blocked_reason) == (State.DEPARTED, "")
+    assert settled is not None and (settled.state, settled.blocked_reason) == (State.TRANSFERRED, "")
     assert [one.host_uuid for one in cell.sent(Destroy)] == [machine.machine.host_uuid]
 
 
@@ -206,7 +208,7 @@ TOMBSTONE = record(State.TOMBSTONE, spec=None, selections=(), attempt=0, queried
 
 
 async def test_a_delete_that_was_remembered_ends_no_request_of_an_instance_that_is_not_known() -> None:
-    cell = await cell_of(World(told=known(2, request_id=MOVE, kind=MoveKind.STOP)), TOMBSTONE)
+    cell = await cell_of(World(told=known(2, request_id=ACTION, kind=ActionKind.STOP)), TOMBSTONE)
     found = await cell.recover()
     assert found is not None and not found.blocked_reason
 

@@ -19,24 +19,24 @@ from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
 from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.events import Event, HostMissing
+from cell_conductor.domain.events import Event, MachineMissing
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.marks import Stated
 from cell_conductor.domain.report import (
     NO_RECORD,
-    Brief,
     Differences,
-    Newest,
-    Unexplained,
-    UnexplainedKind,
+    InstanceSummary,
+    NewestReports,
+    UnknownMachine,
+    UnknownMachineKind,
     differences,
     rescan_id,
 )
 from cell_conductor.engine import Sender
-from cell_conductor.guard import Guard
+from cell_conductor.guard import ReportGuard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import KEEP, DecidedMachine
+from cell_conductor.store.safety import PROTECT, DecidedMachine
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
 from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of, insert, listing, opened_store
 
@@ -46,7 +46,7 @@ from tests.unit.conductor.world import Quiet, Relay, Silent, engine_of, hosts_of
 HOST = "10000000-0000-4000-8000-000000000001"
 A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
-DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
+DATABASE_ID = "dddddddd-0000-4000-8000-000000000001"
 DELETING: Phase = (State.DESTROYING, State.DELETED)
 
 
@@ -55,37 +55,37 @@ def report(
     named: bool = True,
     sequence: int = 1,
     epoch: int = 1,
-    deployment: str | None = DEPLOYMENT,
+    database_id: str | None = DATABASE_ID,
     built: bool = True,
     destroying: bool = False,
 ) -> ComputeHosts:
     runs = tuple(
-        Running(instance_uuid=uuid, attempt=attempt, deployment=deployment, built=built, destroying=destroying)
+        Running(instance_uuid=uuid, attempt=attempt, database_id=database_id, built=built, destroying=destroying)
         for uuid, attempt in running
     )
     host = HostReport(uuid=HOST, name="host-1", running=runs if named else None)
     return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
-def compared(made: ComputeHosts, *briefs: Brief, now: float = 201.0) -> Differences:
-    return differences(made, briefs, deployment=DEPLOYMENT, now=now, grace_s=30.0)
+def compared(made: ComputeHosts, *briefs: InstanceSummary, now: float = 201.0) -> Differences:
+    return differences(made, briefs, database_id=DATABASE_ID, now=now, grace_s=30.0)
 
 
-def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
+def found(made: ComputeHosts, *briefs: InstanceSummary) -> list[Event]:
     """By a scan from after these records became what they are."""
     differs = compared(replace(made, rescans=tuple(rescan_id(one) for one in briefs)), *briefs)
-    return [event for _, event in (*differs.events, *differs.harmful)]
+    return [event for _, event in (*differs.events, *differs.destructive)]
 
 
 def demanded(differs: Differences) -> tuple[tuple[str, str], ...]:
     """(host, rescan) of all that a later scan has to show."""
-    both = (*differs.rescans.items(), *differs.harmful_rescans.items())
+    both = (*differs.rescans.items(), *differs.destructive_rescans.items())
     return tuple((host, rescan) for (host, _), rescan in both)
 
 
-def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
-    state, then = phase_of(at)
-    return Brief(A, state, host, service, attempt, SINCE, then=then)
+def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> InstanceSummary:
+    state, next_state = phase_of(at)
+    return InstanceSummary(A, state, host, service, attempt, SINCE, next_state=next_state)
 
 
 def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> None:
@@ -93,10 +93,10 @@ def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> N
     for state in (State.ACTIVE, State.RESIZED, DELETING):
         record = brief(state, service="former")
         differs = compared(report(), record)
-        assert (differs.events, differs.harmful, demanded(differs)) == ((), (), ((HOST, rescan_id(record)),))
+        assert (differs.events, differs.destructive, demanded(differs)) == ((), (), ((HOST, rescan_id(record)),))
         looked = compared(replace(report(), rescans=(rescan_id(record),)), record)
-        (event,) = [event for _, event in (*looked.events, *looked.harmful)]
-        assert isinstance(event, HostMissing) and (event.rescans, demanded(looked)) == ((rescan_id(record),), ())
+        (event,) = [event for _, event in (*looked.events, *looked.destructive)]
+        assert isinstance(event, MachineMissing) and (event.rescans, demanded(looked)) == ((rescan_id(record),), ())
 
 
 # --- A host's report that meets an outage of the database.
@@ -114,7 +114,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
-        handlers._newest, handlers._clock, handlers._stated = Newest(), SystemClock(), Stated
+        handlers._newest, handlers._clock, handlers._stated = NewestReports(), SystemClock(), Stated
         page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
         batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
         with pytest.raises(DatabaseUnavailable):
@@ -134,7 +134,7 @@ async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_out
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
         handlers = HostHandlers()  # type: ignore[call-arg]
         handlers._store = await opened_store()
-        handlers._newest, handlers._clock, handlers._stated = Newest(), SystemClock(), Stated
+        handlers._newest, handlers._clock, handlers._stated = NewestReports(), SystemClock(), Stated
         handlers._outdated = lambda service, epoch: reported.append((service, epoch))
         for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
             page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
@@ -166,7 +166,7 @@ def moved(number: int, service: str) -> Instance:
 
 
 @asynccontextmanager
-async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
+async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, ReportGuard]]:
     """A conductor's store that has these instances, and its guard."""
     clock = SystemClock()
     store = await opened_store(clock)
@@ -174,15 +174,15 @@ async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryIn
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
-    yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt)
+    yield store, ReportGuard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt_machine)
     await store.close()
 
 
-def report_of_source(instances: Sequence[Instance], deployment: str, *, is_later: bool = True) -> ComputeHosts:
+def report_of_source(instances: Sequence[Instance], database_id: str, *, is_later: bool = True) -> ComputeHosts:
     """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
     became what they are.
     """
-    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=deployment) for one in instances)
+    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, database_id=database_id) for one in instances)
     return ComputeHosts(
         service=SERVICE,
         cell=CELL,
@@ -199,11 +199,11 @@ async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(de
     """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
     instances = [moved(number, destination) for number in range(MANY)]
     async with guarded(instances) as (store, guard):
-        report = report_of_source(instances, store.deployment, is_later=is_later)
-        briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, deployment=store.deployment)
-        assert len(found.harmful) == (MANY if is_later else 0)
-        assert len(found.harmful_rescans) == (0 if is_later else MANY), "each is looked for again"
+        report = report_of_source(instances, store.database_id, is_later=is_later)
+        briefs = await store.summaries([SOURCE], [one.uuid for one in instances])
+        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, database_id=store.database_id)
+        assert len(found.destructive) == (MANY if is_later else 0)
+        assert len(found.destructive_rescans) == (0 if is_later else MANY), "each is looked for again"
         assert not await guard.assess(report, found)
         assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_later else [])
 
@@ -214,8 +214,8 @@ async def test_a_service_below_the_epoch_under_which_its_machine_was_built_is_be
     async with guarded([instance]) as (store, guard):
         empty = HostReport(uuid=DESTINATION, name="h", running=())
         report = replace(report_of_source([], ""), epoch=0, hosts=(empty,), rescans=(rescan_id(instance),))
-        briefs = await store.briefs([DESTINATION], [])
-        found = differences(report, briefs, now=MOVED_AT + 99, grace_s=30.0, deployment=store.deployment)
+        briefs = await store.summaries([DESTINATION], [])
+        found = differences(report, briefs, now=MOVED_AT + 99, grace_s=30.0, database_id=store.database_id)
         assert [uuid for uuid, _ in await guard.assess(report, found)] == [instance.uuid]
 
 
@@ -223,10 +223,10 @@ async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its
     """A simulated cell was set back to while a machine of a move was in quarantine: it stayed listed for ever."""
     instances = [moved(0, SERVICE)]
     (one,) = instances
-    strange = Unexplained(one.uuid, 1, SOURCE, UnexplainedKind.QUARANTINED, NO_RECORD)
+    strange = UnknownMachine(one.uuid, 1, SOURCE, UnknownMachineKind.QUARANTINED, NO_RECORD)
     async with guarded(instances) as (store, guard):
-        report = report_of_source(instances, store.deployment)
-        await guard.assess(report, Differences(unexplained=(strange,)))
+        report = report_of_source(instances, store.database_id)
+        await guard.assess(report, Differences(unknown_machines=(strange,)))
         assert await store.safety.records()
         await guard.forget(report, ())
         await store.safety.record(SERVICE, [strange], MOVED_AT)  # the backup has it
@@ -243,13 +243,13 @@ async def test_a_scan_that_shows_a_kept_machine_being_destroyed_is_not_demanded_
     """
     clock, bus = SystemClock(), Quiet()
     store = await opened_store(clock)
-    await store.safety.record("s1", [Unexplained(UUID, 3, host(3), UnexplainedKind.QUARANTINED, NO_RECORD)], 1.0)
-    await store.safety.decide([DecidedMachine(UUID)], KEEP, "ann", 2.0)
+    await store.safety.record("s1", [UnknownMachine(UUID, 3, host(3), UnknownMachineKind.QUARANTINED, NO_RECORD)], 1.0)
+    await store.safety.decide([DecidedMachine(UUID)], PROTECT, "ann", 2.0)
     (record,) = await store.safety.records()
     config, common = ConductorConfig(), {"bus": bus, "clock": clock}
     engine = engine_of(store=store, relay=Relay(), config=config, cell="c1", **common)  # type: ignore[arg-type]
     hosts = hosts_of(engine, store, clock, config, bus)  # type: ignore[arg-type]
-    there = Running(instance_uuid=UUID, attempt=3, deployment=store.deployment, destroying=True)
+    there = Running(instance_uuid=UUID, attempt=3, database_id=store.database_id, destroying=True)
 
     async def report(sequence: int, *runs: Running, rescans: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
         page = listing("s1", 3, runs=runs, rescans=rescans, sequence=sequence)
@@ -259,7 +259,7 @@ async def test_a_scan_that_shows_a_kept_machine_being_destroyed_is_not_demanded_
     assert await report(1, there) == []
     assert await report(2, there, rescans=(record.rescan,)) == []
     assert await report(3) == [(record.rescan,)]
-    assert [one.verdict for one in await store.safety.records()] == [KEEP]
+    assert [one.decision for one in await store.safety.records()] == [PROTECT]
     assert await report(4, rescans=(record.rescan,)) == [(record.rescan,)]
     assert not await store.safety.records()
 
@@ -305,7 +305,7 @@ async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(
         page = replace(page, seen_at=clock.time())
         await hosts.hosts([Received(page, Meta(id="m", sent_at=clock.time()), "c1", "conductor.hosts")])
 
-    runs = (Running(instance_uuid=UUID, attempt=1, deployment=store.deployment),)
+    runs = (Running(instance_uuid=UUID, attempt=1, database_id=store.database_id),)
     await report(listing("s1", 1, runs=runs))
     with capture_logs() as logs:
         await report(listing("s2", 1, 2))

@@ -9,32 +9,32 @@ from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain import report as reports
-from cell_conductor.domain.instance import Instance, Move, Phase, State
+from cell_conductor.domain.instance import ActionInProgress, Instance, Phase, State
 from cell_conductor.domain.report import (
-    ELSEWHERE,
     NEWER,
-    NO_MARK,
+    NO_OWNER_TAG,
     NO_RECORD,
+    ON_OTHER_HOST,
     UNNUMBERED,
     UNREADABLE,
-    Brief,
-    Newest,
+    InstanceSummary,
+    NewestReports,
+    changed_recently,
     differences,
-    has_just_changed,
-    is_at,
-    is_ordered,
+    has_machine_at,
+    is_commanded,
     rescan_id,
 )
-from tests.unit.conductor.scenario import DEPLOYMENT, SPEC, UUID, host, phase_of, selection
+from tests.unit.conductor.scenario import DATABASE_ID, SPEC, UUID, host, phase_of, selection
 
 HERE, THERE = host(1), host(2)
 SINCE, NOW = 100.0, 201.0
-OURS = Running(instance_uuid=UUID, attempt=1, deployment=DEPLOYMENT, built=True)
+OURS = Running(instance_uuid=UUID, attempt=1, database_id=DATABASE_ID, built=True)
 SECOND = replace(OURS, attempt=2)
-UNMARKED = replace(OURS, deployment=None)
+UNMARKED = replace(OURS, database_id=None)
 BUILDING = replace(OURS, built=False)
 DELETING, CONFIRMING, UNDOING = ((State.DESTROYING, then) for then in (State.DELETED, State.ACTIVE, State.REVERTING))
 # The events of a comparison, and what a later scan has to show; those in capitals wait for a breaker.
@@ -42,19 +42,21 @@ RUNS, MISSING, RESCAN, HARMFUL_RUNS, LOST, HARMFUL_RESCAN = "runs", "missing", "
 AGREES = ""
 
 
-def brief(at: State | Phase, attempt: int = 1, at_host: str = HERE, **others: Any) -> Brief:
-    state, then = phase_of(at)
-    return replace(Brief(UUID, state, at_host, "s", attempt, SINCE, then=then), **others)
+def brief(at: State | Phase, attempt: int = 1, at_host: str = HERE, **others: Any) -> InstanceSummary:
+    state, next_state = phase_of(at)
+    return replace(InstanceSummary(UUID, state, at_host, "s", attempt, SINCE, next_state=next_state), **others)
 
 
-def moved(at: State | Phase, attempt: int = 2, at_host: str = THERE, source: str = HERE, **others: Any) -> Brief:
+def moved(
+    at: State | Phase, attempt: int = 2, at_host: str = THERE, source: str = HERE, **others: Any
+) -> InstanceSummary:
     """From attempt 1 on `source`."""
     facts = {"source_host_uuid": source, "source_service": "s", "source_attempt": 1, **others}
     return brief(at, attempt, at_host, **facts)
 
 
 def outcome(
-    record: Brief | None,
+    record: InstanceSummary | None,
     machine: Running | None,
     *,
     later: bool = True,
@@ -77,20 +79,20 @@ def outcome(
     found = differences(
         made,
         [] if record is None else [record],
-        deployment=DEPLOYMENT,
+        database_id=DATABASE_ID,
         now=now,
         grace_s=30.0,
         may_have=lambda *_: listed,
         fenced=fenced,
     )
-    words = {e.HostRuns: RUNS, e.HostMissing: MISSING}
+    words = {e.MachineRunning: RUNS, e.MachineMissing: MISSING}
     return " ".join(
         [
             *(words[type(event)] for _, event in found.events),
-            *(words[type(event)].upper() for _, event in found.harmful),
-            *(one.why for one in found.unexplained),
+            *(words[type(event)].upper() for _, event in found.destructive),
+            *(one.reason for one in found.unknown_machines),
             *(RESCAN for _ in found.rescans),
-            *(HARMFUL_RESCAN for _ in found.harmful_rescans),
+            *(HARMFUL_RESCAN for _ in found.destructive_rescans),
         ]
     )
 
@@ -99,28 +101,28 @@ def outcome(
     ("record", "machine", "expected"),
     [
         # Without our mark.
-        (None, UNMARKED, NO_MARK),
+        (None, UNMARKED, NO_OWNER_TAG),
         (brief(State.ACTIVE), UNMARKED, AGREES),
         (brief(State.ACTIVE), replace(UNMARKED, destroying=True), AGREES),
-        (brief(State.ACTIVE, at_host=THERE), UNMARKED, NO_MARK),
-        (brief(State.BUILDING), UNMARKED, NO_MARK),
-        (brief(State.FAILED), UNMARKED, NO_MARK),
+        (brief(State.ACTIVE, at_host=THERE), UNMARKED, NO_OWNER_TAG),
+        (brief(State.BUILDING), UNMARKED, NO_OWNER_TAG),
+        (brief(State.FAILED), UNMARKED, NO_OWNER_TAG),
         (brief(DELETING), UNMARKED, AGREES),
-        (brief(DELETING, at_host=THERE), UNMARKED, NO_MARK),
-        (brief((State.CLAIMING, State.DELETED)), UNMARKED, NO_MARK),
-        (brief(UNDOING), UNMARKED, NO_MARK),
+        (brief(DELETING, at_host=THERE), UNMARKED, NO_OWNER_TAG),
+        (brief((State.CLAIMING, State.DELETED)), UNMARKED, NO_OWNER_TAG),
+        (brief(UNDOING), UNMARKED, NO_OWNER_TAG),
         (moved(State.RESIZED), UNMARKED, AGREES),
         (moved((State.RELEASING, State.ACTIVE)), UNMARKED, AGREES),
         # With it: what its record does not explain.
         (None, OURS, NO_RECORD),
         (None, replace(OURS, destroying=True), AGREES),
         (brief(State.ABSENT), OURS, UNREADABLE),
-        (brief(State.ACTIVE, at_host=THERE), OURS, ELSEWHERE),
+        (brief(State.ACTIVE, at_host=THERE), OURS, ON_OTHER_HOST),
         (brief(State.ACTIVE), SECOND, NEWER),
         (brief(State.ACTIVE), replace(OURS, attempt=UNKNOWN_ATTEMPT), UNNUMBERED),
-        (moved(State.RESIZED, source=host(3)), OURS, ELSEWHERE),
-        (moved(State.RESIZED, source=host(3)), SECOND, ELSEWHERE),
-        (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ELSEWHERE),
+        (moved(State.RESIZED, source=host(3)), OURS, ON_OTHER_HOST),
+        (moved(State.RESIZED, source=host(3)), SECOND, ON_OTHER_HOST),
+        (moved(State.PREPARING, 2, HERE, host(3)), SECOND, ON_OTHER_HOST),
         (brief(State.FAILED, code="build.machine_exists"), OURS, RUNS),
         # What it explains.
         (brief(State.ACTIVE), OURS, AGREES),
@@ -133,7 +135,7 @@ def outcome(
         (brief(State.FAILED), OURS, HARMFUL_RUNS),
         (brief(State.FAILED), replace(OURS, destroying=True), AGREES),
         (brief(State.ACTIVE, 2), OURS, HARMFUL_RUNS),
-        (brief(State.FAILED, newest=2), SECOND, HARMFUL_RUNS),
+        (brief(State.FAILED, highest_attempt=2), SECOND, HARMFUL_RUNS),
         (brief(State.DELETED, 2), OURS, RUNS),
         (brief(UNDOING), OURS, HARMFUL_RUNS),
         (moved(State.RESIZED), OURS, AGREES),
@@ -144,7 +146,7 @@ def outcome(
         (brief((State.CLAIMING, State.PREPARING)), OURS, HARMFUL_RUNS),
     ],
 )
-def test_a_machine_that_a_host_lists(record: Brief | None, machine: Running, expected: str) -> None:
+def test_a_machine_that_a_host_lists(record: InstanceSummary | None, machine: Running, expected: str) -> None:
     assert outcome(record, machine) == expected
     assert outcome(record, machine, fenced=(HERE,)) == expected.replace(HARMFUL_RUNS, RUNS), "no breaker counts a loss"
 
@@ -166,7 +168,7 @@ def test_a_machine_that_a_host_lists(record: Brief | None, machine: Running, exp
         (moved((State.RELEASING, State.ACTIVE)), AGREES),
     ],
 )
-def test_a_machine_that_a_host_does_not_list(record: Brief, expected: str) -> None:
+def test_a_machine_that_a_host_does_not_list(record: InstanceSummary, expected: str) -> None:
     assert outcome(record, None) == outcome(record, None, listed=True) == expected
     assert outcome(record, None, fenced=(HERE,)) == expected
     assert outcome(record, None, later=False) == expected.replace(LOST, HARMFUL_RESCAN).replace(MISSING, RESCAN)
@@ -184,7 +186,7 @@ def test_a_machine_that_a_host_does_not_list(record: Brief, expected: str) -> No
         (moved(CONFIRMING, source_service="other"), None, MISSING),
     ],
 )
-def test_a_machine_of_another_service(record: Brief, machine: Running | None, expected: str) -> None:
+def test_a_machine_of_another_service(record: InstanceSummary, machine: Running | None, expected: str) -> None:
     assert outcome(record, machine) == expected
     assert outcome(record, machine, listed=True) == AGREES
 
@@ -211,7 +213,7 @@ def test_what_is_over_is_destroyed_by_a_later_scan_and_a_young_record_demands_no
 
 @pytest.mark.parametrize(("age", "young"), [(-0.1, False), (0.0, True), (30.0, True), (30.1, False)])
 def test_what_has_just_changed(age: float, young: bool) -> None:
-    assert has_just_changed(SINCE, now=SINCE + age, grace_s=30.0) is young
+    assert changed_recently(SINCE, now=SINCE + age, grace_s=30.0) is young
 
 
 # --- What the record has ordered itself, and where an instance is.
@@ -221,18 +223,18 @@ def tried(attempt: int, how: str) -> tuple[AttemptRecord, ...]:
     return (AttemptRecord(attempt=attempt, host="h", outcome=how),)
 
 
-MOVE = Move(request_id="r", kind=MoveKind.MIGRATE, spec=SPEC, source=selection(1), source_attempt=1)
+MOVE = ActionInProgress(request_id="r", kind=ActionKind.MIGRATE, spec=SPEC, source=selection(1), source_attempt=1)
 MOVED = Instance(
     uuid=UUID,
     state=State.RESIZED,
     spec=SPEC,
     selections=(selection(1), selection(2)),
-    position=1,
+    selection_index=1,
     attempt=3,
-    move=MOVE,
+    action=MOVE,
 )
-GONE_ON = replace(MOVED, state=State.DESTROYING, then=State.ACTIVE)
-AT_REST = replace(MOVED, state=State.ACTIVE, move=None)
+GONE_ON = replace(MOVED, state=State.DESTROYING, next_state=State.ACTIVE)
+AT_REST = replace(MOVED, state=State.ACTIVE, action=None)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +250,15 @@ AT_REST = replace(MOVED, state=State.ACTIVE, move=None)
         (replace(AT_REST, history=tried(2, "timed_out")), 2, 1, True),
         (replace(AT_REST, history=tried(2, "lost")), 2, 1, False),
         (replace(AT_REST, history=tried(1, "failed")), 2, 1, False),
-        (replace(GONE_ON, move=replace(MOVE, history=tried(2, "failed"))), 2, 1, True),
+        (replace(GONE_ON, action=replace(MOVE, history=tried(2, "failed"))), 2, 1, True),
     ],
 )
 def test_a_listed_machine_whose_destruction_the_record_has_ordered(
     known: Instance, attempt: int, n: int, ordered: bool
 ) -> None:
-    runs = e.HostRuns(at=NOW, attempt=attempt, host_uuid=host(n), service="s1")
-    assert is_ordered(known, runs) is ordered
-    assert not is_ordered(known, e.HostMissing(at=NOW, host_uuid=host(n), service="s1"))
+    runs = e.MachineRunning(at=NOW, attempt=attempt, host_uuid=host(n), service="s1")
+    assert is_commanded(known, runs) is ordered
+    assert not is_commanded(known, e.MachineMissing(at=NOW, host_uuid=host(n), service="s1"))
 
 
 FROM_S1_TO_S2 = replace(MOVED, selections=(selection(1), replace(selection(2), service="s2")))
@@ -267,18 +269,18 @@ FROM_S1_TO_S2 = replace(MOVED, selections=(selection(1), replace(selection(2), s
     [
         (FROM_S1_TO_S2, "s1 s2"),
         (replace(FROM_S1_TO_S2, state=State.ACTIVE), "s1 s2"),
-        (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None), "s2"),
-        (replace(FROM_S1_TO_S2, state=State.ACTIVE, move=None, position=0), "s1"),
-        (replace(FROM_S1_TO_S2, move=replace(MOVE, source=None)), "s2"),
-        (replace(FROM_S1_TO_S2, state=State.CLAIMING, then=State.PREPARING), "s1"),
+        (replace(FROM_S1_TO_S2, state=State.ACTIVE, action=None), "s2"),
+        (replace(FROM_S1_TO_S2, state=State.ACTIVE, action=None, selection_index=0), "s1"),
+        (replace(FROM_S1_TO_S2, action=replace(MOVE, source=None)), "s2"),
+        (replace(FROM_S1_TO_S2, state=State.CLAIMING, next_state=State.PREPARING), "s1"),
         (replace(FROM_S1_TO_S2, state=State.OFFLOADED), ""),
-        (replace(FROM_S1_TO_S2, state=State.RELEASING, then=State.OFFLOADED, move=None), ""),
+        (replace(FROM_S1_TO_S2, state=State.RELEASING, next_state=State.OFFLOADED, action=None), ""),
         (Instance(uuid=UUID), ""),
     ],
 )
 def test_the_services_that_an_instance_is_at(known: Instance, services: str) -> None:
-    assert " ".join(service for service in ("s1", "s2") if is_at(known, service, ())) == services
-    assert not is_at(known, "s1", (HERE,)) and not is_at(known, "s2", (THERE,))
+    assert " ".join(service for service in ("s1", "s2") if has_machine_at(known, service, ())) == services
+    assert not has_machine_at(known, "s1", (HERE,)) and not has_machine_at(known, "s2", (THERE,))
 
 
 # --- The newest report of each service.
@@ -289,10 +291,10 @@ def numbered(service: str, epoch: int, sequence: int) -> ComputeHosts:
 
 
 def test_the_newest_report_of_a_service_stays_so() -> None:
-    newest = Newest()
+    newest = NewestReports()
     assert newest.epoch("s1") == 0
     for epoch, sequence in ((4, 7), (3, 9), (4, 6)):
-        newest.note(numbered("s1", epoch, sequence))
+        newest.record(numbered("s1", epoch, sequence))
         assert newest.epoch("s1") == 4
     assert [newest.is_newer(numbered("s1", *at)) for at in ((4, 7), (4, 8), (5, 0), (3, 9))] == [
         False, True, True, False,
@@ -301,9 +303,9 @@ def test_the_newest_report_of_a_service_stays_so() -> None:
 
 def test_the_service_that_has_been_quiet_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "MAX_SERVICES", 2)
-    newest = Newest()
+    newest = NewestReports()
     for service in ("s1", "s2", "s1"):
-        newest.note(numbered(service, 1, 1))
+        newest.record(numbered(service, 1, 1))
     assert [newest.epoch(service) for service in ("s1", "s2")] == [1, 1]
-    newest.note(numbered("s3", 1, 1))
+    newest.record(numbered("s3", 1, 1))
     assert [newest.epoch(service) for service in ("s1", "s2", "s3")] == [1, 0, 1]

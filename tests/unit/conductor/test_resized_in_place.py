@@ -11,7 +11,7 @@ from cell_conductor.domain.instance import State
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
 from scheduler_worker.domain.drains import is_restarted
-from scheduler_worker.domain.recorded_moves import MoveContext
+from scheduler_worker.domain.recorded_moves import ActionContext
 from tests.unit.conductor.records import fenced as on_fenced
 from tests.unit.conductor.scenario import SPEC
 from tests.unit.conductor.test_single_conditions import fenced, in_place
@@ -37,5 +37,5 @@ def test_it_is_restarted_elsewhere_or_its_move_is_ended_by_its_cell() -> None:
     request = BuildRequest(
         instance_uuid=VM, project_id="p", flavor="m1.small", on_host_failure=EvacuationPolicy.RESTART
     )
-    restarted = is_restarted(MoveContext(build=build, build_request=request), SchedulerConfig())
+    restarted = is_restarted(ActionContext(build=build, build_request=request), SchedulerConfig())
     assert restarted or not still_resized, "the cell leaves it resized, and the scheduler leaves it to the cell"

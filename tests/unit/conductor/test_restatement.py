@@ -37,7 +37,7 @@ MORE = replace(HERE, allocations={host(1): {name: 2 * one for name, one in HERE.
 def test_an_instance_is_to_hold_what_its_machine_has(
     own: tuple[Selection, ...], of_migration: tuple[Selection, ...], wanted: Any
 ) -> None:
-    result = Reconciled(record(State.ACTIVE, attempt=1, selections=(HERE,), position=0))
+    result = Reconciled(record(State.ACTIVE, attempt=1, selections=(HERE,), selection_index=0))
     known = KnownInstance(
         selections=(*own, *of_migration), own_count=len(own), migrations=(MIGRATION,) if of_migration else ()
     )

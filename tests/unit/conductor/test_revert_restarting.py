@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from bus.contracts.moves import MoveEvent, MoveKind
+from bus.contracts.moves import ActionEvent, ActionKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import question_of
+from cell_conductor.domain.table import awaited_request_of
 from tests.unit.conductor.move_scenario import OTHER, request, seen, to_resized
 from tests.unit.conductor.scenario import host
 
 
 def test_why_a_revert_waits_for_the_start_of_its_source_is_reported() -> None:
     made = to_resized()
-    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(ActionKind.REVERT, request_id=OTHER))
 
-    made.apply(seen(question_of(made.instance)))
+    made.apply(seen(awaited_request_of(made.instance)))
     made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
-    q = question_of(made.instance)
+    q = awaited_request_of(made.instance)
     made.apply(e.Reverted(at=221.0, attempt=q.attempt, consumer_generation=11))
     assert made.instance.state is State.RESTARTING, made.instance.phase
     before = len(made.commands)
@@ -25,6 +25,6 @@ def test_why_a_revert_waits_for_the_start_of_its_source_is_reported() -> None:
     told = [
         (m.state, m.code, m.terminal)
         for m in made.commands[before:]
-        if isinstance(m, MoveEvent) and m.request_id == OTHER
+        if isinstance(m, ActionEvent) and m.request_id == OTHER
     ]
     assert told and any(code for _, code, _ in told), "no event of the revert in an hour"

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, State, summary_of
+from cell_conductor.domain.instance import Instance, State, summary_of_attempts
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import MOVE
+from tests.unit.conductor.move_scenario import ACTION
 from tests.unit.conductor.records import (
     BY_REVERT,
     GONE,
@@ -54,7 +54,7 @@ ABSENT = Instance(uuid=UUID)
 DOWN_1, DOWN_2 = (
     replace(PATIENCE, down={name: Lease(service=name, epoch=1, state=LeaseState.SILENT)}) for name in ("s1", "s2")
 )
-KEPT_3 = replace(PATIENCE, kept={(host(3), UUID): 1})
+KEPT_3 = replace(PATIENCE, protected={(host(3), UUID): 1})
 FENCED_3 = replace(PATIENCE, fences={host(3): Fence(host_uuid=host(3), host="host-3", version=1)})
 THEN_2 = (ON_1, ON_2, ON_3, replace(selection(4), service="s2"))
 OTHER_2 = (ON_1, ON_2, replace(ON_3, service="s2"))
@@ -69,11 +69,11 @@ def build(*services: str, **other: Any) -> e.BuildRequested:
 
 def gives_up(code: str = "x", *, query: bool = False, **other: Any) -> e.BuildRequested:
     why = Refusal(code=code, reason="y")
-    return build(given_up=why, is_query=query, **other)
+    return build(dead_letter_reason=why, is_query=query, **other)
 
 
 def runs(attempt: int, n: int | None = None, **other: Any) -> e.HostRuns:
-    return e.HostRuns(at=220.0, attempt=attempt, host_uuid=host(n or attempt), service="s1", **other)
+    return e.MachineRunning(at=220.0, attempt=attempt, host_uuid=host(n or attempt), service="s1", **other)
 
 
 STARTS: list[Case] = [
@@ -192,14 +192,14 @@ CLAIMS: list[Case] = [
     case(record(S.CLAIMING, S.BUILDING), refused(5), "releasing/failed"),
     case(record(S.CLAIMING, S.BUILDING), refused(4), "claiming/building"),
     case(
-        record(S.CLAIMING, S.BUILDING), refused(5, changed=True), "failed", "build: failed placement.consumer_changed"
+        record(S.CLAIMING, S.BUILDING), refused(5, changed=True), "failed", "build: failed placement.consumer_conflict"
     ),
     case(record(S.CLAIMING, S.DELETED), refused(5), "releasing/deleted"),
     case(record(S.CLAIMING, S.DELETED), refused(4), "claiming/deleted"),
     case(record(S.CLAIMING, S.DELETED), refused(5, changed=True), "deleted", "build: deleted"),
     case(record(S.ACTIVE), missed(record(S.ACTIVE), 2), "releasing/failed", "destroy 2@2"),
     case(record(S.ACTIVE), missed(record(S.ACTIVE), 1), "active"),
-    case(record(S.ACTIVE), e.HostMissing(at=900.0, host_uuid=host(2), service="s1"), "active"),
+    case(record(S.ACTIVE), e.MachineMissing(at=900.0, host_uuid=host(2), service="s1"), "active"),
     case(record(S.ACTIVE), GONE, "releasing/failed", "destroy 2@2"),
     case(record(S.ACTIVE), replace(GONE, attempt=1), "active"),
     case(record(S.ACTIVE), replace(GONE, host_uuid=host(1)), "active"),
@@ -217,9 +217,9 @@ def test_what_placement_answers_and_a_report_lacks(
 RELEASES: list[Case] = [
     case(record(S.RELEASING, S.FAILED), RELEASED, "failed", "build: failed old"),
     case(record(S.RELEASING, S.FAILED), replace(RELEASED, consumer=UUID), "failed", "build: failed old"),
-    case(record(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), "releasing/failed"),
+    case(record(S.RELEASING, S.FAILED), replace(RELEASED, consumer=ACTION), "releasing/failed"),
     case(moving(S.RELEASING, S.FAILED), RELEASED, "releasing/failed"),
-    case(moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), "releasing/failed"),
+    case(moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=ACTION), "releasing/failed"),
     case(
         moving(S.RELEASING, S.FAILED, {"source": None}), RELEASED, "failed", "migrate: failed old", "build: failed old"
     ),
@@ -227,7 +227,7 @@ RELEASES: list[Case] = [
     case(moving(S.RELEASING, S.FAILED, {"instance_released": True}), RELEASED, "releasing/failed"),
     case(
         moving(S.RELEASING, S.FAILED, {"instance_released": True}),
-        replace(RELEASED, consumer=MOVE),
+        replace(RELEASED, consumer=ACTION),
         "failed",
         "migrate: failed old",
         "build: failed old",
@@ -235,14 +235,14 @@ RELEASES: list[Case] = [
     case(moving(S.RELEASING, S.DELETED), RELEASED, "releasing/deleted"),
     case(
         moving(S.RELEASING, S.DELETED, {"instance_released": True}),
-        replace(RELEASED, consumer=MOVE),
+        replace(RELEASED, consumer=ACTION),
         "deleted",
         "migrate: failed instance.deleted",
         "build: deleted",
     ),
     case(
         moving(S.RELEASING, S.DELETED, {"instance_released": True, "answered": True, **BY_REVERT}),
-        replace(RELEASED, consumer=MOVE),
+        replace(RELEASED, consumer=ACTION),
         "deleted",
         "revert: failed instance.deleted",
         "build: deleted",
@@ -263,66 +263,192 @@ def tried(n: int, outcome: str, code: str = "", reason: str = "", *, attempt: in
 
 
 FAILED_1 = tried(2, "failed", "spawn.destroyed", at=310.0)
-NEXT = {"state": S.CLAIMING, "then": S.BUILDING, "since": 310.0, "deadline": 325.0}
-STAMPS = Stamps(requested=1.0)
-FAILS = {"state": S.CLAIMING, "then": S.BUILDING, "since": 110.0, "deadline": 125.0,
+NEXT = {"state": S.CLAIMING, "next_state": S.BUILDING, "since": 310.0, "deadline": 325.0}
+STAMPS = StageTimes(requested=1.0)
+FAILS = {"state": S.CLAIMING, "next_state": S.BUILDING, "since": 110.0, "deadline": 125.0,
          "history": (tried(2, "failed", "spawn.no_disk", "full", at=110.0),)}  # fmt: skip
-PASSED = (*FAILS["history"], tried(3, "not_tried", "host.fenced", attempt=5, at=110.0))
+PASSED = (*FAILS["history"], tried(3, "not_commanded", "host.fenced", attempt=5, at=110.0))
 
 
 @pytest.mark.parametrize(
     ("before", "event", "context", "changes"),
     [
-        (ABSENT, build(), PATIENCE,
-         {"state": S.BUILDING, "spec": SPEC, "selections": (selection(1),), "attempt": 1, "consumer_generation": 7,
-          "build_timeout_s": 60.0, "deadline": 160.0, "since": 100.0, "cause": "why", "sequence": 11,
-          "build_sequence": 10}),
-        (ABSENT, gives_up(), PATIENCE,
-         {"state": S.RELEASING, "then": S.FAILED, "spec": SPEC, "selections": (selection(1),), "attempt": 1,
-          "consumer_generation": 7, "build_timeout_s": 60.0, "deadline": 115.0, "since": 100.0, "cause": "why",
-          "code": "x", "reason": "y", "history": (tried(1, "not_tried", "x", "y", attempt=1, at=100.0),)}),
-        (record(S.BUILDING), GONE, PATIENCE,
-         {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)}),
+        (
+            ABSENT,
+            build(),
+            PATIENCE,
+            {
+                "state": S.BUILDING,
+                "spec": SPEC,
+                "selections": (selection(1),),
+                "attempt": 1,
+                "consumer_generation": 7,
+                "build_timeout_s": 60.0,
+                "deadline": 160.0,
+                "since": 100.0,
+                "cause": "why",
+                "sequence": 11,
+                "build_sequence": 10,
+            },
+        ),
+        (
+            ABSENT,
+            gives_up(),
+            PATIENCE,
+            {
+                "state": S.RELEASING,
+                "next_state": S.FAILED,
+                "spec": SPEC,
+                "selections": (selection(1),),
+                "attempt": 1,
+                "consumer_generation": 7,
+                "build_timeout_s": 60.0,
+                "deadline": 115.0,
+                "since": 100.0,
+                "cause": "why",
+                "code": "x",
+                "reason": "y",
+                "history": (tried(1, "not_commanded", "x", "y", attempt=1, at=100.0),),
+            },
+        ),
+        (
+            record(S.BUILDING),
+            GONE,
+            PATIENCE,
+            {**NEXT, "history": (tried(2, "timed_out", "spawn.timeout", "no answer within 60 s", at=310.0),)},
+        ),
         *(
-            (record(S.CLAIMING, S.BUILDING), replace(refused(5, changed=True), outcomes=(), reason=reason), PATIENCE,
-             {"state": S.FAILED, "then": None, "since": 111.0, "deadline": None, "answered": True, "queried": False,
-              "sequence": 21, "build_sequence": 20, "code": "placement.consumer_changed",
-              "reason": reason or "another client holds this instance's allocation"})
+            (
+                record(S.CLAIMING, S.BUILDING),
+                replace(refused(5, changed=True), outcomes=(), reason=reason),
+                PATIENCE,
+                {
+                    "state": S.FAILED,
+                    "next_state": None,
+                    "since": 111.0,
+                    "deadline": None,
+                    "answered": True,
+                    "queried": False,
+                    "sequence": 21,
+                    "build_sequence": 20,
+                    "code": "placement.consumer_conflict",
+                    "reason": reason or "another client holds this instance's allocation",
+                },
+            )
             for reason in ("", "why")
         ),
         (moving(S.RELEASING, S.FAILED, {"instance_released": True}), RELEASED, PATIENCE, {}),
-        (moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=MOVE), PATIENCE, {}),
-        (moving(S.RESIZED, queried=False), replace(runs(1), service="s2"), PATIENCE,
-         {"move_source": replace(ON_1, service="s2")}),
-        (record(S.ACTIVE), missed(record(S.ACTIVE), 2), PATIENCE,
-         {"state": S.RELEASING, "then": S.FAILED, "since": 900.0, "deadline": 915.0, "code": "instance.lost",
-          "reason": "host host-2 does not run it any more",
-          "history": (tried(2, "lost", "instance.lost", "host host-2 does not run it any more", at=900.0),)}),
-        (record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)), claimed(5, option=1), PATIENCE,
-         {"state": S.BUILDING, "then": None, "since": 111.0, "deadline": 171.0, "position": 3, "attempt": 5,
-          "consumer_generation": 9, "queried": False, "sequence": 21, "build_sequence": 20,
-          "history": (tried(3, "not_claimed", "full", attempt=5, at=111.0),)}),
-        (record(S.CLAIMING, S.BUILDING, selections=THEN_2), claimed(5), DOWN_1,
-         {"newest": 5, "consumer_generation": 9, "deadline": 126.0, "selections": (ON_1, ON_2, THEN_2[3]),
-          "history": (tried(3, "not_tried", "service.silent", attempt=6, at=111.0),)}),
-        (record(S.CLAIMING, S.BUILDING), replace(refused(5), reason="the quota", outcomes=()), PATIENCE,
-         {"state": S.RELEASING, "then": S.FAILED, "since": 111.0, "deadline": 126.0, "code": "max_retries_exceeded",
-          "reason": "0 of 3 hosts tried, none is left. "}),
-        (record(S.BUILDING), failed(2), fenced(3),
-         {**FAILS, "then": S.FAILED, "state": S.RELEASING, "selections": (ON_1, ON_2), "code": "max_retries_exceeded",
-          "reason": summary_of(record(S.BUILDING, selections=(ON_1, ON_2), history=PASSED)), "history": PASSED}),
-        (record(S.BUILDING, stamps=STAMPS), failed(2), PATIENCE,
-         {**FAILS, "stamps": replace(STAMPS, dispatched=90.0, built=110.0)}),
-        (record(S.BUILDING, stamps=STAMPS), replace(failed(2), started_at=91.0, ended_at=109.0), PATIENCE,
-         {**FAILS, "stamps": replace(STAMPS, dispatched=91.0, built=109.0)}),
-        (record(S.BUILDING, stamps=replace(STAMPS, dispatched=80.0)), replace(failed(2), started_at=91.0), PATIENCE,
-         {**FAILS, "stamps": replace(STAMPS, dispatched=80.0, built=110.0)}),
-        (record(S.BUILDING, selections=OTHER_2, stamps=STAMPS), replace(LOST, reason="r"), DOWN_1,
-         {"state": S.CLAIMING, "then": S.BUILDING, "since": 220.0, "deadline": 235.0,
-          "stamps": replace(STAMPS, dispatched=90.0, built=220.0),
-          "history": (tried(2, "failed", "service.silent", "r", at=220.0),)}),
+        (moving(S.RELEASING, S.FAILED), replace(RELEASED, consumer=ACTION), PATIENCE, {}),
+        (
+            moving(S.RESIZED, queried=False),
+            replace(runs(1), service="s2"),
+            PATIENCE,
+            {"move_source": replace(ON_1, service="s2")},
+        ),
+        (
+            record(S.ACTIVE),
+            missed(record(S.ACTIVE), 2),
+            PATIENCE,
+            {
+                "state": S.RELEASING,
+                "next_state": S.FAILED,
+                "since": 900.0,
+                "deadline": 915.0,
+                "code": "instance.lost",
+                "reason": "host host-2 does not run it any more",
+                "history": (tried(2, "lost", "instance.lost", "host host-2 does not run it any more", at=900.0),),
+            },
+        ),
+        (
+            record(S.CLAIMING, S.BUILDING, selections=(ON_1, ON_2, ON_3, ON_1)),
+            claimed(5, option=1),
+            PATIENCE,
+            {
+                "state": S.BUILDING,
+                "next_state": None,
+                "since": 111.0,
+                "deadline": 171.0,
+                "selection_index": 3,
+                "attempt": 5,
+                "consumer_generation": 9,
+                "queried": False,
+                "sequence": 21,
+                "build_sequence": 20,
+                "history": (tried(3, "not_claimed", "full", attempt=5, at=111.0),),
+            },
+        ),
+        (
+            record(S.CLAIMING, S.BUILDING, selections=THEN_2),
+            claimed(5),
+            DOWN_1,
+            {
+                "highest_attempt": 5,
+                "consumer_generation": 9,
+                "deadline": 126.0,
+                "selections": (ON_1, ON_2, THEN_2[3]),
+                "history": (tried(3, "not_commanded", "service.silent", attempt=6, at=111.0),),
+            },
+        ),
+        (
+            record(S.CLAIMING, S.BUILDING),
+            replace(refused(5), reason="the quota", outcomes=()),
+            PATIENCE,
+            {
+                "state": S.RELEASING,
+                "next_state": S.FAILED,
+                "since": 111.0,
+                "deadline": 126.0,
+                "code": "max_retries_exceeded",
+                "reason": "0 of 3 hosts tried, none is left. ",
+            },
+        ),
+        (
+            record(S.BUILDING),
+            failed(2),
+            fenced(3),
+            {
+                **FAILS,
+                "next_state": S.FAILED,
+                "state": S.RELEASING,
+                "selections": (ON_1, ON_2),
+                "code": "max_retries_exceeded",
+                "reason": summary_of_attempts(record(S.BUILDING, selections=(ON_1, ON_2), history=PASSED)),
+                "history": PASSED,
+            },
+        ),
+        (
+            record(S.BUILDING, stage_times=STAMPS),
+            failed(2),
+            PATIENCE,
+            {**FAILS, "stage_times": replace(STAMPS, dispatched=90.0, built=110.0)},
+        ),
+        (
+            record(S.BUILDING, stage_times=STAMPS),
+            replace(failed(2), started_at=91.0, ended_at=109.0),
+            PATIENCE,
+            {**FAILS, "stage_times": replace(STAMPS, dispatched=91.0, built=109.0)},
+        ),
+        (
+            record(S.BUILDING, stage_times=replace(STAMPS, dispatched=80.0)),
+            replace(failed(2), started_at=91.0),
+            PATIENCE,
+            {**FAILS, "stage_times": replace(STAMPS, dispatched=80.0, built=110.0)},
+        ),
+        (
+            record(S.BUILDING, selections=OTHER_2, stage_times=STAMPS),
+            replace(LOST, reason="r"),
+            DOWN_1,
+            {
+                "state": S.CLAIMING,
+                "next_state": S.BUILDING,
+                "since": 220.0,
+                "deadline": 235.0,
+                "stage_times": replace(STAMPS, dispatched=90.0, built=220.0),
+                "history": (tried(2, "failed", "service.silent", "r", at=220.0),),
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_step_of_a_build_changes_this_of_its_record(
     before: Instance, event: e.Event, context: StepContext, changes: dict[str, Any]
 ) -> None:
@@ -343,7 +469,7 @@ def test_a_build_has_one_terminal_event(answered: bool) -> None:
     ("before", "event", "shown"),
     [
         (ABSENT, build(), (BuildState.BUILDING, False, "")),
-        (record(S.BUILDING), replace(spawned(2), remark="slow"), (BuildState.ACTIVE, True, "slow")),
+        (record(S.BUILDING), replace(spawned(2), warning="slow"), (BuildState.ACTIVE, True, "slow")),
         (record(S.BUILDING), runs(2), (BuildState.ACTIVE, True, "")),
         (record(S.RELEASING, S.DELETED), RELEASED, (BuildState.DELETED, True, "")),
         (record(S.ACTIVE), e.DeleteRequested(at=120.0), (BuildState.DELETING, False, "")),

@@ -17,39 +17,28 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import (
     CellDelete,
+    CellServiceDelete,
+    CellServiceDeleted,
     ComputeHosts,
-    ForgetServiceInCell,
     Heartbeat,
+    HostConflict,
     HostReport,
-    HostsContested,
     HostsReleased,
-    ServiceForgottenInCell,
-    ServiceGone,
-    ServicesDigest,
+    ServiceRemoved,
+    ServiceStates,
 )
 from bus.contracts.placement import InventoryReleased
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.guard import HostOwners
-from cell_conductor.lease_keeper import AFTER_LOSS_S, MAX_PAGES, PER_PAGE, LeaseKeeper, _Listening, pages_of
+from cell_conductor.lease_keeper import AFTER_DISCONNECT_S, MAX_PAGES, PER_PAGE, LeaseController, _Listening, pages_of
 from cell_conductor.store.keyed import Unrecognised
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import (
-    SILENT,
-    UUID,
-    announced,
-    claimed,
-    failed,
-    host,
-    on,
-    queried,
-    run,
-    spawned,
-)
+from tests.unit.conductor.scenario import SILENT, UUID, announced, claimed, failed, host, on, queried, run, spawned
 from tests.unit.conductor.world import (
     Queried,
     Quiet,
@@ -137,8 +126,8 @@ def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
         for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
     }
     (page,) = pages_of(down)
-    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3)
-    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServicesDigest)
+    digest = ServiceStates(cell="c1", term=1, number=1, down=page, up=3)
+    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServiceStates)
     assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
 
 
@@ -154,7 +143,7 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
     """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
     keeper = keeper_of(await opened_store())
 
-    async def receive(message: ServicesDigest | Heartbeat) -> None:
+    async def receive(message: ServiceStates | Heartbeat) -> None:
         await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
 
     (page,) = pages_of(
@@ -163,24 +152,24 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
             "b": Lease(service="b", epoch=5, state=LeaseState.STOPPED, since=2.0, reason="why"),
         }
     )
-    await receive(ServicesDigest(cell="c2", term=1, number=1, down=page))
+    await receive(ServiceStates(cell="c2", term=1, number=1, down=page))
     assert keeper.down() == {}, "another cell's"
-    await receive(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    await receive(ServiceStates(cell="c1", term=1, number=1, down=page))
     assert {name: lease.state for name, lease in keeper.down().items()} == {
         "a": LeaseState.SILENT,
         "b": LeaseState.STOPPED,
     }
     await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
     assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
-    await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    await receive(ServiceStates(cell="c1", term=1, number=2, down=page))
     assert list(keeper.down()) == ["b"], "what arrives here counts for more"
 
 
 # --- A cell's additions to the stages of a build: when the first host began, and when the last attempt ended.
 
 
-SO_FAR = Stamps(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
-BEGIN = replace(queried(), stamps=SO_FAR)  # at 100
+SO_FAR = StageTimes(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
+BEGIN = replace(queried(), stage_times=SO_FAR)  # at 100
 
 
 def ended(*happened: e.Event) -> BuildEvent:
@@ -199,7 +188,7 @@ def ended(*happened: e.Event) -> BuildEvent:
 )
 def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
     event = ended(*first, claimed(), replace(spawned(2), started_at=205.0, ended_at=206.0))
-    assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
+    assert event.stage_times == replace(SO_FAR, dispatched=dispatched, built=206.0)
 
 
 # --- A compute service that an operator has stated to be gone for good: who drops it, what keeps it, what it
@@ -207,37 +196,37 @@ def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...],
 
 
 DOWN = Lease(service="s3", epoch=5, state=LeaseState.SILENT, since=100.0, reason="why")
-ORDER = ForgetServiceInCell(service="s3", reason="burnt", by="ann")
+ORDER = CellServiceDelete(service="s3", reason="burnt", by="ann")
 
 
-def keeper_of(store: MemoryInstances | None = None) -> LeaseKeeper:
+def keeper_of(store: MemoryInstances | None = None) -> LeaseController:
     nothing: Any = None
-    return LeaseKeeper(
+    return LeaseController(
         store or nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
     )
 
 
-async def receive(keeper: LeaseKeeper, message: Message) -> None:
+async def receive(keeper: LeaseController, message: Message) -> None:
     await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
 
 
-def digest(*down: Lease, number: int = 1) -> ServicesDigest:
+def digest(*down: Lease, number: int = 1) -> ServiceStates:
     (page,) = pages_of({one.service: one for one in down})
-    return ServicesDigest(cell="c1", term=1, number=number, page=1, pages=1, down=page)
+    return ServiceStates(cell="c1", term=1, number=number, page=1, pages=1, down=page)
 
 
 async def test_each_conductor_drops_it_and_adopts_no_digest_from_before() -> None:
     keeper = keeper_of()
     await receive(keeper, digest(DOWN))
-    await receive(keeper, ServiceGone(cell="c2", service="s3", at=200.0))
+    await receive(keeper, ServiceRemoved(cell="c2", service="s3", at=200.0))
     assert list(keeper.down()) == ["s3"], "another cell's"
-    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    assert (keeper.down(), set(keeper.forgotten())) == ({}, {"s3"})
+    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
+    assert (keeper.down(), set(keeper.deleted())) == ({}, {"s3"})
     await receive(keeper, digest(DOWN, number=2))
     assert keeper.down() == {}, "its keeper had not received the notice"
     await receive(keeper, digest(replace(DOWN, since=201.0), number=3))
     assert list(keeper.down()) == ["s3"], "it was back, and is down again"
-    assert set(keeper.forgotten()) == set()
+    assert set(keeper.deleted()) == set()
 
 
 async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_under_way() -> None:
@@ -245,9 +234,9 @@ async def test_a_forgotten_service_is_not_taken_up_again_from_a_digest_that_was_
     keeper = keeper_of()
     silent = replace(DOWN, since=203.0)
     await receive(keeper, digest(silent))
-    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
+    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
     await receive(keeper, digest(silent, number=2))
-    assert keeper.down() == {} and set(keeper.forgotten()) == {"s3"}
+    assert keeper.down() == {} and set(keeper.deleted()) == {"s3"}
 
 
 async def test_a_digest_that_is_older_than_the_newest_one_is_not_adopted() -> None:
@@ -260,24 +249,24 @@ async def test_a_digest_that_is_older_than_the_newest_one_is_not_adopted() -> No
 async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
     keeper = keeper_of(await opened_store())
     await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
-    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    assert set(keeper.forgotten()) == set()
+    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=200.0))
+    assert set(keeper.deleted()) == set()
 
 
 async def test_one_that_was_up_is_not_forgotten_when_it_is_dropped_later() -> None:
     """It was stated to be gone while it was up here: later its host was not looked at, where a machine may run."""
     table = LeaseTable(MISSED)
     table.renew(beat("s3", 6, 1), at=100.0)
-    table.forget("s3")
+    table.delete("s3")
     table.renew(beat("s3", 6, 2, stopping=True), at=300.0)
     table.remove(["s3"])
-    assert table.forgotten == frozenset() and not table.leases
+    assert table.deleted == frozenset() and not table.leases
 
 
-async def kept(keeper: LeaseKeeper) -> None:
+async def kept(keeper: LeaseController) -> None:
     """The keeper takes its turn."""
-    keeper._keep_at = 0.0
-    await keeper._keep()
+    keeper._renew_at = 0.0
+    await keeper._renew_leadership()
 
 
 def lately() -> Lease:
@@ -300,7 +289,7 @@ async def test_a_keeper_records_again_what_the_database_has_forgotten() -> None:
         await kept(keeper)
         async with store.transaction() as transaction:
             await transaction.begin_recovery()
-    assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_keeper
+    assert [one.service for one in await store.leases.leases()] == ["s3"] and keeper.is_leader
 
 
 async def test_a_keeper_whose_office_has_passed_on_records_no_more() -> None:
@@ -308,11 +297,11 @@ async def test_a_keeper_whose_office_has_passed_on_records_no_more() -> None:
     keeper = keeper_of(store)
     await receive(keeper, digest(lately()))
     await kept(keeper)
-    assert keeper.is_keeper
-    store._table.lease_keeper = replace(store._table.lease_keeper, term=store._table.lease_keeper.term + 1)
+    assert keeper.is_leader
+    store._table.leader = replace(store._table.leader, term=store._table.leader.term + 1)
     await receive(keeper, Heartbeat(service="s4", cell="c1", epoch=1, sequence=1))
-    await keeper._keep()  # before its next turn to keep the office
-    assert not keeper.is_keeper and [one.service for one in await store.leases.leases()] == ["s3"]
+    await keeper._renew_leadership()  # before its next turn to keep the office
+    assert not keeper.is_leader and [one.service for one in await store.leases.leases()] == ["s3"]
 
 
 @pytest.mark.parametrize("is_back", [False, True])
@@ -324,15 +313,15 @@ async def test_a_lease_that_is_recorded_while_it_is_forgotten_is_deleted_again(*
     keeper = keeper_of(store)
     await receive(keeper, digest(lately()))
     await kept(keeper)
-    assert await store.leases.forget("s3")
-    term = store._table.lease_keeper.term
+    assert await store.leases.delete("s3")
+    term = store._table.leader.term
     if is_back:
         await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
         await kept(keeper)
-        assert await store.leases.forget("s3")
+        assert await store.leases.delete("s3")
     else:
         await store.leases.record(term, [lately()])  # by a statement that was under way
-    await receive(keeper, ServiceGone(cell="c1", service="s3", at=lately().since + 1.0))
+    await receive(keeper, ServiceRemoved(cell="c1", service="s3", at=lately().since + 1.0))
     await kept(keeper)
     assert [one.service for one in await store.leases.leases()] == ["s3"] * is_back
 
@@ -340,8 +329,8 @@ async def test_a_lease_that_is_recorded_while_it_is_forgotten_is_deleted_again(*
 def test_only_services_that_are_down_for_long_are_old() -> None:
     table = LeaseTable(MISSED)
     times = {"a": 4.0, "b": 3.0, "c": 5.0}
-    table.adopt(Lease(service=name, epoch=1, state=LeaseState.SILENT, since=since) for name, since in times.items())
-    table.adopt([Lease(service="d", epoch=1, since=1.0)])
+    table.load(Lease(service=name, epoch=1, state=LeaseState.SILENT, since=since) for name, since in times.items())
+    table.load([Lease(service="d", epoch=1, since=1.0)])
     assert table.down_before(5.0, 10) == ["b", "a"] and table.down_before(9.0, 1) == ["b"]
 
 
@@ -358,33 +347,33 @@ class Published:
 
 async def test_it_is_forgotten_once_it_is_down_and_has_no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await opened_store()
-    term = await store.leases.keep("p", 60.0, None)
+    term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [DOWN])
     bus: Any = Published()
     up: tuple[str, ...] | None = None
-    forgetter = LeaseKeeper(store, bus, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="p")
-    monkeypatch.setattr(forgetter, "up", lambda: up)
-    assert (await code_of(forgetter)) == "service.unsure"
+    deleting = LeaseController(store, bus, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="p")
+    monkeypatch.setattr(deleting, "up", lambda: up)
+    assert (await code_of(deleting)) == "service.state_unknown"
     up = ("s1", "s3")
-    assert (await code_of(forgetter)) == "service.up"
+    assert (await code_of(deleting)) == "service.up"
     up = ("s1",)
     there = replace(run(on("s3", "s1")).instance, state=State.ACTIVE)
     await insert(store, there)
-    assert (await code_of(forgetter)) == "service.has_instances"
+    assert (await code_of(deleting)) == "service.has_instances"
     async with store.transaction() as transaction:
         await transaction.lock([UUID])
         await transaction.update([replace(there, state=State.DELETED)])
     assert bus.sent == [] and await store.leases.leases() == [DOWN]
     for removed in (True, False):
-        outcome = await forgetter.forget(ORDER)
-        assert isinstance(outcome, Done) and isinstance(outcome.reply, ServiceForgottenInCell)
+        outcome = await deleting.delete(ORDER)
+        assert isinstance(outcome, Done) and isinstance(outcome.reply, CellServiceDeleted)
         assert outcome.reply.removed is removed
     assert await store.leases.leases() == []
-    assert [type(one) for one in bus.sent] == [ServiceGone] * 2, "a repeat notifies those that have not received it"
+    assert [type(one) for one in bus.sent] == [ServiceRemoved] * 2, "a repeat notifies those that have not received it"
 
 
-async def code_of(forgetter: LeaseKeeper) -> str:
-    outcome = await forgetter.forget(ORDER)
+async def code_of(deleting: LeaseController) -> str:
+    outcome = await deleting.delete(ORDER)
     assert isinstance(outcome, Refuse)
     return outcome.code
 
@@ -396,7 +385,7 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
         async def take(self, _events: object, **_: object) -> None:
             taken.append("rest")
 
-        async def forget(self, _command: ForgetServiceInCell) -> Done:
+        async def delete(self, _command: CellServiceDelete) -> Done:
             taken.append("service")
             return Done()
 
@@ -411,18 +400,18 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, waits: bool) -> None:
     """The cell's database was away meanwhile, and the operator was answered that this cell does not answer."""
-    forgotten: list[ForgetServiceInCell] = []
+    forgotten: list[CellServiceDelete] = []
 
-    class Forgetter:
-        async def forget(self, command: ForgetServiceInCell) -> Done:
+    class Deleting:
+        async def delete(self, command: CellServiceDelete) -> Done:
             forgotten.append(command)
             return Done()
 
-    forgetter: Any = Forgetter()
+    deleting: Any = Deleting()
     clock = SystemClock()
-    handlers = requests_of(forgetter, clock, leases=forgetter)
-    left_s = 3600.0 if waits else -1.0
-    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", left_s=lambda: left_s)
+    handlers = requests_of(deleting, clock, leases=deleting)
+    remaining_s = 3600.0 if waits else -1.0
+    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", remaining_s=lambda: remaining_s)
     assert await handlers.requests([received]) == [Done()]
     assert forgotten == ([ORDER] if waits else [])
 
@@ -433,11 +422,11 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
 class Known:
     """The services that are gone, at the keeper or elsewhere."""
 
-    def __init__(self, *gone: str, is_keeper: bool = True) -> None:
+    def __init__(self, *gone: str, is_leader: bool = True) -> None:
         self.gone = gone
-        self.is_keeper = is_keeper
+        self.is_leader = is_leader
 
-    def is_gone(self, service: str) -> bool:
+    def is_removed(self, service: str) -> bool:
         """Whether it was named."""
         return service in self.gone
 
@@ -458,7 +447,7 @@ REFUSED = ComputeHosts(
 async def answered(leases: Any, *listed: ComputeHosts) -> tuple[list[object], ComputeHosts]:
     bus, listings = Quiet(), Listings()
     for report in listed:
-        listings.note(report)
+        listings.record(report)
     left = await HostOwners(bus, listings, leases).answer(REFUSED)  # type: ignore[arg-type]
     return bus.published, left
 
@@ -472,25 +461,25 @@ async def test_what_a_refused_service_reports_of_the_host_counts_for_nothing() -
 async def test_the_owner_keeps_what_it_lists_and_the_other_one_gets_what_it_has_given_up() -> None:
     published, _ = await answered(Known(), listing("s1", 1, 3))
     assert published == [
-        InventoryReleased(source="compute-s1", roots=(host(2),)),
+        InventoryReleased(reporter="compute-s1", roots=(host(2),)),
         HostsReleased(service="s2", owner="s1", hosts=(host(2),)),
-        HostsContested(service="s1", other="s2", hosts=(host(1),)),
+        HostConflict(service="s1", other="s2", hosts=(host(1),)),
     ]
 
 
 async def test_all_hosts_of_a_service_that_is_gone_are_released() -> None:
     published, _ = await answered(Known("s1"), listing("s1", 1, 2))
     assert published == [
-        InventoryReleased(source="compute-s1", roots=(host(1), host(2))),
+        InventoryReleased(reporter="compute-s1", roots=(host(1), host(2))),
         HostsReleased(service="s2", owner="s1", hosts=(host(1), host(2))),
     ]
 
 
 async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_no_list() -> None:
-    published, left = await answered(Known("s1", is_keeper=False))
+    published, left = await answered(Known("s1", is_leader=False))
     assert not published and left.hosts[0].running is None
     published, _ = await answered(Known())
-    assert [type(one) for one in published] == [HostsContested], "its list has not come yet"
+    assert [type(one) for one in published] == [HostConflict], "its list has not come yet"
 
 
 # --- A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot.
@@ -502,11 +491,11 @@ async def test_no_build_leaves_a_lost_service_before_its_cell_has_recovered() ->
     bus: Any = Queried()
     store = MemoryInstances(table.session())
     await store.open()
-    keeper = LeaseKeeper(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
+    keeper = LeaseController(store, bus, clock=SystemClock(), config=config, cell="c1", process="p")
     engine = engine_of(store=store, bus=bus, relay=relay, clock=SystemClock(), config=config, cell="c1", leases=keeper)
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    digest = ServiceStates(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     keeper._listening = _Listening(store.servers, math.inf, may_act=True)
     table.place += 1  # an operator restores a backup
@@ -536,11 +525,11 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     bus: Any = Queried()
     store = MemoryInstances(session := table.session())
     await store.open()
-    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
+    keeper = LeaseController(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
     engine = engine_of(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", leases=keeper)  # type: ignore[arg-type]
     await insert(store, run(on("s1", "s2")).instance)
     (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
-    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    digest = ServiceStates(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     building_at = store.building_at
 
@@ -551,8 +540,8 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
 
     store.building_at = read  # type: ignore[method-assign]
     keeper._listening = _Listening(store.servers, math.inf, may_act=True)
-    session.losses += 1  # the database has died
-    for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
+    session.connection_losses += 1  # the database has died
+    for wait_s, state in ((0.0, State.BUILDING), (AFTER_DISCONNECT_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s
         await keeper._fail_over(engine)
         assert table.instances[UUID].state is state

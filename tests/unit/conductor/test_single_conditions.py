@@ -9,23 +9,23 @@ from structlog.testing import capture_logs
 
 from bus.contracts.base import MAX_EPOCH
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceOutdated, Spawn
-from bus.contracts.moves import CellMoveQuery, MoveEvent, MoveKind, MoveState
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, Destroy, Running, ServiceSuperseded, Spawn
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, CellActionQuery
 from bus.contracts.operations import EvacuationPolicy
 from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain import leases, way_back
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.events import InstanceEvent
-from cell_conductor.domain.fences import Fence, given_up_on
-from cell_conductor.domain.instance import NOT_TRIED, Instance, Phase, State, summary_of
+from cell_conductor.domain.fences import Fence, abandoned_services
+from cell_conductor.domain.instance import NOT_COMMANDED, Instance, Phase, State, summary_of_attempts
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
-from cell_conductor.domain.move_events import DONE, MoveEnd, close
-from cell_conductor.domain.move_steps import is_evacuated_from
+from cell_conductor.domain.move_events import DONE, ActionEnd, close
+from cell_conductor.domain.move_steps import may_run_after_evacuation
 from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import FenceSteps, question_of, step
-from cell_conductor.handlers import move_queried
+from cell_conductor.domain.table import FenceSteps, awaited_request_of, step
+from cell_conductor.handlers import action_queried
 from tests.unit.conductor.move_scenario import (
     OTHER,
     SERVICE_DOWN,
@@ -39,8 +39,8 @@ from tests.unit.conductor.move_scenario import (
 from tests.unit.conductor.records import fenced as on_fenced
 from tests.unit.conductor.records import record
 from tests.unit.conductor.scenario import (
+    DATABASE_ID,
     DELETE,
-    DEPLOYMENT,
     PATIENCE,
     RELEASED,
     SPEC,
@@ -55,9 +55,7 @@ from tests.unit.conductor.scenario import (
     spawned,
     spawns,
 )
-from tests.unit.conductor.scenario import (
-    claimed as claimed_alternate,
-)
+from tests.unit.conductor.scenario import claimed as claimed_alternate
 from tests.unit.conductor.world import beat, insert, opened
 
 # --- Single conditions of the cell's rules that no table of a decision holds.
@@ -74,25 +72,25 @@ def fenced(n: int) -> e.HostFenced:
 
 
 def test_a_delete_of_what_changes_in_place_goes_on_without_a_source() -> None:
-    made = begun(MoveKind.STOP)
+    made = begun(ActionKind.STOP)
     made.apply(DELETE)
     assert made.apply(e.TimedOut(at=400.0)).instance.phase == (State.DESTROYING, State.DELETED)
 
 
 @pytest.mark.parametrize(
     ("ending", "state"),
-    [(DONE, MoveState.CHANGING), (MoveEnd(MoveState.FAILED, "instance.lost", "why"), MoveState.UNDOING)],
+    [(DONE, ActionState.CHANGING), (ActionEnd(ActionState.FAILED, "instance.lost", "why"), ActionState.ROLLING_BACK)],
 )
 def test_a_move_that_is_over_after_each_request_had_its_end_is_announced_as_progress(
-    ending: MoveEnd, state: MoveState
+    ending: ActionEnd, state: ActionState
 ) -> None:
     (event,) = close(to_resized().instance, ending, 300.0, PATIENCE).commands
-    assert isinstance(event, MoveEvent) and (event.state, event.terminal) == (state, False)
+    assert isinstance(event, ActionEvent) and (event.state, event.terminal) == (state, False)
 
 
 def in_place(*, arrived: bool = True) -> Scenario:
     """A resize on host 1."""
-    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="large"))
+    made = begun(ActionKind.RESIZE, 1, spec=replace(SPEC, flavor="large"))
     made.apply(claimed())
     if arrived:
         made.end(1, 1)
@@ -118,7 +116,7 @@ def test_an_undone_resize_in_place_on_a_fenced_host_waits_for_placement_alone() 
 
 @pytest.mark.parametrize(("n", "state"), [(1, State.ACTIVE), (2, State.CHANGING)])
 def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) -> None:
-    assert begun(MoveKind.STOP).apply(fenced(n)).instance.state is state
+    assert begun(ActionKind.STOP).apply(fenced(n)).instance.state is state
 
 
 @pytest.mark.parametrize(
@@ -126,24 +124,26 @@ def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) ->
 )
 def test_a_fence_stays_until_the_source_of_an_evacuation_is_given_up(phase: Phase, evacuated: bool) -> None:
     resized = to_resized().instance
-    assert resized.move is not None
-    state, then = phase
-    known = replace(resized, state=state, then=then, move=replace(resized.move, kind=MoveKind.EVACUATE))
-    assert is_evacuated_from(known, host(1)) is evacuated and not is_evacuated_from(known, host(2))
+    assert resized.action is not None
+    state, next_state = phase
+    known = replace(
+        resized, state=state, next_state=next_state, action=replace(resized.action, kind=ActionKind.EVACUATE)
+    )
+    assert may_run_after_evacuation(known, host(1)) is evacuated and not may_run_after_evacuation(known, host(2))
 
 
 def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
     resized = replace(to_resized().instance, deadline=400.0)
-    assert way_back.end_without_source(resized, 300.0, PATIENCE) == Step(resized)
+    assert way_back.end_source_lost(resized, 300.0, PATIENCE) == Step(resized)
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_host_that_was_passed_over_is_counted_once(attempt: int, hosts: int) -> None:
     """The first is among those that are left; a later one was taken from them."""
-    passed = AttemptRecord(attempt=attempt, host=f"host-{hosts}", outcome=NOT_TRIED)
+    passed = AttemptRecord(attempt=attempt, host=f"host-{hosts}", outcome=NOT_COMMANDED)
     known = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),), history=(passed,))
-    assert summary_of(known).startswith(f"0 of {hosts} hosts")
+    assert summary_of_attempts(known).startswith(f"0 of {hosts} hosts")
 
 
 def test_a_build_is_announced_with_the_host_that_it_has() -> None:
@@ -158,7 +158,7 @@ def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
     for event, hosts in ((fenced(1), [host(1)]), (fenced(2), [])):
         follower = FenceSteps()
         stepped = step(destroying, event, PATIENCE)
-        follower.follow(destroying, stepped, event, PATIENCE)
+        follower.apply(destroying, stepped, event, PATIENCE)
         assert [*follower.hosts] == hosts
 
 
@@ -166,18 +166,18 @@ def test_a_record_that_an_event_leaves_as_it_was_loses_nothing_again() -> None:
     over = run(queried(hosts=1), failed(final=True)).instance
     fences = {host(1): Fence(host_uuid=host(1), host="host-1", version=1)}
     follower = FenceSteps()
-    for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, then=None)),):
-        follower.follow(before, Step(before), event, replace(PATIENCE, fences=fences))
-    assert follower.given_up == {}
+    for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, next_state=None)),):
+        follower.apply(before, Step(before), event, replace(PATIENCE, fences=fences))
+    assert follower.abandoned == {}
 
 
 def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
     made = to_resized()
     made.apply(DELETE)
-    assert made.instance.move is not None and made.instance.move.source is not None
-    source = replace(made.instance.move.source, service="s2")
-    other = Scenario(replace(made.instance, move=replace(made.instance.move, source=source)))
-    assert other.apply(fenced(1)).instance.move.source_gone  # type: ignore[union-attr]
+    assert made.instance.action is not None and made.instance.action.source is not None
+    source = replace(made.instance.action.source, service="s2")
+    other = Scenario(replace(made.instance, action=replace(made.instance.action, source=source)))
+    assert other.apply(fenced(1)).instance.action.source_destroyed  # type: ignore[union-attr]
 
 
 # --- reports, leases, quarantine
@@ -204,7 +204,7 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew(
     anew = run(request, claimed_alternate(over.last_attempt + 2), start=over)
     assert spawns(anew) == [(3, host(1))] and anew.instance.state is State.BUILDING
     (claimed_anew,) = anew.instance.history
-    assert claimed_anew.outcome == NOT_TRIED and not anew.instance.answered and not anew.instance.code
+    assert claimed_anew.outcome == NOT_COMMANDED and not anew.instance.answered and not anew.instance.code
     (event,) = announced(anew)
     assert event.sequence == over.sequence, "higher than all that was announced of it"
 
@@ -213,7 +213,7 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_requested_anew(
 
 
 def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
-    return e.HostRuns(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", built=built)
+    return e.MachineRunning(at=320.0, attempt=attempt, host_uuid=host(n), service="s1", built=built)
 
 
 def test_what_its_record_proves_over_is_destroyed() -> None:
@@ -229,7 +229,7 @@ def test_what_its_record_proves_over_is_destroyed() -> None:
             assert step(before, older, PATIENCE) == Step(before), "it may be gone by now"
         (order,) = step(before, event, PATIENCE).commands
         assert isinstance(order, Destroy) and (order.attempt, order.host_uuid) == (event.attempt, event.host_uuid)
-        assert order.deployment == DEPLOYMENT
+        assert order.database_id == DATABASE_ID
 
 
 # --- a fence of a host: what waits for the host's word ends, what is active stays, and what it may have kept is a loss
@@ -242,7 +242,7 @@ def fences_on(*numbers: int) -> dict[str, Fence]:
 def test_nothing_is_commanded_on_a_fenced_host() -> None:
     context = replace(PATIENCE, fences=fences_on(1, 2))
     stepped = step(Instance(uuid=UUID), queried(), context)
-    claim = question_of(stepped.instance)
+    claim = awaited_request_of(stepped.instance)
     assert not [one for one in stepped.commands if isinstance(one, Spawn)]
     assert isinstance(claim, Claim)
     assert [list(option.allocations) for option in claim.options] == [[host(3)]]
@@ -254,12 +254,12 @@ def test_nothing_is_commanded_on_a_fenced_host() -> None:
 def test_an_evacuation_on_a_clients_statement_is_undone_when_the_service_is_back() -> None:
     there = replace(selection(2), service="s2")
     made = Scenario(active(), SERVICE_DOWN)
-    made.apply(request(MoveKind.EVACUATE, fenced=True, selections=(there,)), claimed())
+    made.apply(request(ActionKind.EVACUATE, fenced=True, selections=(there,)), claimed())
     down = made.instance
     made.context = PATIENCE
     made.end(2, 2)
-    assert made.instance.move is not None
-    assert made.instance.move.lost_code == "evacuate.service_up"
+    assert made.instance.action is not None
+    assert made.instance.action.rollback_code == "evacuate.service_up"
     assert not made.spawns
     still = Scenario(down, SERVICE_DOWN)
     still.end(2, 2)
@@ -268,7 +268,7 @@ def test_an_evacuation_on_a_clients_statement_is_undone_when_the_service_is_back
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
-    made = begun(MoveKind.MIGRATE, *((2,) if is_last else (2, 3)))
+    made = begun(ActionKind.MIGRATE, *((2,) if is_last else (2, 3)))
     made.apply(claimed())
     made.end(2, 2)
     made.end(1, 1)
@@ -279,8 +279,8 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     assert (made.instance.phase, made.destroys) == (follows, [(2, host(2))])
     if is_last:
         made.apply(fenced(2))
-        assert isinstance(question_of(made.instance), Revert)
-    assert given_up_on(before, made.instance, host(2)) == ("s1",)
+        assert isinstance(awaited_request_of(made.instance), Revert)
+    assert abandoned_services(before, made.instance, host(2)) == ("s1",)
 
 
 # --- The leases of compute services: a row for each bound and each condition.
@@ -292,7 +292,7 @@ class Listened(LeaseTable):
     def __init__(self, seconds: float = 100.0, *, missed: int = 3) -> None:
         super().__init__(missed)
         self.tenths = 0
-        self.adopt_record([])
+        self.load_record([])
         self.advance_clock(0.0)
         self.advance(seconds)
 
@@ -318,7 +318,7 @@ class Listened(LeaseTable):
 )
 def test_who_is_up_is_known_when_the_clock_has_advanced_far_enough(deliveries: list[float], known: bool) -> None:
     table = LeaseTable(3)
-    table.adopt_record([])
+    table.load_record([])
     for at in deliveries:
         table.advance_clock(at)
     assert (table.up is not None) is known
@@ -331,7 +331,7 @@ def test_the_slowest_service_that_was_heard_says_how_long_to_listen(interval: fl
         if heard:
             table.renew(beat("a", 0, 0, interval_s=interval), at=1.0)
         else:
-            table.adopt([Lease(service="a", epoch=0, interval_s=interval)])
+            table.load([Lease(service="a", epoch=0, interval_s=interval)])
         assert table.up == up
 
 
@@ -341,19 +341,21 @@ def test_who_is_up_is_known_when_the_record_was_read_and_each_was_due() -> None:
         table.advance_clock(float(at))
     table.renew(beat("b", 1, 0), at=1.0)
     assert table.up is None, "it has no record"
-    table.adopt_record([Lease(service="a", epoch=0), Lease(service="c", epoch=1, state=LeaseState.SILENT)])
+    table.load_record([Lease(service="a", epoch=0), Lease(service="c", epoch=1, state=LeaseState.SILENT)])
     for at in range(99, 115):
         assert table.up is None, "it has not listened since"
         table.advance_clock(float(at))
-    assert set(table.up or ()) == {"a", "b"} and set(table.down) == {"c"} and table.heard == {"b"}, "a may be silent"
+    assert set(table.up or ()) == {"a", "b"} and set(table.down) == {"c"} and table.alive_services == {"b"}, (
+        "a may be silent"
+    )
     for at in range(115, 131):
         table.advance_clock(float(at))
     table.renew(beat("b", 1, 1), at=3.0)
     assert [lease.service for lease in table.assess(4.0)] == ["a"]
-    assert table.up == ("b",) and set(table.down) == {"a", "c"} and table.heard == {"b"}
+    assert table.up == ("b",) and set(table.down) == {"a", "c"} and table.alive_services == {"b"}
     table.renew(beat("a", 0, 0), at=5.0)
     table.renew(beat("b", 1, 2, stopping=True), at=5.0)
-    assert table.heard == {"a"}
+    assert table.alive_services == {"a"}
 
 
 def test_the_interval_that_was_stated_last_counts() -> None:
@@ -400,9 +402,9 @@ def test_a_lease_ends_after_so_many_intervals(stops: bool, seconds: float, state
 def test_a_service_is_gone_for_good(state: LeaseState | None, listens_s: float, at: float, gone: bool) -> None:
     table = Listened(0.0)
     if state is not None:
-        table.adopt([Lease(service="a", epoch=1, state=state, since=3.0)])
+        table.load([Lease(service="a", epoch=1, state=state, since=3.0)])
     table.advance(listens_s)
-    assert table.is_gone("a", at, takeover_s=60.0) is gone
+    assert table.is_removed("a", at, takeover_s=60.0) is gone
 
 
 DOWN = Lease(service="a", epoch=5, state=LeaseState.SILENT, since=3.0)
@@ -426,31 +428,31 @@ def test_a_lease_from_before_its_service_was_forgotten_is_not_adopted(
 ) -> None:
     """stated: by the keeper, which has another clock."""
     table = Listened()
-    table.adopt([DOWN])
+    table.load([DOWN])
     if stated is not None:
-        table.follow((1, 1), [stated])
+        table.apply_service_states((1, 1), [stated])
     for _ in ("once", "again"):
-        table.forget("a")
-    assert len(table) == 0 and table.forgotten == {"a"}
-    table.adopt([recorded])
+        table.delete("a")
+    assert len(table) == 0 and table.deleted == {"a"}
+    table.load([recorded])
     assert table.leases == ({"a": recorded} if adopted else {})
-    assert table.forgotten == (set() if adopted else {"a"})
+    assert table.deleted == (set() if adopted else {"a"})
 
 
 def test_a_service_that_sends_something_is_not_forgotten_any_more() -> None:
     table = Listened()
-    table.forget("a")
-    assert table.forgotten == {"a"}
+    table.delete("a")
+    assert table.deleted == {"a"}
     table.renew(beat("a", 1, 1, stopping=True), at=1.0)
     table.remove(["a"])
-    assert table.forgotten == set()
+    assert table.deleted == set()
 
 
 def test_a_service_that_is_up_is_not_forgotten() -> None:
     table = Listened()
     table.renew(beat("a", 1, 1), at=1.0)
-    table.forget("a")
-    assert table.up == ("a",) and table.forgotten == set()
+    table.delete("a")
+    assert table.up == ("a",) and table.deleted == set()
 
 
 @pytest.mark.parametrize(("known", "recorded", "sent"), [(5, 4, {}), (5, 5, {}), (5, 6, {"a": 6}), (None, 6, {})])
@@ -460,11 +462,11 @@ def test_a_service_below_its_recorded_epoch_is_sent_that_one(
     table = Listened()
     if known is not None:
         table.renew(beat("a", known, 1), at=1.0)
-    table.adopt([Lease(service="a", epoch=recorded)])
-    assert table.outdated() == sent
+    table.load([Lease(service="a", epoch=recorded)])
+    assert table.superseded() == sent
     if known is not None:
         table.renew(beat("a", recorded, 2), at=1.0)
-        assert table.outdated() == ({"a": 5} if recorded < known else {})
+        assert table.superseded() == ({"a": 5} if recorded < known else {})
 
 
 def test_the_highest_epoch_that_a_message_may_name_is_sent() -> None:
@@ -472,24 +474,24 @@ def test_the_highest_epoch_that_a_message_may_name_is_sent() -> None:
     table.renew(beat("a", MAX_EPOCH, 1), at=1.0)
     for epoch in (MAX_EPOCH - 1, 7):
         assert not table.renew(beat("a", epoch, 2), at=2.0)
-    (epoch,) = table.outdated().values()
-    with_it = ServiceOutdated(service="a", epoch=epoch)
-    assert msgspec.convert(msgspec.to_builtins(with_it), ServiceOutdated).epoch == MAX_EPOCH
+    (epoch,) = table.superseded().values()
+    with_it = ServiceSuperseded(service="a", epoch=epoch)
+    assert msgspec.convert(msgspec.to_builtins(with_it), ServiceSuperseded).epoch == MAX_EPOCH
 
 
 def test_more_services_than_the_bound_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "MAX_SERVICES", 1)
     table = Listened()
-    table.adopt([DOWN, replace(DOWN, service="b")])
+    table.load([DOWN, replace(DOWN, service="b")])
     assert not table.renew(beat("c", 1, 1), at=1.0)
     assert list(table.leases) == ["a"]
     for service, epoch in (("a", 1), ("b", 1), ("a", 2)):
-        table.note_outdated(service, epoch)
-    assert table.outdated() == {"a": 2}
+        table.record_superseded(service, epoch)
+    assert table.superseded() == {"a": 2}
     for service in ("a", "b", "a"):
-        table.forget(service)
-    assert table.forgotten == {"a"}
-    table.adopt([DOWN])
+        table.delete(service)
+    assert table.deleted == {"a"}
+    table.load([DOWN])
     assert not table.leases
 
 
@@ -520,7 +522,7 @@ def test_a_message_of_a_service_changes_its_lease(epoch: int, sequence: int, sto
 @pytest.mark.parametrize("state", [LeaseState.SILENT, LeaseState.STOPPED])
 def test_a_service_that_was_down_on_record_is_up_by_its_next_message(state: LeaseState) -> None:
     table = Listened()
-    table.adopt([replace(DOWN, state=state)])
+    table.load([replace(DOWN, state=state)])
     assert list(table.abandoned) == ["a"] * (state is LeaseState.SILENT)
     assert table.renew(beat("a", 5, 0), at=2.0) is (state is LeaseState.SILENT), "a stopped one's life is over"
     assert table.renew(beat("a", 6, 0), at=2.0) and table.up == ("a",)
@@ -537,9 +539,9 @@ def test_a_ring_loses_who_missed_three_heartbeats(
     table.renew(beat("a", 0, 0, ring=ring), at=1.0)
     table.advance(seconds)
     assert table.rings() == rings
-    table.adopt([replace(DOWN, service="b")])
+    table.load([replace(DOWN, service="b")])
     assert table.rings() == rings
-    table.adopt([Lease(service="c", epoch=1)])
+    table.load([Lease(service="c", epoch=1)])
     assert table.rings() is None
 
 
@@ -561,7 +563,7 @@ async def test_a_record_without_a_step_does_not_stop_the_deadlines_of_others(poi
     with capture_logs() as logged:
         assert await conductor.engine.sweep() == 2
         assert await conductor.engine.sweep() == 0, "it is tried again, and later"
-    known = await conductor.engine.known((LONE, UUID))
+    known = await conductor.engine.recorded((LONE, UUID))
     assert known[LONE].queried and known[UUID].deadline is not None and known[UUID].deadline > 99.0
     assert known[UUID] == replace(poisoned, deadline=known[UUID].deadline)
     assert [(one["event"], one["instance"]) for one in logged if one["log_level"] == "error"] == [
@@ -574,10 +576,10 @@ async def test_a_record_without_a_step_does_not_stop_a_report_and_makes_a_messag
     conductor = await opened()
     poisoned = record(State.RESIZED)
     await insert(conductor.store, poisoned, record(State.BUILDING, uuid=LONE))
-    runs = e.HostRuns(at=300.0, attempt=2, host_uuid=host(2), service="s2")
+    runs = e.MachineRunning(at=300.0, attempt=2, host_uuid=host(2), service="s2")
     reported = [InstanceEvent(one, runs) for one in (UUID, LONE)]
     await conductor.engine.take(reported, source="reports")
-    known = await conductor.engine.known((LONE, UUID))
+    known = await conductor.engine.recorded((LONE, UUID))
     assert (known[LONE].state, known[UUID]) == (State.ACTIVE, poisoned)
     with pytest.raises(AssertionError):
         await conductor.engine.take([replace(reported[0], message_id="m")], source="results")
@@ -595,5 +597,5 @@ def test_no_heartbeat_that_was_sent_before_the_last_one_brings_a_stopped_service
 
 @pytest.mark.parametrize(("cause", "told"), [("asked", "asked"), ("", OTHER)])
 def test_what_a_query_of_a_move_tells_has_the_cause_of_its_request(cause: str, told: str) -> None:
-    query = CellMoveQuery(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.STOP)
-    assert move_queried(query, 1.0, cause).cause == told
+    query = CellActionQuery(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=ActionKind.STOP)
+    assert action_queried(query, 1.0, cause).cause == told

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.cell import FoundMachine, MachinesFound
-from bus.contracts.moves import MoveKind
+from bus.contracts.cell import LookedUpMachine, MachineLookupResult
+from bus.contracts.moves import ActionKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.events import SourceQuery
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import question_of
+from cell_conductor.domain.table import awaited_request_of
 from cell_conductor.domain.way_back import answer_about
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, claimed, request, to_resized
+from tests.unit.conductor.move_scenario import ACTION, OTHER, Scenario, claimed, request, to_resized
 from tests.unit.conductor.records import fenced
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 
@@ -25,16 +25,16 @@ THIRD = "d0000000-0000-4000-8000-000000000003"
 def _fence(made: Scenario, n: int) -> SourceQuery:
     made.context = fenced(n)
     made.apply(e.HostFenced(at=220.0, host_uuid=host(n)))
-    query = question_of(made.instance)
+    query = awaited_request_of(made.instance)
     assert isinstance(query, SourceQuery)
     return query
 
 
 def _seen(query: SourceQuery) -> e.SourceAnswered:
-    machine = FoundMachine(
+    machine = LookedUpMachine(
         instance_uuid=UUID, host_uuid=query.host_uuid, host="h", service=query.service, attempt=query.attempt
     )
-    answer = MachinesFound(machines=(machine,), hosts=(query.host_uuid,))
+    answer = MachineLookupResult(machines=(machine,), hosts=(query.host_uuid,))
     return answer_about(UUID, query, [(query.service, answer)], 230.0)
 
 
@@ -43,11 +43,11 @@ def test_the_answer_about_an_earlier_moves_source_undoes_no_later_move() -> None
     made = to_resized()
     late = _seen(asked := _fence(made, 2))
     made.context = PATIENCE
-    made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+    made.apply(request(ActionKind.CONFIRM, request_id=OTHER))
     made.apply(e.Destroyed(at=240.0, attempt=1, host_uuid=host(1), service="s1"))
-    made.apply(e.Released(at=241.0, consumer=MOVE))
-    assert made.instance.phase == (State.ACTIVE, None) and made.instance.move is None
-    made.apply(request(MoveKind.MIGRATE, 3, request_id=THIRD))
+    made.apply(e.Released(at=241.0, consumer=ACTION))
+    assert made.instance.phase == (State.ACTIVE, None) and made.instance.action is None
+    made.apply(request(ActionKind.MIGRATE, 3, request_id=THIRD))
     made.apply(claimed(attempt=(number := made.instance.next_attempt)))
     made.end(3, number)
     made.end(2, 2)
@@ -63,7 +63,7 @@ def test_an_answer_from_before_the_destination_was_used_again_undoes_nothing() -
     late = _seen(_fence(made, 2))
     made.context = PATIENCE
     made.apply(e.TimedOut(at=260.0))  # it is used again, and waits for nothing
-    assert made.instance.move is not None and not made.instance.move.lost_code
+    assert made.instance.action is not None and not made.instance.action.rollback_code
     _fence(made, 2)
     made.apply(late)
     assert made.instance.state is State.RESIZED, "that its source is there was answered to another question"

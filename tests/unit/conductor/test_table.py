@@ -11,25 +11,25 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
 from cell_conductor.domain import events as e
-from cell_conductor.domain.desires import DELETE_REQUESTED, DESIRES, in_text, of_text
+from cell_conductor.domain.desires import DELETE_REQUESTED, DESIRED_STATES, phase_from_text, phase_to_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     MACHINE_EXISTS,
+    ActionInProgress,
     BlockedReason,
-    Brief,
     Instance,
-    Move,
+    InstanceSummary,
     Phase,
     State,
 )
-from cell_conductor.domain.orders import orders_of, with_orders
-from cell_conductor.domain.report import is_over
+from cell_conductor.domain.orders import commands_of, with_commands
+from cell_conductor.domain.report import is_provably_ended
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import BLOCKED, TABLE, ByThen, IllegalStep, question_of, rules_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, request, unbegun
+from cell_conductor.domain.table import BLOCKED, TABLE, ByNextState, IllegalStep, awaited_request_of, rules_of, step
+from tests.unit.conductor.move_scenario import ACTION, OTHER, Scenario, active, request, unbegun
 from tests.unit.conductor.move_scenario import claimed as move_claimed
 from tests.unit.conductor.scenario import (
     DELETE,
@@ -57,9 +57,9 @@ def test_total_over_states_and_events() -> None:
     assert set(BLOCKED) == set(e.EVENTS)
     for state, row in TABLE.items():
         assert set(row) == set(e.EVENTS), state
-        follow = {then for known, then in DESIRES if known is state and then is not None}
+        follow = {then for known, then in DESIRED_STATES if known is state and then is not None}
         for event, cell in row.items():
-            if isinstance(cell, ByThen):
+            if isinstance(cell, ByNextState):
                 assert cell.rules.keys() <= follow, (state, event)
                 assert all(cell.of(then) is not None for then in follow), (state, event)
 
@@ -73,7 +73,7 @@ def test_every_state_is_reached_and_left() -> None:
 def test_an_unfulfilled_question_is_repeated() -> None:
     waiting = run(queried(), failed()).instance
     again = run(e.TimedOut(at=125.0), start=waiting)
-    assert again.instance.deadline == 140.0 and question_of(again.instance) == question_of(waiting)
+    assert again.instance.deadline == 140.0 and awaited_request_of(again.instance) == awaited_request_of(waiting)
 
 
 def test_illegal_pairs_raise_with_the_history() -> None:
@@ -126,8 +126,8 @@ FROZEN: dict[str, str] = json.loads((Path(__file__).parent / "data" / "wanted_by
 HERE, SOURCE, ELSEWHERE = "here", "source", "elsewhere"
 # The current attempt is 3, its move's source has 2, and 5 was the last that was given out.
 ATTEMPTS = (UNKNOWN_ATTEMPT, 1, 2, 3, 4, 6)
-IN_PLACE, NO_SOURCE = "in place", "none"
-SOURCES = (NO_SOURCE, SOURCE, IN_PLACE)
+IN_PLACE, NO_REPORT = "in place", "none"
+SOURCES = (NO_REPORT, SOURCE, IN_PLACE)
 WAITS: dict[Phase, str] = {
     (State.CLAIMING, State.BUILDING): "reclaiming",
     (State.CLAIMING, State.DELETED): "abandoning",
@@ -144,21 +144,21 @@ WAITS: dict[Phase, str] = {
 NAMES: dict[Phase, str] = {
     **WAITS,
     **{(state, None): state.value for state in State if state not in {waiting for waiting, _ in WAITS}},
-    (State.DEPARTED, State.ABSENT): "departed",
+    (State.TRANSFERRED, State.ABSENT): "transferred",
 }
 PHASES = tuple(NAMES)
 
 
-def facts(phase: Phase, source: str, *, code: str = "", proves_from: int = 0) -> Brief:
+def facts(phase: Phase, source: str, *, code: str = "", proves_from: int = 0) -> InstanceSummary:
     """What the proof reads of a record."""
-    is_there, source_attempt = source == SOURCE, 0 if source == NO_SOURCE else 2
-    return Brief(
-        "i", phase[0], HERE, "s1", 3, 0.0, newest=5, source_host_uuid=SOURCE if is_there else None,
-        source_attempt=source_attempt, code=code, then=phase[1], proves_from=proves_from,
+    is_there, source_attempt = source == SOURCE, 0 if source == NO_REPORT else 2
+    return InstanceSummary(
+        "i", phase[0], HERE, "s1", 3, 0.0, highest_attempt=5, source_host_uuid=SOURCE if is_there else None,
+        source_attempt=source_attempt, code=code, next_state=phase[1], proves_from=proves_from,
     )  # fmt: skip
 
 
-def frozen_over(phase: Phase) -> dict[tuple[Brief, int, str], bool]:
+def frozen_over(phase: Phase) -> dict[tuple[InstanceSummary, int, str], bool]:
     """The frozen answers, of records from no earlier incarnation of the database. The values are also of facts that no
     record has any more: doubted, reused_from, and untried.
     """
@@ -172,7 +172,7 @@ def frozen_over(phase: Phase) -> dict[tuple[Brief, int, str], bool]:
     return over
 
 
-def is_named(record: Brief, attempt: int) -> bool:
+def is_named(record: InstanceSummary, attempt: int) -> bool:
     return attempt == record.attempt or (record.source_host_uuid is not None and attempt == record.source_attempt)
 
 
@@ -183,7 +183,7 @@ def test_what_is_over_has_not_changed(phase: Phase, proves_from: int) -> None:
     wrong = [
         (record, attempt, at)
         for (record, attempt, at), was in frozen_over(phase).items()
-        if is_over(replace(record, proves_from=proves_from), attempt, at)
+        if is_provably_ended(replace(record, proves_from=proves_from), attempt, at)
         is not (was and (attempt >= proves_from or is_named(record, attempt) or phase in DELETE_REQUESTED))
     ]
     assert not wrong, wrong[:3]
@@ -207,26 +207,26 @@ def at(host: str) -> Selection:
 
 
 def test_every_state_has_a_desire_and_at_most_nineteen_are_there() -> None:
-    assert set(DESIRES) == set(PHASES)
-    assert {state for state, _ in DESIRES} == set(State) and len(State) <= 19
+    assert set(DESIRED_STATES) == set(PHASES)
+    assert {state for state, _ in DESIRED_STATES} == set(State) and len(State) <= 19
 
 
 def test_a_state_has_the_same_name_in_the_database_and_back() -> None:
-    assert [of_text(in_text(phase)) for phase in DESIRES] == list(DESIRES)
-    assert len({in_text(phase) for phase in DESIRES}) == len(DESIRES)
+    assert [phase_from_text(phase_to_text(phase)) for phase in DESIRED_STATES] == list(DESIRED_STATES)
+    assert len({phase_to_text(phase) for phase in DESIRED_STATES}) == len(DESIRED_STATES)
 
 
-def records(phase: Phase) -> Iterator[tuple[Instance, Brief]]:
-    """Records in this state, of every shape of a move, each with the facts that the frozen values are of."""
-    (state, then), here, source = phase, at(HERE), at(SOURCE)
+def records(phase: Phase) -> Iterator[tuple[Instance, InstanceSummary]]:
+    """Records in this state, of every spec generation of a move, each with the facts that the frozen values are of."""
+    (state, next_state), here, source = phase, at(HERE), at(SOURCE)
     booleans = (False, True)
-    for kind, is_queried, is_deleted, has_move in product(SOURCES, booleans, booleans, booleans):
+    for kind, is_queried, is_deleted, has_action in product(SOURCES, booleans, booleans, booleans):
         if state is State.HANDING_OVER and kind != SOURCE:
             continue  # it is the source that hands over
-        origin = {NO_SOURCE: None, SOURCE: source, IN_PLACE: here}[kind]
-        move = Move(
+        origin = {NO_REPORT: None, SOURCE: source, IN_PLACE: here}[kind]
+        action = ActionInProgress(
             request_id="r",
-            kind=MoveKind.RESIZE if phase in RESIZES else MoveKind.STOP,
+            kind=ActionKind.RESIZE if phase in RESIZES else ActionKind.STOP,
             source=origin,
             source_attempt=0 if origin is None else 2,
             spec=SPEC,
@@ -235,14 +235,14 @@ def records(phase: Phase) -> Iterator[tuple[Instance, Brief]]:
         instance = Instance(
             uuid="i",
             state=state,
-            then=then,
+            next_state=next_state,
             spec=SPEC,
             selections=(origin or here, here),
-            position=1,
+            selection_index=1,
             attempt=3,
-            newest=5,
+            highest_attempt=5,
             queried=is_queried,
-            move=move if has_move or origin is not None else None,
+            action=action if has_action or origin is not None else None,
         )
         yield instance, facts(phase, kind)
 
@@ -254,8 +254,8 @@ def test_no_order_destroys_what_was_wanted_before_there_were_desires(phase: Phas
     fences = {host: Fence(host_uuid=host, host=host, version=1) for host in (HERE, SOURCE) if fenced}
     context, over, ordered = replace(PATIENCE, fences=fences), frozen_over(phase), 0
     for instance, known in records(phase):
-        for order in orders_of(instance, context):
-            if isinstance(order, Destroy) and not order.unless_built:
+        for order in commands_of(instance, context):
+            if isinstance(order, Destroy) and not order.keep_if_complete:
                 ordered += 1
                 assert over[known, order.attempt, order.host_uuid], (instance, order)
     assert bool(ordered) is (phase[0] is State.DESTROYING)
@@ -267,8 +267,8 @@ def test_a_machine_under_another_service_gets_its_orders_there() -> None:
     for phase in PHASES:
         for instance, _ in records(phase):
             moved = replace(instance, selections=tuple(replace(one, service="s9") for one in instance.selections))
-            before, after = orders_of(instance, PATIENCE), orders_of(moved, PATIENCE)
-            stepped = with_orders(instance, Step(moved), PATIENCE)
+            before, after = commands_of(instance, PATIENCE), commands_of(moved, PATIENCE)
+            stepped = with_commands(instance, Step(moved), PATIENCE)
             assert stepped.commands == tuple(one for one in after if one not in before)
             found += len(stepped.commands)
     assert found
@@ -278,10 +278,12 @@ def test_a_machine_under_another_service_gets_its_orders_there() -> None:
 def test_orders_are_sent_when_a_state_is_entered_and_not_once_more_within_it(phase: Phase) -> None:
     for instance, _ in records(phase):
         other = State.ACTIVE if phase[0] is not State.ACTIVE else State.ABSENT
-        elsewhere = replace(instance, state=other, then=None)
-        assert with_orders(elsewhere, Step(instance), PATIENCE).commands == orders_of(instance, PATIENCE)
-        assert with_orders(instance, Step(instance), PATIENCE).commands == ()
-        assert with_orders(instance, Step(instance, again=True), PATIENCE).commands == orders_of(instance, PATIENCE)
+        elsewhere = replace(instance, state=other, next_state=None)
+        assert with_commands(elsewhere, Step(instance), PATIENCE).commands == commands_of(instance, PATIENCE)
+        assert with_commands(instance, Step(instance), PATIENCE).commands == ()
+        assert with_commands(instance, Step(instance, resend=True), PATIENCE).commands == commands_of(
+            instance, PATIENCE
+        )
 
 
 def test_orders_are_sent_again_when_something_else_follows() -> None:
@@ -289,9 +291,9 @@ def test_orders_are_sent_again_when_something_else_follows() -> None:
     confirming, deleting = ((State.DESTROYING, then) for then in (State.ACTIVE, State.DELETED))
     sent = 0
     for instance, _ in records(confirming):
-        after = replace(instance, then=deleting[1])
-        assert with_orders(instance, Step(after), PATIENCE).commands == orders_of(after, PATIENCE)
-        sent += len(orders_of(after, PATIENCE))
+        after = replace(instance, next_state=deleting[1])
+        assert with_commands(instance, Step(after), PATIENCE).commands == commands_of(after, PATIENCE)
+        sent += len(commands_of(after, PATIENCE))
     assert sent
 
 
@@ -307,10 +309,10 @@ JUDGED_BY = {
     e.Spawned: replace(spawned(3), host_uuid=HERE),
     e.SpawnFailed: replace(failed(3), host_uuid=HERE),
     e.Destroyed: e.Destroyed(at=120.0, attempt=3, host_uuid=HERE, service="s1"),
-    e.HostRuns: e.HostRuns(at=125.0, attempt=1, host_uuid=ELSEWHERE, service="s1"),
-    e.HostMissing: e.HostMissing(at=900.0, host_uuid=HERE, service="s1"),
+    e.MachineRunning: e.MachineRunning(at=125.0, attempt=1, host_uuid=ELSEWHERE, service="s1"),
+    e.MachineMissing: e.MachineMissing(at=900.0, host_uuid=HERE, service="s1"),
     e.ServiceLost: e.ServiceLost(at=900.0, service="s1", code="x"),
-    e.ChangeEnded: e.ChangeEnded(at=120.0, attempt=3, order=0, host_uuid=HERE, service="s1", done=True),
+    e.ChangeEnded: e.ChangeEnded(at=120.0, attempt=3, change_number=0, host_uuid=HERE, service="s1", done=True),
     e.HostFenced: e.HostFenced(at=120.0, host_uuid=HERE),
 }
 
@@ -327,62 +329,62 @@ def test_no_report_answer_or_fence_judges_what_is_blocked(phase: Phase, event: e
 def test_nothing_is_ordered_or_asked_for_what_is_blocked_and_its_delete_is_on_record(phase: Phase) -> None:
     for instance, _ in records(phase):
         blocked = replace(instance, blocked_reason=BlockedReason.HOST_ABSENT)
-        assert question_of(blocked) is None
+        assert awaited_request_of(blocked) is None
         timed_out, deleted = (step(blocked, event, PATIENCE) for event in (TIMED_OUT, replace(DELETE, project_id="p")))
         assert (timed_out.instance.phase, timed_out.commands) == (phase, ())
         assert [type(one).__name__ for one in deleted.commands] == ["BuildEvent"]
         after = deleted.instance
         assert after.blocked_reason and (
-            after.phase in DELETE_REQUESTED or (after.move is not None and after.move.delete)
+            after.phase in DELETE_REQUESTED or (after.action is not None and after.action.delete)
         )
 
 
 # --- A scheduler without news of a request queries its cell: the answer begins nothing, and always leads to an end.
 
 
-def queries(kind: MoveKind = MoveKind.MIGRATE, request_id: str = MOVE) -> e.MoveRequested:
+def queries(kind: ActionKind = ActionKind.MIGRATE, request_id: str = ACTION) -> e.ActionRequested:
     return unbegun(request(kind, request_id=request_id))
 
 
-def answer(instance: Instance, query: e.MoveRequested) -> tuple[Step, MoveEvent]:
+def answer(instance: Instance, query: e.ActionRequested) -> tuple[Step, ActionEvent]:
     stepped = step(instance, query, PATIENCE)
     (event,) = stepped.commands
-    assert isinstance(event, MoveEvent) and event.request_id == query.request.request_id
+    assert isinstance(event, ActionEvent) and event.request_id == query.request.request_id
     return stepped, event
 
 
 def test_a_request_without_a_record_ends_as_lost_and_a_late_copy_of_it_is_not_begun() -> None:
     stepped, event = answer(active(), queries())
-    assert (event.state, event.code, event.terminal) == (MoveState.FAILED, "move.lost", True)
+    assert (event.state, event.code, event.terminal) == (ActionState.FAILED, "action.lost", True)
     assert (event.condition, stepped.instance.state) == (Condition.ACTIVE, State.ACTIVE)
-    late = step(stepped.instance, request(MoveKind.MIGRATE, 2), PATIENCE)
+    late = step(stepped.instance, request(ActionKind.MIGRATE, 2), PATIENCE)
     (repeated,) = late.commands
-    assert isinstance(repeated, MoveEvent)
-    assert (repeated.state, repeated.code, late.instance.state) == (MoveState.FAILED, "move.lost", State.ACTIVE)
+    assert isinstance(repeated, ActionEvent)
+    assert (repeated.state, repeated.code, late.instance.state) == (ActionState.FAILED, "action.lost", State.ACTIVE)
 
 
 def test_the_end_of_a_request_is_announced_again_under_a_new_number() -> None:
     stopped = Scenario(active())
-    stopped.apply(request(MoveKind.STOP))
+    stopped.apply(request(ActionKind.STOP))
     stopped.end(1, 1)
     first = stopped.commands[-1]
-    assert isinstance(first, MoveEvent) and first.terminal
-    stepped, event = answer(stopped.instance, queries(MoveKind.STOP))
-    assert (event.state, event.terminal, event.condition) == (MoveState.DONE, True, Condition.STOPPED)
+    assert isinstance(first, ActionEvent) and first.terminal
+    stepped, event = answer(stopped.instance, queries(ActionKind.STOP))
+    assert (event.state, event.terminal, event.condition) == (ActionState.DONE, True, Condition.STOPPED)
     assert event.sequence == first.sequence + 1 and stepped.instance.sequence == event.sequence + 1
 
 
 @pytest.mark.parametrize(
     ("happened", "state"),
     [
-        ((), MoveState.CLAIMING),
-        ((move_claimed(),), MoveState.PREPARING),
-        ((move_claimed(), request(MoveKind.ABORT, request_id=OTHER)), MoveState.UNDOING),
+        ((), ActionState.CLAIMING),
+        ((move_claimed(),), ActionState.PREPARING),
+        ((move_claimed(), request(ActionKind.ABORT, request_id=OTHER)), ActionState.ROLLING_BACK),
     ],
 )
-def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Event, ...], state: MoveState) -> None:
+def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Event, ...], state: ActionState) -> None:
     moving = Scenario(active())
-    moving.apply(request(MoveKind.MIGRATE, 2), *happened)
+    moving.apply(request(ActionKind.MIGRATE, 2), *happened)
     stepped, event = answer(moving.instance, queries())
     assert (event.state, event.terminal, event.condition) == (state, False, Condition.MOVING)
     assert stepped.instance == replace(moving.instance, sequence=moving.instance.sequence + 1)
@@ -390,20 +392,23 @@ def test_a_request_under_way_is_answered_with_its_progress(happened: tuple[e.Eve
 
 def test_an_abort_under_way_is_answered_too() -> None:
     moving = Scenario(active())
-    moving.apply(request(MoveKind.MIGRATE, 2), request(MoveKind.ABORT, request_id=OTHER))
-    stepped, event = answer(moving.instance, queries(MoveKind.ABORT, OTHER))
-    assert not event.terminal and stepped.instance.move == moving.instance.move
+    moving.apply(request(ActionKind.MIGRATE, 2), request(ActionKind.ABORT, request_id=OTHER))
+    stepped, event = answer(moving.instance, queries(ActionKind.ABORT, OTHER))
+    assert not event.terminal and stepped.instance.action == moving.instance.action
 
 
 def test_an_instance_that_the_cell_does_not_know_ends_the_request() -> None:
     stepped, event = answer(Instance(uuid=UUID), queries())
-    assert (event.state, event.code, event.condition) == (MoveState.FAILED, "instance.unknown", Condition.UNKNOWN)
+    assert (event.state, event.code, event.condition) == (ActionState.FAILED, "instance.unknown", Condition.UNKNOWN)
     assert event.terminal and stepped.instance == Instance(uuid=UUID)
 
 
 def test_a_lost_request_ends_while_another_one_is_under_way() -> None:
     moving = Scenario(active())
-    moving.apply(request(MoveKind.MIGRATE, 2))
-    stepped, event = answer(moving.instance, queries(MoveKind.STOP, OTHER))
-    assert (event.state, event.code) == (MoveState.FAILED, "move.lost")
-    assert stepped.instance.move == moving.instance.move and stepped.instance.phase == (State.CLAIMING, State.PREPARING)
+    moving.apply(request(ActionKind.MIGRATE, 2))
+    stepped, event = answer(moving.instance, queries(ActionKind.STOP, OTHER))
+    assert (event.state, event.code) == (ActionState.FAILED, "action.lost")
+    assert stepped.instance.action == moving.instance.action and stepped.instance.phase == (
+        State.CLAIMING,
+        State.PREPARING,
+    )

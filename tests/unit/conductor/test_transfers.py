@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from bus.contracts.cell import Destroy, InstanceSpec
 from bus.contracts.listing import ListedMachine
 from bus.contracts.moves import (
-    CellDepart,
+    ActionEvent,
+    ActionKind,
+    ActionState,
+    CellTransfer,
+    CellTransferOut,
     ChangeKind,
     ChangeMachine,
     Condition,
-    Departure,
-    MoveEvent,
-    MoveKind,
-    MoveState,
 )
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
@@ -27,29 +27,29 @@ from cell_conductor.domain.reconcile import ATTEMPTS_PER_INCARNATION, reconcile
 from cell_conductor.domain.recovered import recovered
 from cell_conductor.domain.recovery_facts import KnownInstance
 from cell_conductor.domain.steps import StepContext
-from cell_conductor.domain.table import question_of
-from cell_conductor.handlers import departure_event
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, begun, claimed, request, unbegun
+from cell_conductor.domain.table import awaited_request_of
+from cell_conductor.handlers import transfer_event
+from tests.unit.conductor.move_scenario import ACTION, OTHER, Scenario, active, begun, claimed, request, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, selection, spawned
 
 THERE = replace(PATIENCE, cell="c2")
 LARGER = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
 
 
-def departs(instance: Instance, kind: MoveKind = MoveKind.MIGRATE, to_cell: str = "c2", **fields: Any) -> e.Event:
-    known = {"request_id": MOVE, "attempt": instance.last_attempt, **fields}
-    message = CellDepart(instance_uuid=UUID, project_id="p", kind=kind, to_cell=to_cell, **known)
-    return departure_event(message, 200.0)
+def departs(instance: Instance, kind: ActionKind = ActionKind.MIGRATE, to_cell: str = "c2", **fields: Any) -> e.Event:
+    known = {"request_id": ACTION, "attempt": instance.last_attempt, **fields}
+    message = CellTransferOut(instance_uuid=UUID, project_id="p", kind=kind, to_cell=to_cell, **known)
+    return transfer_event(message, 200.0)
 
 
-def leaving(kind: MoveKind = MoveKind.MIGRATE) -> Scenario:
+def leaving(kind: ActionKind = ActionKind.MIGRATE) -> Scenario:
     """Its host was commanded to keep its image."""
     made = Scenario(active())
     made.apply(departs(made.instance, kind))
     return made
 
 
-def departed(kind: MoveKind = MoveKind.MIGRATE) -> tuple[Scenario, Departure]:
+def departed(kind: ActionKind = ActionKind.MIGRATE) -> tuple[Scenario, CellTransfer]:
     made = leaving(kind)
     made.end(1, 1, image="snapshot-1", runs=False)
     made.apply(gone(made.instance, 1))
@@ -57,22 +57,24 @@ def departed(kind: MoveKind = MoveKind.MIGRATE) -> tuple[Scenario, Departure]:
     return made, departure_of(made)
 
 
-def given() -> Departure:
+def given() -> CellTransfer:
     return departed()[1]
 
 
 def released(made: Scenario) -> None:
-    question = question_of(made.instance)
+    question = awaited_request_of(made.instance)
     assert isinstance(question, Release)
     made.apply(e.Released(at=230.0, attempt=question.attempt or 0))
 
 
-def departure_of(made: Scenario) -> Departure:
-    return [one.departure for one in made.commands if isinstance(one, MoveEvent) and one.departure is not None][-1]
+def departure_of(made: Scenario) -> CellTransfer:
+    return [one.transfer for one in made.commands if isinstance(one, ActionEvent) and one.transfer is not None][-1]
 
 
-def arrives(departure: Departure, kind: MoveKind = MoveKind.MIGRATE, *hosts: int, **fields: object) -> e.MoveRequested:
-    known = {"departure": departure, "to_cell": "c1", **fields}
+def arrives(
+    departure: CellTransfer, kind: ActionKind = ActionKind.MIGRATE, *hosts: int, **fields: object
+) -> e.ActionRequested:
+    known = {"transfer": departure, "to_cell": "c1", **fields}
     return request(kind, *(hosts or (2, 3)), **known)
 
 
@@ -100,12 +102,12 @@ def gone(instance: Instance, n: int) -> e.Destroyed:
 # --- it leaves, and is built in the next cell
 
 
-@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.RESIZE])
-def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_is_over(kind: MoveKind) -> None:
+@pytest.mark.parametrize("kind", [ActionKind.MIGRATE, ActionKind.RESIZE])
+def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_is_over(kind: ActionKind) -> None:
     former, departure = departed(kind)
     assert changes(former) == [ChangeKind.SNAPSHOT] and former.destroys == [(1, host(1))]
     there = in_next_cell(arrives(departure, kind, spec=LARGER))
-    claim = question_of(there.instance)
+    claim = awaited_request_of(there.instance)
     assert isinstance(claim, Claim) and claim.attempt > departure.attempt + 1 and claim.migration is None
     assert [len(claim.options), claim.consumer_generation] == [2, None]
     building(there)
@@ -114,8 +116,8 @@ def test_its_next_cell_claims_a_host_and_builds_it_from_its_image_and_the_move_i
     assert (spawn.attempt, spawn.host_uuid, spawn.spec.flavor) == (claim.attempt, host(2), "m1.large")
     there.apply(spawned(n=2, attempt=spawn.attempt, at=260.0))
     assert (there.instance.state, there.instance.power) == (State.ACTIVE, Power.RUNNING)
-    assert there.terminals == [(kind, MoveState.DONE, "")] and former.terminals == []
-    ends = [one for one in (*former.commands, *there.commands) if isinstance(one, MoveEvent)]
+    assert there.terminals == [(kind, ActionState.DONE, "")] and former.terminals == []
+    ends = [one for one in (*former.commands, *there.commands) if isinstance(one, ActionEvent)]
     assert ends[-1].condition is Condition.ACTIVE
     sequences = [one.sequence for one in ends]
     assert sequences == sorted(set(sequences))
@@ -128,35 +130,35 @@ def test_a_departure_is_announced_until_the_build_elsewhere_has_ended() -> None:
     for _ in range(3):
         assert made.instance.deadline is not None
         made.apply(e.TimedOut(at=made.instance.deadline))
-        assert made.commands[-1] == replace(announced, at=ANY) and made.instance.departure == departure
+        assert made.commands[-1] == replace(announced, at=ANY) and made.instance.transfer == departure
     made.apply(departs(made.instance, ended=True))
-    assert (made.instance.phase, made.instance.deadline) == ((State.DEPARTED, State.ABSENT), None)
+    assert (made.instance.phase, made.instance.deadline) == ((State.TRANSFERRED, State.ABSENT), None)
 
 
-@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.RESIZE])
-def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: MoveKind) -> None:
+@pytest.mark.parametrize("kind", [ActionKind.MIGRATE, ActionKind.RESIZE])
+def test_a_departure_by_another_request_than_it_left_by_is_refused(kind: ActionKind) -> None:
     former, departure = departed()
     former.apply(departs(former.instance, kind, "c3", request_id=OTHER))
-    left, end = [one for one in former.commands if isinstance(one, MoveEvent)][-2:]
-    assert (left.request_id, left.departure) == (MOVE, departure)
-    assert (end.request_id, end.terminal, end.code, end.departure) == (OTHER, True, "instance.departed", None)
+    left, end = [one for one in former.commands if isinstance(one, ActionEvent)][-2:]
+    assert (left.request_id, left.transfer) == (ACTION, departure)
+    assert (end.request_id, end.terminal, end.code, end.transfer) == (OTHER, True, "instance.transferred", None)
     told = len(former.commands)
     former.apply(departs(former.instance))
-    assert [one.departure for one in former.commands[told:] if isinstance(one, MoveEvent)] == [departure]
+    assert [one.transfer for one in former.commands[told:] if isinstance(one, ActionEvent)] == [departure]
 
 
 def test_what_has_another_flavor_than_the_hosts_there_were_chosen_for_does_not_leave() -> None:
     """It would be built with that one: its client has not requested it."""
     made = Scenario(replace(active(), spec=LARGER))
     made.apply(departs(made.instance, expected_flavor="m1.tiny"))
-    assert made.terminals == [(MoveKind.MIGRATE, MoveState.REFUSED, "instance.flavor_changed")]
+    assert made.terminals == [(ActionKind.MIGRATE, ActionState.REFUSED, "instance.flavor_changed")]
     made.apply(departs(made.instance, expected_flavor="m1.large", request_id=OTHER))
     assert made.instance.state is State.CHANGING
 
 
 def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
-    former, departure = departed(MoveKind.RESIZE)
-    there = building(in_next_cell(arrives(departure, MoveKind.RESIZE, spec=LARGER)))
+    former, departure = departed(ActionKind.RESIZE)
+    there = building(in_next_cell(arrives(departure, ActionKind.RESIZE, spec=LARGER)))
     attempt = there.instance.attempt
     there.apply(
         e.SpawnFailed(at=261.0, attempt=attempt, host_uuid=host(2), code="image.broken", final=True),
@@ -164,18 +166,18 @@ def test_what_no_host_of_the_next_cell_builds_comes_home_as_it_was() -> None:
     )
     released(there)
     back = departure_of(there)
-    assert (there.instance.state, there.terminals) == (State.DEPARTED, [])
+    assert (there.instance.state, there.terminals) == (State.TRANSFERRED, [])
     assert (back.cell, back.code, back.spec, back.image) == ("c1", "image.broken", departure.spec, "snapshot-1")
     assert back.attempt > attempt > departure.attempt
-    former.apply(arrives(back, MoveKind.RESIZE, 1, to_cell=None, spec=None))
+    former.apply(arrives(back, ActionKind.RESIZE, 1, to_cell=None, spec=None))
     assert building(former, 1).spawns[-1].spec == active().spec
     former.apply(spawned(n=1, attempt=former.instance.attempt, at=270.0))
     assert (former.instance.state, former.terminals) == (
         State.ACTIVE,
-        [(MoveKind.RESIZE, MoveState.FAILED, "image.broken")],
+        [(ActionKind.RESIZE, ActionState.FAILED, "image.broken")],
     )
     former.apply(departs(active()))  # its schedulers' database was set back to the first step
-    assert [one[1:] for one in former.terminals] == [(MoveState.FAILED, "image.broken")] * 2
+    assert [one[1:] for one in former.terminals] == [(ActionState.FAILED, "image.broken")] * 2
 
 
 def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> None:
@@ -186,21 +188,21 @@ def test_a_silent_host_of_the_next_cell_ends_no_move_that_goes_on_at_home() -> N
     assert there.instance.phase == (State.DESTROYING, State.REVERTING)
     there.apply(e.Destroyed(at=462.0, attempt=attempt, host_uuid=host(2), service="s1"))
     released(there)
-    assert (there.instance.state, there.terminals) == (State.DEPARTED, [])
+    assert (there.instance.state, there.terminals) == (State.TRANSFERRED, [])
 
 
 def test_what_no_host_at_home_takes_either_rests_offloaded() -> None:
     former, departure = departed()
     back = replace(departure, cell="c1", attempt=departure.attempt + 9)
-    former.apply(arrives(back, MoveKind.MIGRATE, 1, to_cell=None))
+    former.apply(arrives(back, ActionKind.MIGRATE, 1, to_cell=None))
     former.apply(e.ClaimRefused(at=240.0, attempt=former.instance.next_attempt, outcomes=()))
     released(former)
     now = former.instance
     assert (now.state, now.power, now.image) == (State.OFFLOADED, Power.SHELVED, "snapshot-1")
-    assert [one[:2] for one in former.terminals] == [(MoveKind.MIGRATE, MoveState.FAILED)]
+    assert [one[:2] for one in former.terminals] == [(ActionKind.MIGRATE, ActionState.FAILED)]
 
 
-@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(MoveKind.SHELVE, offload=True)])
+@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(ActionKind.SHELVE, offload=True)])
 @pytest.mark.parametrize("fields", [{"done": False, "code": "disk.full"}, {"image": ""}])
 def test_what_was_stopped_for_an_image_that_it_has_not_runs_again(begun_by: Any, fields: dict[str, Any]) -> None:
     made = begun_by()
@@ -209,11 +211,11 @@ def test_what_was_stopped_for_an_image_that_it_has_not_runs_again(begun_by: Any,
     assert made.terminals == []
     made.end(1, 1, runs=True)
     now = made.instance
-    assert (now.state, now.power, now.move, now.image) == (State.ACTIVE, Power.RUNNING, None, "")
-    assert [one[1:] for one in made.terminals] == [(MoveState.FAILED, fields.get("code", "snapshot.no_image"))]
+    assert (now.state, now.power, now.action, now.image) == (State.ACTIVE, Power.RUNNING, None, "")
+    assert [one[1:] for one in made.terminals] == [(ActionState.FAILED, fields.get("code", "snapshot.no_image"))]
 
 
-@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(MoveKind.SHELVE, offload=True)])
+@pytest.mark.parametrize("begun_by", [leaving, lambda: begun(ActionKind.SHELVE, offload=True)])
 @pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
 def test_what_its_host_has_no_images_of_is_as_it_was(begun_by: Any, power: Power) -> None:
     """Its driver has no snapshots, and states nothing about the machine: it was asked again for ever."""
@@ -221,14 +223,14 @@ def test_what_its_host_has_no_images_of_is_as_it_was(begun_by: Any, power: Power
     made.instance = replace(made.instance, power=power)
     made.end(1, 1, done=False, code="change.unsupported")
     assert (made.instance.phase, made.instance.power) == ((State.ACTIVE, None), power)
-    assert [one[1:] for one in made.terminals] == [(MoveState.FAILED, "change.unsupported")]
+    assert [one[1:] for one in made.terminals] == [(ActionState.FAILED, "change.unsupported")]
 
 
 def test_its_client_waits_for_no_host_that_is_to_start_it_again() -> None:
     made = leaving()
     made.end(1, 1, done=False, runs=False, code="disk.full")
     made.apply(e.TimedOut(at=made.instance.deadline or 0.0))
-    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "disk.full")]
+    assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "disk.full")]
     assert made.instance.state is State.RESTARTING
 
 
@@ -258,7 +260,7 @@ def test_a_delete_ends_it_on_its_way(is_begun: bool) -> None:
     assert made.instance.phase == (State.DESTROYING, State.DELETED)
     made.apply(gone(made.instance, 1))
     released(made)
-    assert made.instance.state is State.DELETED and made.instance.departure is None
+    assert made.instance.state is State.DELETED and made.instance.transfer is None
 
 
 # --- a cell's database is set back in the middle: what hosts list and the schedulers have decides
@@ -276,12 +278,12 @@ def machine(attempt: int, n: int = 3, **fields: Any) -> ListedMachine:
 def here(attempt: int, *hosts: int, **fields: Any) -> KnownInstance:
     """The map has it in this cell, and placement on these hosts; its move is under way."""
     places = tuple(selection(n) for n in hosts)
-    under_way = {"request_id": MOVE, "kind": MoveKind.MIGRATE, "spec": active().spec, "own_count": len(hosts)}
+    under_way = {"request_id": ACTION, "kind": ActionKind.MIGRATE, "spec": active().spec, "own_count": len(hosts)}
     return KnownInstance(attempt=attempt, project_id="p", selections=places, sequence=50, **{**under_way, **fields})
 
 
 def elsewhere(attempt: int, **fields: Any) -> KnownInstance:
-    return here(attempt, is_elsewhere=True, cell="c2", **fields)
+    return here(attempt, is_in_other_cell=True, cell="c2", **fields)
 
 
 def recover(
@@ -298,7 +300,7 @@ def recover(
 
 
 def orders(made: Scenario) -> list[tuple[int, str, bool]]:
-    return [(one.attempt, one.host_uuid, one.unless_built) for one in made.commands if isinstance(one, Destroy)]
+    return [(one.attempt, one.host_uuid, one.keep_if_complete) for one in made.commands if isinstance(one, Destroy)]
 
 
 def arrived() -> Scenario:
@@ -331,14 +333,14 @@ def test_a_complete_machine_of_an_arrival_is_the_instances(n: int) -> None:
     recover(there, replace(incomplete, complete=True), known=here(attempt, n))
     now = there.instance
     assert (now.state, now.attempt, now.host_uuid, now.blocked_reason) == (State.ACTIVE, attempt, host(n), "")
-    assert (there.terminals, orders(there)) == ([(MoveKind.MIGRATE, MoveState.DONE, "")], [])
+    assert (there.terminals, orders(there)) == ([(ActionKind.MIGRATE, ActionState.DONE, "")], [])
 
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_move_ends_no_machine_that_an_operator_keeps(complete: bool) -> None:
     """It became the destination that is given up."""
     there = arrived()
-    recover(there, machine(9, complete=complete), known=here(9, 3), kept=[host(3)])
+    recover(there, machine(9, complete=complete), known=here(9, 3), protected=[host(3)])
     assert there.instance.host_uuid != host(3) and orders(there) == []
 
 
@@ -364,19 +366,19 @@ def test_an_arrival_is_offloaded_once_its_hosts_have_listed_that_none_is_there(
         assert (there.instance.state, there.commands) == (State.FINISHING, [])
     else:
         assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
-        assert there.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
+        assert there.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.lost")]
 
 
 @pytest.mark.parametrize(("absent", "is_blocked"), [((1,), True), ((2,), True), ((9,), False)])
 def test_a_move_with_a_source_waits_for_its_two_hosts_and_no_others(absent: tuple[int, ...], is_blocked: bool) -> None:
-    checking = begun(MoveKind.MIGRATE, 2)
+    checking = begun(ActionKind.MIGRATE, 2)
     checking.apply(claimed())
     left = [machine(1, n, allocations={host(n): {}}) for n in {1} - set(absent)]
     recover(checking, *left, known=here(2, 2, 1, own_count=1), absent=absent)
     assert bool(checking.instance.blocked_reason) is is_blocked
     if not is_blocked:
         assert (checking.instance.state, checking.instance.host_uuid) == (State.ACTIVE, host(1))
-        assert checking.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
+        assert checking.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.lost")]
 
 
 # --- the former cell was set back
@@ -398,7 +400,7 @@ def test_a_record_from_before_its_departure_ends_no_move_that_may_go_on_elsewher
         before = made.instance.phase
         recover(made, known=known)
         assert (made.instance.phase, made.instance.blocked_reason) == (before, "top_silent")
-        assert made.commands == [] and question_of(made.instance) is None
+        assert made.commands == [] and awaited_request_of(made.instance) is None
 
 
 @pytest.mark.parametrize("under_way", [{}, {"request_id": "", "kind": None}], ids=["under way", "over"])
@@ -409,7 +411,7 @@ def test_a_record_from_before_its_departure_gives_it_up_and_leaves_the_move_to_t
     for made in before_it_left():
         recover(made, known=elsewhere(9, **under_way))
         now = made.instance
-        assert now.phase == (State.DEPARTED, State.ABSENT) and question_of(now) is None
+        assert now.phase == (State.TRANSFERRED, State.ABSENT) and awaited_request_of(now) is None
         assert (made.commands, now.deadline, now.last_attempt < FLOOR) == ([], None, True)
         recover(made, known=elsewhere(9, **under_way))
         assert (made.instance, made.commands) == (now, []), "it is not made again"
@@ -420,17 +422,17 @@ def test_what_the_next_cell_gives_back_after_a_set_back_of_the_former_one_is_bui
     for made in before_it_left():
         recover(made, known=elsewhere(9))
         back = replace(given(), cell="c1", attempt=9, code="image.broken")
-        made.apply(arrives(back, MoveKind.MIGRATE, 1, to_cell=None))
+        made.apply(arrives(back, ActionKind.MIGRATE, 1, to_cell=None))
         building(made, 1).apply(spawned(n=1, attempt=made.instance.attempt, at=1_700.0))
         assert made.instance.state is State.ACTIVE
-        assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "image.broken")]
+        assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "image.broken")]
 
 
 def test_schedulers_that_were_set_back_as_well_are_referred_to_the_next_cell() -> None:
     """Any request of theirs ended the conductor: the record had no departure."""
     for made in before_it_left():
         recover(made, known=elsewhere(9))
-        for event in (e.DeleteRequested(at=1_700.0, project_id="p", attempt=1), queried(), request(MoveKind.STOP)):
+        for event in (e.DeleteRequested(at=1_700.0, project_id="p", attempt=1), queried(), request(ActionKind.STOP)):
             made.commands.clear()
             made.apply(event)
             assert departure_of(made).cell == "c2"
@@ -448,30 +450,36 @@ def test_what_had_no_machine_any_more_rests_offloaded_and_leaves_by_the_next_req
     for made in before_it_left()[2:]:
         recover(made, known=here(made.instance.last_attempt))
         assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "snapshot-1")
-        assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, "move.lost")]
-        made.apply(departs(made.instance, MoveKind.UNSHELVE, request_id=OTHER))
-        assert made.instance.state is State.DEPARTED and departure_of(made).cell == "c2"
+        assert made.terminals == [(ActionKind.MIGRATE, ActionState.FAILED, "action.lost")]
+        made.apply(departs(made.instance, ActionKind.UNSHELVE, request_id=OTHER))
+        assert made.instance.state is State.TRANSFERRED and departure_of(made).cell == "c2"
 
 
 @pytest.mark.parametrize("is_query", [False, True])
 def test_a_record_that_was_given_up_without_its_departure_leaves_no_request_without_an_end(*, is_query: bool) -> None:
     """The cell was set back to before the departure, and its schedulers to before the move."""
     made = Scenario(active())
-    over = CellDepart(
-        request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=2, ended=True
+    over = CellTransferOut(
+        request_id=OTHER,
+        instance_uuid=UUID,
+        project_id="p",
+        kind=ActionKind.MIGRATE,
+        to_cell="c2",
+        attempt=2,
+        ended=True,
     )
-    made.apply(departure_event(over, 1_700.0))
-    assert made.instance.phase == (State.DEPARTED, State.ABSENT)
+    made.apply(transfer_event(over, 1_700.0))
+    assert made.instance.phase == (State.TRANSFERRED, State.ABSENT)
     asked = departs(active())
-    assert isinstance(asked, e.MoveRequested)
+    assert isinstance(asked, e.ActionRequested)
     for _ in range(2):
         made.apply(unbegun(asked) if is_query else asked)
-    end = (MoveState.FAILED, "move.lost") if is_query else (MoveState.REFUSED, "instance.departed")
-    assert made.terminals == [(MoveKind.MIGRATE, *end)] * 2
+    end = (ActionState.FAILED, "action.lost") if is_query else (ActionState.REFUSED, "instance.transferred")
+    assert made.terminals == [(ActionKind.MIGRATE, *end)] * 2
 
 
 def test_a_delete_that_came_before_its_instance_is_later_than_that_whatever_its_attempt() -> None:
-    there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", begun=True, attempt=1_501))
+    there = in_next_cell(e.DeleteRequested(at=100.0, project_id="p", may_have_started=True, attempt=1_501))
     released(there)
     assert there.instance.state is State.DELETED
     _, departure = departed()
@@ -484,7 +492,7 @@ def test_what_came_here_and_went_on_outranks_no_later_cell() -> None:
     there = arrived()
     attempt = there.instance.last_attempt
     recover(there, known=elsewhere(attempt + 3))
-    assert there.instance.phase == (State.DEPARTED, State.ABSENT) and question_of(there.instance) is None
+    assert there.instance.phase == (State.TRANSFERRED, State.ABSENT) and awaited_request_of(there.instance) is None
     newest = replace(given(), attempt=attempt + 5, image="newest", at=2_000.0)
     there.apply(arrives(newest, request_id=OTHER))
     assert (there.instance.state, there.instance.image) == (State.CLAIMING, "newest")
@@ -492,20 +500,20 @@ def test_what_came_here_and_went_on_outranks_no_later_cell() -> None:
 
 def test_one_that_was_resized_in_place_keeps_no_move_where_a_later_machine_is_its_own() -> None:
     """Every later delete waited for the end of a move that nothing ended."""
-    resized = begun(MoveKind.RESIZE, 1)
+    resized = begun(ActionKind.RESIZE, 1)
     resized.apply(claimed(resized.instance.next_attempt))
     resized.end(1, 1)
     assert resized.instance.phase == (State.RESIZED, None) and resized.instance.is_in_place
     recover(resized, machine(5, 3, allocations={host(3): {}}), known=here(5, 3, request_id="", kind=None))
     now = resized.instance
-    assert (now.state, now.host_uuid, now.move, now.last_attempt) == (State.ACTIVE, host(3), None, FLOOR)
+    assert (now.state, now.host_uuid, now.action, now.last_attempt) == (State.ACTIVE, host(3), None, FLOOR)
 
 
 def test_a_delete_numbers_above_all_that_its_departed_record_gave_out() -> None:
     given, _ = departed()
-    given.instance = replace(given.instance, newest=3_000)
-    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", begun=True, attempt=3_001))
-    question = question_of(given.instance)
+    given.instance = replace(given.instance, highest_attempt=3_000)
+    given.apply(e.DeleteRequested(at=1_500.0, project_id="p", may_have_started=True, attempt=3_001))
+    question = awaited_request_of(given.instance)
     assert isinstance(question, Release) and question.attempt is not None
     assert question.attempt > 3_001
 
@@ -514,4 +522,4 @@ def test_a_cell_that_an_instance_has_left_announces_no_machine_of_it() -> None:
     former, departure = departed()
     former.commands.clear()
     former.apply(queried(hosts=1))
-    assert [getattr(one, "departure", None) for one in former.commands] == [departure]
+    assert [getattr(one, "transfer", None) for one in former.commands] == [departure]

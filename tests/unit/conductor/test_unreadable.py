@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store import tables
-from cell_conductor.store.port import KnownDatabase
+from cell_conductor.store.port import DatabaseIdentity
 from cell_conductor.store.postgres import PostgresTransaction
 from lab.simulation.watch import failed_steps
 from tests.unit.conductor.records import record
@@ -43,7 +43,7 @@ async def due(*rows: tuple[str, str, str]) -> tuple[list[Instance], Connection]:
     """What is due of these rows."""
     connection: Any = Connection(*rows)
     nothing: Any = None
-    transaction = PostgresTransaction(connection, nothing, KnownDatabase())
+    transaction = PostgresTransaction(connection, nothing, DatabaseIdentity())
     return await transaction.lock_due(300.0, 10), connection
 
 
@@ -69,9 +69,9 @@ async def test_a_machine_that_cannot_be_given_to_its_instance_ends_no_search() -
         raise ValueError
 
     conductor.engine._apply = crashes  # type: ignore[method-assign]
-    conductor.engine.adopt(UUID)
+    conductor.engine.adopt_machine(UUID)
     with capture_logs() as logged:
-        await conductor.engine.search()
+        await conductor.engine.look_up_sources()
     assert [(one["event"], one["instance"], one["code"]) for one in logged if one["log_level"] == "error"] == [
-        ("instance.search_failed", UUID, "ValueError")
+        ("instance.lookup_failed", UUID, "ValueError")
     ]

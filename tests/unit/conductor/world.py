@@ -10,20 +10,14 @@ from msgspec.structs import replace
 from bus.clock import Clock, SystemClock
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import DatabaseMark, Message, Meta
-from bus.contracts.cell import (
-    CellBuild,
-    ComputeHosts,
-    Heartbeat,
-    HostReport,
-    Running,
-)
+from bus.contracts.cell import CellBuild, ComputeHosts, Heartbeat, HostReport, Running
 from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.marks import Stated
-from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.domain.report import UnknownMachine, UnknownMachineKind
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -81,10 +75,10 @@ class Quiet(Queried):
 class Alone:
     """What a conductor has beside it where a test is not about that: no fences, no search, no leases."""
 
-    known: Mapping[str, Any] = {}
-    name, is_recent, is_keeper = "c1", True, False
+    fences: Mapping[str, Any] = {}
+    name, is_recent, is_leader = "c1", True, False
 
-    def heard(self) -> Collection[str]:
+    def alive_services(self) -> Collection[str]:
         """All services of these suites are."""
         return ("s1", "s2", "s3")
 
@@ -99,7 +93,7 @@ class Alone:
     def hear(self, mark: DatabaseMark, *, by: str = "") -> None:
         """Nobody states anything."""
 
-    def note_recovery(self) -> None:
+    def record_recovery(self) -> None:
         """It follows from where the database is."""
 
     def hear_all(self, marks: Collection[DatabaseMark]) -> None:
@@ -109,7 +103,7 @@ class Alone:
         """Nothing is asked for."""
         return False
 
-    async def ensure_known(self) -> None:
+    async def ensure_loaded(self) -> None:
         """There are no fences."""
 
     def invalidate(self) -> None:
@@ -125,11 +119,11 @@ class Alone:
         """No host is fenced."""
         return []
 
-    def is_gone(self, service: str) -> bool:
+    def is_removed(self, service: str) -> bool:
         """No service is."""
         return False
 
-    async def unexplained(self, uuids: object) -> Mapping[str, Any]:
+    async def unknown_machines(self, uuids: object) -> Mapping[str, Any]:
         """No machine is."""
         return {}
 
@@ -139,7 +133,7 @@ ALONE: Any = Alone()
 
 def engine_of(**parts: Any) -> Engine:
     """An engine that is alone but for these."""
-    return Engine(**{"leases": ALONE, "fences": ALONE, "search": ALONE, **parts})
+    return Engine(**{"leases": ALONE, "fences": ALONE, "lookup": ALONE, **parts})
 
 
 def requests_of(engine: Any, clock: Clock, bus: Any = ALONE, **parts: Any) -> RequestHandlers:
@@ -164,9 +158,9 @@ class Told:
     ) -> None:
         self._leases = leases
         self.up = up
-        self.note_outdated = outdated
+        self.record_superseded = outdated
         if gone:
-            self.is_gone = gone.__contains__
+            self.is_removed = gone.__contains__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._leases, name)
@@ -201,7 +195,7 @@ def down(service: str, **other: Any) -> Lease:
 
 async def put(store: MemoryInstances, *leases: Lease) -> None:
     """Put these leases on record."""
-    term = await store.leases.keep("p", 60.0, None)
+    term = await store.leases.hold_leadership("p", 60.0, None)
     assert term is not None and await store.leases.record(term, leases)
 
 
@@ -221,14 +215,14 @@ class Conductor:
 
     async def keep(self, n: int, verdict: str = "") -> None:
         """A host has a machine of the instance that no record explains, with this word of an operator."""
-        machine = Unexplained(UUID, 1, host(n), UnexplainedKind.QUARANTINED, "newer")
+        machine = UnknownMachine(UUID, 1, host(n), UnknownMachineKind.QUARANTINED, "newer")
         await self.store.safety.record(f"s{n}", [machine], 1.0)
         if verdict:
             await self.store.safety.decide([DecidedMachine(UUID)], verdict, "ann", 2.0)
 
     async def request(self, message: Message, *, attempt: int = 0, message_id: str = "m") -> Outcome:
         (outcome,) = await self.requests.requests(
-            [Received(message, Meta(id=message_id, attempt=attempt), "c1", "conductor.requests")]
+            [Received(message, Meta(id=message_id, delivery_attempt=attempt), "c1", "conductor.requests")]
         )
         return outcome
 

@@ -13,7 +13,7 @@ import pytest
 from bus.contracts.catalogue import MESSAGES
 from tests.kit.sources import OURS, ROOT, WORKERS, imports, nodes, sources, where, within
 
-# A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
+# A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of placement.
 MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
 
 # The inputs that a domain must be given instead of reaching for them.
@@ -65,12 +65,12 @@ def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
     assert wrong == []
 
 
-# What an adapter of the book's rows takes of the modules that decide: what is to be locked, read and written.
+# What an adapter of placement's rows takes of the modules that decide: what is to be locked, read and written.
 OF_DECISIONS = {
-    "claim_group.WantedMembers", "claim_ledger.Decision", "claim_ledger.Lacking", "trees.WantedTrees",
-    "report_group.Key", "report_group.ReportSource", "report_group.Sources",
-    "report_group.RELEASED", "report_group.TAKEN_OUT",
-    "report_group.is_retired",  # which rows to read: the book asks again, when they are locked
+    "claim_group.MembersToLock", "claim_ledger.Decision", "claim_ledger.Lacking", "trees.TreesToLock",
+    "report_group.Key", "report_group.LastReport", "report_group.LastReports",
+    "report_group.RELEASED", "report_group.WITHDRAWN",
+    "report_group.is_retired",  # which rows to read: placement asks again, when they are locked
 }  # fmt: skip
 DECIDE = ("allocation_migration", "allocations", "claim_group", "claim_ledger", "claims", "refusal", "report_group",
           "reports", "trees")  # fmt: skip
@@ -107,7 +107,10 @@ def test_the_contracts_import_nothing_of_ours() -> None:
 
 
 def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_announces() -> None:
-    owned = {row.message.__name__ for row in MESSAGES if row.owner == "scheduler_worker"} - {"BuildEvent", "MoveEvent"}
+    owned = {row.message.__name__ for row in MESSAGES if row.owner == "scheduler_worker"} - {
+        "BuildEvent",
+        "ActionEvent",
+    }
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in sources("cell_conductor")
@@ -133,12 +136,12 @@ MADE_ONLY = {
     ("scheduler_worker", "ObjectsChange"): "a host's decision, for its own registry",
     ("scheduler_worker", "BuildRequest"): "the request of a tombstone, on record alone",
     ("scheduler_worker", "DrainQuery"): "for its own planner",
-    ("scheduler_worker", "MoveRequest"): "of a drain or an evacuation, for its own engine of moves",
-    ("scheduler_worker", "ServiceGone"): "for its own table of hosts",
+    ("scheduler_worker", "ActionRequest"): "of a drain or an evacuation, for its own engine of moves",
+    ("scheduler_worker", "ServiceRemoved"): "for its own table of hosts",
     ("scheduler_worker", "ComputeHosts"): "Nova's hosts, for its own table of hosts",
-    ("scheduler_worker", "ServicesDigest"): "Nova's services, for its own table of hosts",
+    ("scheduler_worker", "ServiceStates"): "Nova's services, for its own table of hosts",
     ("scheduler_worker", "BuildQuery"): "compared with one that was received",
-    ("cell_conductor", "CellMove"): "the move that a query is about",
+    ("cell_conductor", "CellAction"): "the move that a query is about",
 }
 
 

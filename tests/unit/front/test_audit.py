@@ -11,16 +11,16 @@ from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKin
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
+    ActionFact,
     BreakerFact,
     Facts,
     GangFact,
     InstanceFact,
     InventoryFact,
-    MoveFact,
     QuarantineFact,
+    ReporterFact,
     RunningFact,
     ServiceDownFact,
-    SourceFact,
     check_invariants,
 )
 from berth.audit.repairing import MAX_AT_ONCE, chosen
@@ -61,9 +61,9 @@ SOUND = Facts(
     changes=[Change(sequence=3, provider=HOST, generation=1), Change(sequence=4, provider=HOST, generation=2)],
     connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
     breakers=[BreakerFact(cell="cell1", service="s", is_open=False, tripped_at=1.0, lost=6)],
-    quarantine=[QuarantineFact("cell1", "s", OTHER, "lost", "no record", "keep", is_kept=True)],
+    quarantine=[QuarantineFact("cell1", "s", OTHER, "lost", "no record", "protect", is_protected=True)],
     services={("cell1", "s"), ("cell1", "idle")},
-    moves=[MoveFact("move", ONE, "migrate", "done", terminal=True)],
+    actions=[ActionFact("move", ONE, "migrate", "done", terminal=True)],
     gangs=[GangFact(uuid=ONE, members=3, min_count=2, sent=2, withdrawn=0)],
 )
 
@@ -80,14 +80,14 @@ def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
 
 
 def test_what_has_no_mark_of_ours_is_no_breach() -> None:
-    foreign = RunningFact("theirs", 0, OTHER, has_mark=False)
+    foreign = RunningFact("theirs", 0, OTHER, has_owner_tag=False)
     kept = RunningFact("lost", 3, OTHER)
     assert SOUND.running is not None
     assert broken(replace(SOUND, running=[*SOUND.running, foreign, kept])) == set()
     # A machine whose mark was removed is still the one on record; another's of the same name is not.
-    unmarked = RunningFact(ONE, 2, HOST, has_mark=False)
+    unmarked = RunningFact(ONE, 2, HOST, has_owner_tag=False)
     assert broken(replace(SOUND, running=[unmarked])) == set()
-    assert broken(replace(SOUND, running=[*SOUND.running, RunningFact(ONE, 0, OTHER, has_mark=False)])) == set()
+    assert broken(replace(SOUND, running=[*SOUND.running, RunningFact(ONE, 0, OTHER, has_owner_tag=False)])) == set()
 
 
 def test_a_delete_of_an_instance_that_was_never_built_is_no_effect() -> None:
@@ -138,7 +138,7 @@ HERE = SOUND.instances[0]
 
 BREACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("more used than fits", "capacity", {"inventories": [InventoryFact(HOST, "VCPU", 4, 0, 2.0, 8.0, 9)]}),
-    ("used without a holder", "book_adds_up", {"audit": ["host VCPU: the book has 3, its allocations 2"]}),
+    ("used without a holder", "placement_adds_up", {"audit": ["host VCPU: placement has 3, its allocations 2"]}),
     ("lost by the schedulers", TERMINAL, {"requests": {ONE: "active", GONE: "deleted"}}),
     ("still under way", TERMINAL, {"requests": {**SOUND.requests, TWO: "building"}}),
     ("never announced to have ended", TERMINAL, {"events": [*SOUND.events[:1], *SOUND.events[2:]]}),
@@ -150,7 +150,7 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
         "breakers_closed",
         {"breakers": [BreakerFact(cell="cell1", service="s", is_open=True, tripped_at=1.0, lost=6)]},
     ),
-    ("reinstalled under its name", "hosts_in_book", {"namesakes": [(OTHER, "rack1-07", HOST)]}),
+    ("reinstalled under its name", "hosts_in_placement", {"namesakes": [(OTHER, "rack1-07", HOST)]}),
     (
         "in quarantine, undecided",
         "quarantine_decided",
@@ -194,7 +194,7 @@ def test_an_inventory_that_shrank_under_its_use_is_no_breach() -> None:
 
 # The move of `one` from `other` awaits its confirm: its source is stopped, and the migration holds its allocation.
 MOVE = "move"
-SOURCE = SourceFact(MOVE, OTHER, 1)
+SOURCE = ReporterFact(MOVE, OTHER, 1)
 STOPPED = RunningFact(ONE, 1, OTHER, is_stopped=True)
 AWAITING = replace(
     SOUND,
@@ -206,9 +206,9 @@ AWAITING = replace(
 
 def test_a_move_that_awaits_its_confirm_is_at_rest_with_its_two_machines_and_its_migrations_allocation() -> None:
     assert broken(AWAITING) == set()
-    assert broken(replace(AWAITING, moves=[])) == set(), "its request was purged: the record names it"
+    assert broken(replace(AWAITING, actions=[])) == set(), "its request was purged: the record names it"
     assert broken(replace(AWAITING, running=[RunningFact(ONE, 2, HOST)])) == set(), "its source has burnt down"
-    in_place = replace(SOUND.instances[0], state="resized", source=SourceFact(MOVE, HOST, 1))
+    in_place = replace(SOUND.instances[0], state="resized", source=ReporterFact(MOVE, HOST, 1))
     assert broken(replace(SOUND, instances=[in_place, SOUND.instances[1]])) == set(), "a larger size shares all"
 
 
@@ -245,9 +245,9 @@ def test_a_machine_that_an_operator_keeps_in_quarantine_is_no_second_one_of_its_
     """A restored host had an older machine of an instance that runs: kept, it broke `built_once` for ever."""
     assert SOUND.running is not None
     older = [RunningFact(ONE, 1, OTHER), *SOUND.running]
-    kept = QuarantineFact("cell1", "s", OTHER, ONE, "an older attempt", "keep", is_kept=True)
+    kept = QuarantineFact("cell1", "s", OTHER, ONE, "an older attempt", "protect", is_protected=True)
     assert broken(replace(SOUND, running=older, quarantine=[kept])) == set()
-    undecided = replace(kept, verdict="", is_kept=False)
+    undecided = replace(kept, verdict="", is_protected=False)
     assert broken(replace(SOUND, running=older, quarantine=[undecided])) >= {ONCE, "quarantine_decided"}
 
 
@@ -272,18 +272,23 @@ def test_a_generation_stays_when_an_http_client_deletes_allocations_and_only_the
 
 
 NAMED = ProviderState(
-    uuid=HOST, name="a", root_uuid=HOST, generation=5, shape=7, inventories={"CUSTOM_A": (8.0, 1, 8, 1, 8, 0, 1.0)}
+    uuid=HOST,
+    name="a",
+    root_uuid=HOST,
+    generation=5,
+    spec_generation=7,
+    inventories={"CUSTOM_A": (8.0, 1, 8, 1, 8, 0, 1.0)},
 )
 
 
 @pytest.mark.parametrize(
     ("after", "holds"),
     [
-        (replace(NAMED, name="b", shape=8), True),
-        (replace(NAMED, inventories={"CUSTOM_B": NAMED.inventories["CUSTOM_A"]}, shape=8), True),
-        (replace(NAMED, aggregates=("00000000-0000-4000-d000-000000000001",), shape=8), True),
-        (replace(NAMED, traits=("HW_CPU_X86_SGX",), shape=8), False),
-        (replace(NAMED, inventories={"CUSTOM_A": (9.0, 1, 8, 1, 9, 0, 1.0)}, shape=8), False),
+        (replace(NAMED, name="b", spec_generation=8), True),
+        (replace(NAMED, inventories={"CUSTOM_B": NAMED.inventories["CUSTOM_A"]}, spec_generation=8), True),
+        (replace(NAMED, aggregates=("00000000-0000-4000-d000-000000000001",), spec_generation=8), True),
+        (replace(NAMED, traits=("HW_CPU_X86_SGX",), spec_generation=8), False),
+        (replace(NAMED, inventories={"CUSTOM_A": (9.0, 1, 8, 1, 9, 0, 1.0)}, spec_generation=8), False),
     ],
 )
 def test_a_generation_stays_when_a_name_changes_and_not_when_an_amount_does(after: ProviderState, holds: bool) -> None:
@@ -313,11 +318,11 @@ def test_what_was_not_listened_to_is_not_checked() -> None:
 
 
 def test_a_request_about_an_instance_that_has_not_ended_is_a_breach_unless_its_service_is_down() -> None:
-    waits = MoveFact("move", ONE, "migrate", "finishing", terminal=False)
-    assert broken(replace(SOUND, moves=[waits])) == {"moves_end"}
+    waits = ActionFact("move", ONE, "migrate", "finishing", terminal=False)
+    assert broken(replace(SOUND, actions=[waits])) == {"actions_end"}
     at_s = [replace(SOUND.instances[0], service="s"), *SOUND.instances[1:]]
     down = [ServiceDownFact(cell="cell1", service="s", why="stopped", is_expected=True)]
-    assert "moves_end" not in broken(replace(SOUND, moves=[waits], instances=at_s, down=down))
+    assert "actions_end" not in broken(replace(SOUND, actions=[waits], instances=at_s, down=down))
 
 
 @pytest.mark.parametrize("state", ["building", "deleting"])
@@ -326,11 +331,11 @@ def test_what_is_under_way_is_a_breach_only_when_its_time_has_passed(state: str)
         SOUND,
         requests={**SOUND.requests, ONE: state},
         instances=[replace(SOUND.instances[0], state="building"), *SOUND.instances[1:]],
-        moves=[MoveFact("move", ONE, "migrate", "finishing", terminal=False)],
+        actions=[ActionFact("move", ONE, "migrate", "finishing", terminal=False)],
     )
-    assert {"one_terminal_state", "moves_end", AGREE} <= broken(changing)
+    assert {"one_terminal_state", "actions_end", AGREE} <= broken(changing)
     assert broken(replace(changing, under_way={ONE})) == set()
-    assert {"one_terminal_state", "moves_end", AGREE} <= broken(replace(changing, under_way={TWO}))
+    assert {"one_terminal_state", "actions_end", AGREE} <= broken(replace(changing, under_way={TWO}))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +389,9 @@ def look(**more: Any) -> AuditFacts:
 
 
 FULL = InventoryFact(FINDINGS_HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
-RESIZED = InstanceFact(A, "cell1", "resized", FINDINGS_HOST, 2, "s", SourceFact(FINDINGS_MOVE, FINDINGS_OTHER, 1, "s"))
+RESIZED = InstanceFact(
+    A, "cell1", "resized", FINDINGS_HOST, 2, "s", ReporterFact(FINDINGS_MOVE, FINDINGS_OTHER, 1, "s")
+)
 FINDINGS_AWAITING = {
     "instances": (RESIZED,),
     "allocations": {**HELD, FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}},
@@ -465,7 +472,7 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"requests": {A: "deleted"}, "busy": {A}}, []),
     ({"inventories": (FULL,)}, [(K.OVER_CAPACITY, f"{FINDINGS_HOST} VCPU")]),
     (
-        {"audit": (f"{FINDINGS_HOST} VCPU: the book has 2, its allocations 1",)},
+        {"audit": (f"{FINDINGS_HOST} VCPU: placement has 2, its allocations 1",)},
         [(K.MISCOUNTED, f"{FINDINGS_HOST} VCPU")],
     ),
 ]
@@ -480,7 +487,7 @@ def test_what_is_found(more: dict[str, Any], wanted: list[tuple[FindingKind, str
 
 @pytest.mark.parametrize("others", [(), (FINDINGS_HOST, FINDINGS_OTHER), (FINDINGS_OTHER,)])
 def test_of_what_awaits_its_confirm_no_repair_is_proposed_that_leaves_it_alone(others: tuple[str, ...]) -> None:
-    """`berth placement audit --repair` judges no instance with an unconfirmed move: it said that the book is sound."""
+    """`berth placement audit --repair` judges no instance with an unconfirmed move: it said that placement is sound."""
     held = {A: {host: {"VCPU": 1} for host in others}} if others else {}
     kept = {FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}}
     (unconfirmed,) = findings(look(**{**FINDINGS_AWAITING, "allocations": {**held, **kept}}))
@@ -490,8 +497,8 @@ def test_of_what_awaits_its_confirm_no_repair_is_proposed_that_leaves_it_alone(o
 
 
 def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:
-    foreign = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))))
-    assert [one.repair for one in foreign] == ["left alone: it is not of this deployment"]
+    foreign = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_owner_tag=False))))
+    assert [one.repair for one in foreign] == ["left alone: it is not of this database"]
     kept = QuarantineFact("cell1", "s", FINDINGS_OTHER, B, "no record")
     (quarantined,) = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER)), quarantine=(kept,)))
     assert quarantined.repair == f"decide: berth quarantine release {B}" and "no record" in quarantined.reason
@@ -529,8 +536,8 @@ def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
         {"requests": {A: "active", B: "failed"}},
         {"requests": {A: "active", B: "active"}},
         {"instances": (ACTIVE, InstanceFact(B, "cell1", "failed", FINDINGS_HOST, 1, "s"))},
-        {"instances": (*ENDED["instances"], InstanceFact(B, "cell2", "departed", None, 1))},
-        {"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))},
+        {"instances": (*ENDED["instances"], InstanceFact(B, "cell2", "transferred", None, 1))},
+        {"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_owner_tag=False))},
         {"running": None},
         {"down": None},
         {"unheard": None},
@@ -565,5 +572,12 @@ def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
 
 
 def test_the_states_at_rest_follow_from_the_cells_table() -> None:
-    assert sorted(AT_REST - ALIVE) == ["deleted", "departed", "departed/absent", "failed", "offloaded", "tombstone"]
+    assert sorted(AT_REST - ALIVE) == [
+        "deleted",
+        "transferred",
+        "transferred/absent",
+        "failed",
+        "offloaded",
+        "tombstone",
+    ]
     assert sorted(AT_REST & ALIVE) == sorted(ALIVE) == ["active", "resized"]

@@ -20,7 +20,7 @@ CLAIMED_S = {OLD: 86_400.0, NEW: 1.0}  # ago; NEW by Nova's claim for a server t
 
 
 class Connection:
-    """The book's rows of both, as the query asks for them."""
+    """Placement's rows of both, as the query asks for them."""
 
     async def fetch(self, statement: str, older_than_s: float) -> list[tuple[Any, ...]]:
         assert statement == book.HELD and "updated_at" in statement
@@ -38,7 +38,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def none_doubled(_: Any) -> list[str]:
         return []
 
-    monkeypatch.setattr(book.questions, "doubled", none_doubled)
+    monkeypatch.setattr(book.questions, "duplicates", none_doubled)
     return Database()
 
 

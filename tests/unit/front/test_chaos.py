@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from berth.audit.invariants import (
+    ActionFact,
     Facts,
     InstanceFact,
-    InvariantVerdict,
+    InvariantResult,
     InventoryFact,
-    MoveFact,
     RunningFact,
     check_invariants,
 )
@@ -226,11 +226,11 @@ def test_recovered_means_that_something_requested_afterwards_has_ended() -> None
 
 
 def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_different_ends() -> None:
-    moves = [
-        MoveFact("m1", A, "migrate", "done", terminal=True),
-        MoveFact("m2", A, "resize", "claiming", terminal=False),
+    actions = [
+        ActionFact("m1", A, "migrate", "done", terminal=True),
+        ActionFact("m2", A, "resize", "claiming", terminal=False),
     ]
-    facts = msgspec.structs.replace(SOUND, moves=moves)
+    facts = msgspec.structs.replace(SOUND, actions=actions)
     assert lost_moves(facts, ["m1", "m2", "m3"]) == ("m2", "m3")
     assert lost_moves(facts, ["m1"]) == ()
     assert doubled_moves({"m1": {("done", "")}, "m2": {("done", ""), ("failed", "x")}}) == ("m2",)
@@ -264,7 +264,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"wanted": 101},
         {"moves_wanted": 1},
         {"faults_total": 0},
-        {"verdicts": (InvariantVerdict(name="x", sentence="", holds=False, checked=1),)},
+        {"verdicts": (InvariantResult(name="x", message="", holds=False, checked=1),)},
     ],
 )
 def test_a_run_is_not_sound_when_anything_is(wrong: dict[str, object]) -> None:

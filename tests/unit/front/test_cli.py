@@ -19,9 +19,9 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.client import Track
+from berth.client import RequestWatch
 from berth.commands.common import Exit, Stop, explain, print_json
-from berth.commands.instances import BootOptions, requests_of, show_tracks
+from berth.commands.instances import BootOptions, requests_of, show_requests
 from berth.commands.load import DEFAULT_MIX, _status
 from berth.commands.options import CommandGroup
 from berth.load import Failure
@@ -30,7 +30,7 @@ from berth.reference.commands import leaves
 from berth.render import counted, printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.deploy import NetworkRequest
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from bus.faults import DatabaseUnavailable
 from lab.demo.run import render_failures
 
@@ -250,8 +250,8 @@ def test_the_scores_of_a_choice_are_listed_by_weigher() -> None:
 
 
 def test_stages_are_listed_with_their_milliseconds_and_what_never_happened_is_not() -> None:
-    stamps = Stamps(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
-    text = shown(lambda console: render_stages([stamps], console))
+    stage_times = StageTimes(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
+    text = shown(lambda console: render_stages([stage_times], console))
     assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"
 
 
@@ -262,7 +262,7 @@ def test_one_of_a_thing_is_not_called_several() -> None:
 def test_an_explanation_of_several_builds_comes_once() -> None:
     """A gang's refusal had the same sentence on the line of each member."""
 
-    def failed(number: int) -> Track:
+    def failed(number: int) -> RequestWatch:
         event = BuildEvent(
             instance_uuid=str(uuid.UUID(int=number)),
             project_id="p",
@@ -272,9 +272,9 @@ def test_an_explanation_of_several_builds_comes_once() -> None:
             reason="None of 7 hosts can take it",
             funnel=(FunnelStep(step="providers", remaining=0, rejected={"none": 7}),),
         )
-        return Track(event.instance_uuid, "m1.tiny", 0.0, state="failed", last=event)
+        return RequestWatch(event.instance_uuid, "m1.tiny", 0.0, state="failed", last=event)
 
-    lines = shown(lambda console: show_tracks([failed(1), failed(2)], console), width=200).splitlines()
+    lines = shown(lambda console: show_requests([failed(1), failed(2)], console), width=200).splitlines()
     assert [line for line in lines if "None of 7" in line] == ["2 x None of 7 hosts can take it"]
     assert sum("no_valid_host, explained below" in line for line in lines) == 2
 
@@ -290,5 +290,7 @@ def test_a_build_that_ended_without_a_funnel_shows_its_code(state: str) -> None:
         code="flavor.unknown",
         reason="there is no flavor nope",
     )
-    track = Track(event.instance_uuid, "nope", 0.0, state=state, last=event)
-    assert "there is no flavor nope (flavor.unknown)" in shown(lambda console: show_tracks([track], console), width=200)
+    watch = RequestWatch(event.instance_uuid, "nope", 0.0, state=state, last=event)
+    assert "there is no flavor nope (flavor.unknown)" in shown(
+        lambda console: show_requests([watch], console), width=200
+    )

@@ -22,7 +22,7 @@ from berth.audit.invariants import InstanceFact
 from berth.client import BuildClient, host_pages
 from berth.client import moves as client_moves
 from berth.client.host_pages import json_of, read_hosts
-from berth.client.moves import MoveClient
+from berth.client.moves import ActionClient
 from berth.client.object_edits import project_usage
 from berth.commands import instances
 from berth.commands.instances import publish_and_follow
@@ -47,7 +47,7 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.contracts.cell import ComputeHosts, HostReport, Running
-from bus.contracts.moves import MoveEvent, MoveKind, MoveRecord, MoveRequest, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRecord, ActionRequest, ActionState
 from bus.faults import RequestRefused
 from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
@@ -86,12 +86,12 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> None:
-    tracks = await client_world.client.boot(requests(5))
+    watches = await client_world.client.boot(requests(5))
     assert await client_world.client.wait(20)
-    assert [track.state for track in tracks] == ["active"] * 5
-    for track in tracks:
-        assert track.published_at is not None and track.stages.keys() == {"active"}
-        assert track.published_at <= track.stages["active"] <= track.ended_at
+    assert [watch.state for watch in watches] == ["active"] * 5
+    for watch in watches:
+        assert watch.published_at is not None and watch.stages.keys() == {"active"}
+        assert watch.published_at <= watch.stages["active"] <= watch.ended_at
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
 
 
@@ -110,8 +110,8 @@ async def test_a_build_counts_as_published_once_it_is_confirmed(
 
     monkeypatch.setattr(client.bus, "publish_each", slow)
     (request,) = requests(1)
-    assert await client.offer([request], intended_at=[client._clock.monotonic()], flavors=["f"]) == [None]
-    published_at = client.tracks[request.instance_uuid].published_at
+    assert await client.submit([request], intended_at=[client._clock.monotonic()], flavors=["f"]) == [None]
+    published_at = client.watches[request.instance_uuid].published_at
     assert published_at is not None and published_at >= confirmed_at[0]
 
 
@@ -129,31 +129,31 @@ async def test_a_client_without_the_tracer_that_it_had_begins_no_trace(client_wo
 async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
     """Any project may name our uuid in a request of its own, and is answered that this was refused."""
     client_world.answer_at_once = False
-    (track,) = await client_world.client.boot(requests(1))
+    (watch,) = await client_world.client.boot(requests(1))
     forged = BuildEvent(
-        instance_uuid=track.instance_uuid, project_id="evil", state=BuildState.REFUSED, sequence=99, terminal=True
+        instance_uuid=watch.instance_uuid, project_id="evil", state=BuildState.REFUSED, sequence=99, terminal=True
     )
     await client_world.scheduler.publish(forged)
     await until(lambda: client_world.client.foreign_events == 1)
-    assert (track.state, client_world.client.unfinished) == ("requested", 1)
+    assert (watch.state, client_world.client.unfinished) == ("requested", 1)
 
 
 async def test_a_record_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
     """Ours was refused, as its uuid was taken, and the event of that was missed: it was `active`."""
     client_world.answer_at_once = False
     (request,) = requests(1)
-    (track,) = await client_world.client.boot([request])
+    (watch,) = await client_world.client.boot([request])
     client_world.records[request.instance_uuid] = replace(record(request, BuildState.ACTIVE), project_id="evil")
     await client_world.client.resync()
     assert client_world.queries == 1
-    assert (track.state, client_world.client.unfinished) == ("requested", 1)
+    assert (watch.state, client_world.client.unfinished) == ("requested", 1)
 
 
-MOVE = MoveRequest(
+MOVE = ActionRequest(
     request_id="b0000000-0000-4000-8000-000000000000",
     instance_uuid="a0000000-0000-4000-8000-000000000000",
     project_id="p",
-    kind=MoveKind.STOP,
+    kind=ActionKind.STOP,
 )
 
 
@@ -164,34 +164,37 @@ async def test_a_request_is_its_id_its_instance_and_its_project(
 ) -> None:
     """A client gives one id to requests about two instances: the end of the first ended the second as `done`."""
     monkeypatch.setattr(client_moves, "SILENCE_S", 0.01)
-    moves, heard = MoveClient(client_world.client.bus, clock=client_world.clock, process="moves"), list[MoveEvent]()
-    await moves.open()
-    moves.on_event(heard.append)
-    await moves.offer([MOVE])
+    actions, heard = (
+        ActionClient(client_world.client.bus, clock=client_world.clock, process="moves"),
+        list[ActionEvent](),
+    )
+    await actions.open()
+    actions.on_event(heard.append)
+    await actions.submit([MOVE])
     names = {"request_id": MOVE.request_id, "instance_uuid": MOVE.instance_uuid, "project_id": "p"}
-    of: dict[str, Any] = {"kind": MOVE.kind, "state": MoveState.DONE}
+    of: dict[str, Any] = {"kind": MOVE.kind, "state": ActionState.DONE}
     if by == "record":
-        client_world.moves.append(MoveRecord(**{**names, **other}, **of, terminal=True))
-        waiting = asyncio.create_task(moves.wait(20))
-        await until(lambda: client_world.queries > 1 or not moves.unfinished)
+        client_world.actions.append(ActionRecord(**{**names, **other}, **of, terminal=True))
+        waiting = asyncio.create_task(actions.wait(20))
+        await until(lambda: client_world.queries > 1 or not actions.unfinished)
         waiting.cancel()
     else:
-        await client_world.scheduler.publish(MoveEvent(**{**names, **other}, **of, sequence=20, terminal=True))
-        await client_world.scheduler.publish(MoveEvent(**names, **of, sequence=21))
-        await until(lambda: (bool(heard) and heard[-1].sequence == 21) or not moves.unfinished)
-    assert moves.unfinished == bool(other)
-    await moves.close()
+        await client_world.scheduler.publish(ActionEvent(**{**names, **other}, **of, sequence=20, terminal=True))
+        await client_world.scheduler.publish(ActionEvent(**names, **of, sequence=21))
+        await until(lambda: (bool(heard) and heard[-1].sequence == 21) or not actions.unfinished)
+    assert actions.unfinished == bool(other)
+    await actions.close()
 
 
 async def test_a_delete_that_was_given_up_ends_though_its_event_has_no_number(client_world: ClientWorld) -> None:
     """Its build's events have numbers already; a chaos run waited for the delete's end for ever."""
-    (track,) = await client_world.client.boot(requests(1))
+    (watch,) = await client_world.client.boot(requests(1))
     assert await client_world.client.wait(20)
     client_world.answer_at_once = False
     (deleting,) = await client_world.client.delete([record(requests(1)[0], BuildState.ACTIVE)])
-    assert deleting.instance_uuid == track.instance_uuid
+    assert deleting.instance_uuid == watch.instance_uuid
     progress = BuildEvent(
-        instance_uuid=track.instance_uuid, project_id=track.project_id, state=BuildState.DELETING, sequence=20
+        instance_uuid=watch.instance_uuid, project_id=watch.project_id, state=BuildState.DELETING, sequence=20
     )
     given_up = msgspec.structs.replace(progress, state=BuildState.REFUSED, sequence=0, terminal=True)
     await client_world.scheduler.publish_all([(event, "") for event in (progress, given_up, given_up)])
@@ -203,12 +206,12 @@ async def test_a_delete_ends_with_deleted_though_a_crashed_database_numbers_anew
     """The client had events that the cell's database forgot in a crash: the last event has a lower number then."""
     (request,) = requests(1)
     client_world.answer_at_once = False
-    (track,) = await client_world.client.delete([record(request, BuildState.ACTIVE)])
+    (watch,) = await client_world.client.delete([record(request, BuildState.ACTIVE)])
     await client_world.notify(request, BuildState.ACTIVE, 15)
     await client_world.notify(request, BuildState.DELETED, 13)
     await client_world.notify(request, BuildState.DELETED, 13)
-    await until(lambda: track.repeats == 1)
-    assert (track.state, track.terminals, track.sequence, client_world.client.unfinished) == ("deleted", 1, 15, 0)
+    await until(lambda: watch.repeats == 1)
+    assert (watch.state, watch.terminals, watch.sequence, client_world.client.unfinished) == ("deleted", 1, 15, 0)
 
 
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
@@ -221,23 +224,23 @@ async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_w
         await publish_and_follow(
             client_world.client, requests(1200), timeout_s=2 * CLIENT_PUBLISH.first_s, as_json=True
         )
-    accepted = [track for track in client_world.client.tracks.values() if track.published_at is not None]
+    accepted = [watch for watch in client_world.client.watches.values() if watch.published_at is not None]
     assert len(accepted) == 1000
     shown = msgspec.json.decode(capsys.readouterr().out)
-    assert [one["instance_uuid"] for one in shown] == [track.instance_uuid for track in accepted]
+    assert [one["instance_uuid"] for one in shown] == [watch.instance_uuid for watch in accepted]
 
 
 async def test_many_builds_wait_for_a_full_queue_to_have_room(client_world: ClientWorld) -> None:
     client_world.full = {2, 3}
-    tracks = await publish_and_follow(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
-    assert all(track.published_at is not None for track in tracks) and len(tracks) == 1200
+    watches = await publish_and_follow(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
+    assert all(watch.published_at is not None for watch in watches) and len(watches) == 1200
 
 
 async def test_an_event_that_was_missed_is_requested(client_world: ClientWorld) -> None:
     client_world.mute = True
-    (track,) = await client_world.client.boot(requests(1))
+    (watch,) = await client_world.client.boot(requests(1))
     assert await client_world.client.wait(20)
-    assert (track.state, track.last) == ("active", None)
+    assert (watch.state, watch.last) == ("active", None)
     assert client_world.queries >= 1
 
 
@@ -245,28 +248,28 @@ async def test_an_event_that_arrives_after_its_end_was_queried_is_no_second_end(
     """A broker that fails over holds an event for seconds; the client has queried the record by then."""
     client_world.mute = True
     ends: list[str] = []
-    client_world.client.on_end(lambda track: ends.append(track.state))
+    client_world.client.on_end(lambda watch: ends.append(watch.state))
     (request,) = requests(1)
-    (track,) = await client_world.client.boot([request])
+    (watch,) = await client_world.client.boot([request])
     assert await client_world.client.wait(20)
     client_world.mute = False
     await client_world.notify(request, BuildState.ACTIVE, 3)
-    await until(lambda: track.last is not None)
-    assert (track.state, track.terminals, ends) == ("active", 1, ["active"])
+    await until(lambda: watch.last is not None)
+    assert (watch.state, watch.terminals, ends) == ("active", 1, ["active"])
     await client_world.notify(request, BuildState.ACTIVE, 4)
-    await until(lambda: track.sequence == 4)
-    assert track.terminals == 2, "another end than the one on record is counted"
+    await until(lambda: watch.sequence == 4)
+    assert watch.terminals == 2, "another end than the one on record is counted"
 
 
 async def test_a_repeated_or_late_event_changes_nothing(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     (request,) = requests(1)
-    (track,) = await client_world.client.boot([request])
+    (watch,) = await client_world.client.boot([request])
     await client_world.notify(request, BuildState.ACTIVE, 12)
     await client_world.notify(request, BuildState.ACTIVE, 12)
     await client_world.notify(request, BuildState.BUILDING, 10, terminal=False)
-    await until(lambda: track.repeats == 2)
-    assert (track.terminals, track.state) == (1, "active")
+    await until(lambda: watch.repeats == 2)
+    assert (watch.terminals, watch.state) == (1, "active")
 
 
 async def test_a_delete_ends_when_the_machine_is_gone_and_not_before(client_world: ClientWorld) -> None:
@@ -274,19 +277,19 @@ async def test_a_delete_ends_when_the_machine_is_gone_and_not_before(client_worl
     (request,) = requests(1)
     client_world.answer_at_once = False
     client_world.records[request.instance_uuid] = record(request, BuildState.BUILDING)
-    (track,) = await client_world.client.delete([record(request, BuildState.BUILDING)])
+    (watch,) = await client_world.client.delete([record(request, BuildState.BUILDING)])
     await client_world.notify(request, BuildState.ACTIVE, 12)
     assert not await client_world.client.wait(0.0)
     await client_world.notify(request, BuildState.DELETED, 15)
-    await until(lambda: track.ended_at is not None)
-    assert track.state == "deleted"
+    await until(lambda: watch.ended_at is not None)
+    assert watch.state == "deleted"
 
 
 async def test_a_delete_of_what_is_gone_has_ended(client_world: ClientWorld) -> None:
     (request,) = requests(1)
-    (track,) = await client_world.client.delete([record(request, BuildState.DELETED)])
+    (watch,) = await client_world.client.delete([record(request, BuildState.DELETED)])
     assert await client_world.client.wait(0.0)
-    assert track.state == "deleted"
+    assert watch.state == "deleted"
 
 
 async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) -> None:
@@ -304,8 +307,8 @@ async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) ->
     with pytest.raises(BusUnavailable):
         await client_world.client.boot(requests(1))
     later = requests(3)[1:]
-    tracks = await client_world.client.boot(later, retry_for_s=60.0)
-    await until(lambda: all(track.ended_at is not None for track in tracks))
+    watches = await client_world.client.boot(later, retry_for_s=60.0)
+    await until(lambda: all(watch.ended_at is not None for watch in watches))
     assert failures < 0
 
 
@@ -485,9 +488,9 @@ def page(
 async def test_hosts_that_must_report_are_waited_for() -> None:
     reports = Reports(SystemClock(), {REPORTS_HOSTS[0], REPORTS_HOSTS[3]})
     await reports.take([page(1, REPORTS_HOSTS[0])])
-    assert not reports.is_whole
+    assert not reports.is_complete
     await reports.take([page(2, REPORTS_HOSTS[3])])
-    assert reports.is_whole
+    assert reports.is_complete
 
 
 async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
@@ -496,9 +499,9 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
         [page(7, REPORTS_HOSTS[2], first_sequence=5, pages=3), page(5, REPORTS_HOSTS[0], first_sequence=5, pages=3)]
     )
     await reports.take([page(5, REPORTS_HOSTS[0], first_sequence=5, pages=3)])  # twice
-    assert not reports.is_whole
+    assert not reports.is_complete
     await reports.take([page(6, REPORTS_HOSTS[1], first_sequence=5, pages=3)])
-    assert reports.is_whole
+    assert reports.is_complete
     assert [(fact.host_uuid, fact.attempt) for fact in reports.facts()] == [
         (REPORTS_HOSTS[2], 7),
         (REPORTS_HOSTS[0], 5),
@@ -506,10 +509,10 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
     ]
     await reports.take([page(9, REPORTS_HOSTS[0], first_sequence=9, pages=2)])
     await reports.take([page(8, REPORTS_HOSTS[0], first_sequence=8)])  # one that began before, and comes late
-    assert not reports.is_whole
+    assert not reports.is_complete
     assert [fact.attempt for fact in reports.facts() if fact.host_uuid == REPORTS_HOSTS[0]] == [9]
     await reports.take([page(1, REPORTS_HOSTS[0], first_sequence=1, epoch=2)])  # the service began anew
-    assert reports.is_whole
+    assert reports.is_complete
 
 
 async def test_a_report_of_another_services_host_does_not_count() -> None:
@@ -521,7 +524,7 @@ async def test_a_report_of_another_services_host_does_not_count() -> None:
         message = ComputeHosts(service="second", cell="c", epoch=9, sequence=1, hosts=(theirs,))
         await reports.take([Received(message, Meta(id="m", cause="", sent_at=0.0), "c", "q", False)])
     assert [fact.instance_uuid for fact in reports.facts()] == [INSTANCE]
-    assert reports.hosts() == {REPORTS_HOSTS[0]} and not reports.is_whole
+    assert reports.hosts() == {REPORTS_HOSTS[0]} and not reports.is_complete
 
 
 class MovedClock(SystemClock):
@@ -572,11 +575,11 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
 
     leases = {("c", name): Lease(service=name, epoch=1) for name in ("s", "slow")}
 
-    async def deployment(database: object) -> str:
+    async def database_id(database: object) -> str:
         return "d"
 
-    async def cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
-        reports = Reports(SystemClock(), missing, deployment)
+    async def cell_report(site: Site, cell: str, missing: set[str], database_id: str | None) -> Reports:
+        reports = Reports(SystemClock(), missing, database_id)
         pages = [
             page(1, REPORTS_HOSTS[0], first_sequence=1),
             page(1, REPORTS_HOSTS[3], first_sequence=1, pages=2, service="half"),
@@ -584,7 +587,7 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
         await reports.take(pages)
         return reports
 
-    monkeypatch.setattr(gather, "deployment", deployment)
+    monkeypatch.setattr(gather, "read_database_id", database_id)
     monkeypatch.setattr(gather, "_cell_report", cell_report)
     # The host of "s" that its whole report lacks has lost its machine; its service is there.
     where = {REPORTS_HOSTS[0]: "s", REPORTS_HOSTS[1]: "s", REPORTS_HOSTS[2]: "half"}
@@ -634,25 +637,25 @@ async def test_the_usage_of_all_projects_is_whole_however_many_pages_it_has() ->
 async def test_a_client_of_requests_takes_no_event_of_another_one(client_world: ClientWorld) -> None:
     """Other clients' events have this client's key when their projects name its ids."""
     bus = client_world.client.bus
-    moves = MoveClient(bus, clock=bus.clock, process="p")
-    heard: list[MoveEvent] = []
-    moves._listeners.append(heard.append)
+    actions = ActionClient(bus, clock=bus.clock, process="p")
+    heard: list[ActionEvent] = []
+    actions._listeners.append(heard.append)
     (request,) = requests(1)
-    mine = MoveRequest(
+    mine = ActionRequest(
         request_id="a0000000-0000-4000-8000-000000000000",
         instance_uuid=request.instance_uuid,
         project_id="p",
-        kind=MoveKind.STOP,
+        kind=ActionKind.STOP,
     )
-    moves._open[mine.request_id] = mine
-    end = MoveEvent(
-        request_id=mine.request_id, instance_uuid=mine.instance_uuid, project_id="p", kind=MoveKind.STOP,
-        state=MoveState.DONE, sequence=3, terminal=True,
+    actions._open[mine.request_id] = mine
+    end = ActionEvent(
+        request_id=mine.request_id, instance_uuid=mine.instance_uuid, project_id="p", kind=ActionKind.STOP,
+        state=ActionState.DONE, sequence=3, terminal=True,
     )  # fmt: skip
     events = [replace(end, request_id="b0000000-0000-4000-8000-000000000000"), replace(end, project_id="evil"), end]
     batch = [Received(message=one, meta=Meta(id="m"), bus="api", queue="q") for one in events]
-    assert await moves._on_events(batch) == [Done()] * 3
-    assert heard == [end] and moves.ended == {mine.request_id: end}
+    assert await actions._on_events(batch) == [Done()] * 3
+    assert heard == [end] and actions.ended == {mine.request_id: end}
 
 
 async def test_another_projects_request_under_its_uuid_hides_no_reason_of_an_instance(
@@ -669,9 +672,9 @@ async def test_another_projects_request_under_its_uuid_hides_no_reason_of_an_ins
     build = BuildRecord(instance_uuid=one, project_id="p", flavor="f", state=BuildState.ACTIVE)
     client_world.records[one] = build
     funnel = (FunnelStep(step="of_move", remaining=0, rejected={"full": 3}),)
-    of = {"instance_uuid": one, "kind": MoveKind.RESIZE, "terminal": True}
-    theirs = MoveRecord(request_id=theirs_id, project_id="q", state=MoveState.REFUSED, **of)  # type: ignore[arg-type]
-    own = MoveRecord(request_id=own_id, project_id="p", state=MoveState.FAILED, funnel=funnel, **of)  # type: ignore[arg-type]
-    client_world.moves += [theirs, own]
+    of = {"instance_uuid": one, "kind": ActionKind.RESIZE, "terminal": True}
+    theirs = ActionRecord(request_id=theirs_id, project_id="q", state=ActionState.REFUSED, **of)  # type: ignore[arg-type]
+    own = ActionRecord(request_id=own_id, project_id="p", state=ActionState.FAILED, funnel=funnel, **of)  # type: ignore[arg-type]
+    client_world.actions += [theirs, own]
     await instances.show(cast("Any", None), one)
     assert f"request {own_id}" in capsys.readouterr().out

@@ -261,7 +261,7 @@ def test_the_public_part_has_no_message_between_berths_own_parts() -> None:
                     name="h",
                     root_uuid=UUID,
                     generation=1,
-                    shape=1,
+                    spec_generation=1,
                     inventories={"VCPU": (8.0, 1, 8, 1, 8, 0, 1.0)},
                 ),
             ),
@@ -281,7 +281,7 @@ def test_what_goes_over_the_wire_is_as_the_document_describes(message: Message) 
 def test_a_tuple_has_all_of_its_parts() -> None:
     whole = document()
     schema = {"$ref": "#/components/schemas/ProviderState", "components": whole["components"]}
-    state = ProviderState(uuid=UUID, name="h", root_uuid=UUID, generation=1, shape=1)
+    state = ProviderState(uuid=UUID, name="h", root_uuid=UUID, generation=1, spec_generation=1)
     short = {**json.loads(msgspec.json.encode(state)), "inventories": {"VCPU": ["eight", 1]}}
     assert list(jsonschema.Draft7Validator(schema).iter_errors(short))
 

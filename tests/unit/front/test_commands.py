@@ -37,7 +37,7 @@ from bus.consuming import dead_letters as letters
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.build import BuildRecord, BuildState, FunnelStep, HostRecord, HostScore, HostsPage, TimelineEntry
 from bus.contracts.drains import DrainFailure, DrainMoveState, DrainProgress, DrainsPage, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
+from bus.contracts.moves import ActionKind, ActionPage, ActionRecord, ActionState
 from bus.contracts.objects import (
     CellState,
     ObjectKind,
@@ -48,7 +48,7 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, ServicesPage, SetAdminState
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import ConflictingConsumer
 from bus.contracts.queues import BY_QUEUE, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryBroker, MemoryTransport
@@ -198,7 +198,9 @@ BUILD, CLAIM, REQUEST, DELETE = "cell.build.v1", "placement.claim.v1", "build.re
 QUEUE = "conductor.requests"
 
 
-def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False, code: str = "c") -> DeadLetter:
+def dead_letter(
+    kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False, code: str = "c"
+) -> DeadLetter:
     sent_at = None if age_s is None else NOW - age_s
     return DeadLetter(
         queue=QUEUE,
@@ -218,22 +220,26 @@ def items(*ages_s: float) -> bytes:
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        pytest.param(letter(BUILD, 22 * HOUR_S), False, id="its delete is remembered for a day"),
-        pytest.param(letter(BUILD, 23.5 * HOUR_S), True, id="clocks may be an hour off"),
-        pytest.param(letter(BUILD, None), True, id="of any age"),
-        pytest.param(letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
-        pytest.param(letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
-        pytest.param(letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
-        pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"),
-        pytest.param(letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
-        pytest.param(letter("", 30 * HOUR_S, body=OLD_BUILD), True, id="named in its body only"),
-        pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),
-        pytest.param(letter("", 90 * HOUR_S, body=items(HOUR_S, 2 * HOUR_S), batch=True), False, id="none old"),
-        pytest.param(letter("", 30 * HOUR_S), True, id="named nowhere: its queue reads it by its key"),
-        pytest.param(letter("", 1.0, body=UNNAMED, batch=True), True, id="one of a batch that is named nowhere"),
-        pytest.param(letter(DELETE, 30 * HOUR_S, body=OLD_BUILD), True, id="named otherwise in its properties"),
-        pytest.param(letter("", None, body=b"[" * 100_000, batch=True), False, id="unreadable: refused where it goes"),
-        pytest.param(letter("", None, body=b'{"type": "\xff"}'), False, id="no text: refused where it goes"),
+        pytest.param(dead_letter(BUILD, 22 * HOUR_S), False, id="its delete is remembered for a day"),
+        pytest.param(dead_letter(BUILD, 23.5 * HOUR_S), True, id="clocks may be an hour off"),
+        pytest.param(dead_letter(BUILD, None), True, id="of any age"),
+        pytest.param(dead_letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
+        pytest.param(dead_letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
+        pytest.param(dead_letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
+        pytest.param(
+            dead_letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"
+        ),
+        pytest.param(dead_letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
+        pytest.param(dead_letter("", 30 * HOUR_S, body=OLD_BUILD), True, id="named in its body only"),
+        pytest.param(dead_letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),
+        pytest.param(dead_letter("", 90 * HOUR_S, body=items(HOUR_S, 2 * HOUR_S), batch=True), False, id="none old"),
+        pytest.param(dead_letter("", 30 * HOUR_S), True, id="named nowhere: its queue reads it by its key"),
+        pytest.param(dead_letter("", 1.0, body=UNNAMED, batch=True), True, id="one of a batch that is named nowhere"),
+        pytest.param(dead_letter(DELETE, 30 * HOUR_S, body=OLD_BUILD), True, id="named otherwise in its properties"),
+        pytest.param(
+            dead_letter("", None, body=b"[" * 100_000, batch=True), False, id="unreadable: refused where it goes"
+        ),
+        pytest.param(dead_letter("", None, body=b'{"type": "\xff"}'), False, id="no text: refused where it goes"),
     ],
 )
 def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: bool) -> None:
@@ -382,12 +388,12 @@ async def test_a_reset_that_its_cell_has_not_taken_says_so(
 # --- advice of the commands about drains, where instances are left
 
 
-DRAIN, INSTANCE = (f"{letter}0000000-0000-4000-8000-000000000000" for letter in "da")
+DRAIN, INSTANCE = (f"{dead_letter}0000000-0000-4000-8000-000000000000" for dead_letter in "da")
 
 
 def test_a_drain_that_was_stopped_is_resumed() -> None:
     seen = DrainProgress(
-        id=DRAIN, host="h", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann", reason="fan",
+        id=DRAIN, host="h", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann", reason="fan",
         state=DrainState.ENDED, code="drain.stopped", started_at=0.0, deadline_at=None, per_minute=None, at_once=4,
         hosts=1, planned=3,
         counts={"waiting": 1}, not_begun=(INSTANCE,),
@@ -403,7 +409,7 @@ STUCK = DrainFailure(instance_uuid=INSTANCE, code="no_valid_host", reason="none 
 
 def running(**more: Any) -> DrainProgress:
     return DrainProgress(
-        id=DRAIN, host="h", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann", planned=1, counts={}, **more
+        id=DRAIN, host="h", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann", planned=1, counts={}, **more
     )
 
 
@@ -584,7 +590,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
         ["breaker", "list"],
         ["recovery", "show"],
         ["quarantine", "list"],
-        ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--keep"],
+        ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--protect"],
     ],
 )
 def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,8 +610,8 @@ def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, mo
 
 UUID = "10000000-0000-4000-8000-000000000001"
 OTHER = "20000000-0000-4000-8000-000000000002"
-BUILDING = TimelineEntry(at=1.0, who="conductor cell1", what="building", detail="node1 (attempt 1)")
-WAITING = TimelineEntry(at=2.5, who="compute metal1", what="waiting", detail="waits for Ironic: ConnectError")
+BUILDING = TimelineEntry(at=1.0, actor="conductor cell1", what="building", detail="node1 (attempt 1)")
+WAITING = TimelineEntry(at=2.5, actor="compute metal1", what="waiting", detail="waits for Ironic: ConnectError")
 
 
 def test_what_a_build_waits_for_is_shown_while_it_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -618,7 +624,7 @@ def test_what_a_build_waits_for_is_shown_while_it_does(capsys: pytest.CaptureFix
 
 def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        TimelineEntry(at=at, who="scheduler s", what=what, detail=detail, scores=(HostScore(host=host),))
+        TimelineEntry(at=at, actor="scheduler s", what=what, detail=detail, scores=(HostScore(host=host),))
         for at, what, detail, host in (
             (1.0, "chosen", "node1 of 2 candidates", "node1"),
             (2.0, "evacuate scheduled", f"to cell c1: node2 of 1 candidates, request {OTHER}", "node2"),
@@ -636,7 +642,7 @@ def test_the_newest_choice_is_shown_and_of_which_request_it_is(capsys: pytest.Ca
 def test_the_hosts_that_refused_a_move_are_shown_and_of_which_request_they_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record, move = (
+    record, action = (
         kind(
             instance_uuid=UUID,
             project_id="p",
@@ -645,27 +651,29 @@ def test_the_hosts_that_refused_a_move_are_shown_and_of_which_request_they_are(
         )
         for kind, step, more in (
             (BuildRecord, "of_build", {"flavor": "f", "state": BuildState.ACTIVE}),
-            (MoveRecord, "of_move", {"request_id": OTHER, "kind": MoveKind.RESIZE, "state": MoveState.FAILED}),
+            (ActionRecord, "of_move", {"request_id": OTHER, "kind": ActionKind.RESIZE, "state": ActionState.FAILED}),
         )
     )
-    newest = MovePage(moves=(move,)).unplaced
+    newest = ActionPage(actions=(action,)).unplaced
     show_record(record, newest, history=False)
     shown = capsys.readouterr().out
     assert "of_move" in shown and f"request {OTHER}" in shown and "of_build" not in shown
-    show_record(record, MovePage(moves=(replace(move, funnel=()), move)).unplaced, history=False)  # since then, another
+    show_record(
+        record, ActionPage(actions=(replace(action, funnel=()), action)).unplaced, history=False
+    )  # since then, another
     assert "of_build" in capsys.readouterr().out
 
 
 def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixture[str]) -> None:
     lost = TimelineEntry(
         at=1.0,
-        who="scheduler s",
+        actor="scheduler s",
         what="not_claimed",
-        detail="node1: full",
-        holders=(ClaimHolder(consumer=OTHER, project_id="q"),),
+        detail="node1: no_capacity",
+        conflicting_consumers=(ConflictingConsumer(consumer=OTHER, project_id="q"),),
     )
     record = BuildRecord(
         instance_uuid=UUID, project_id="p", flavor="bm.gold", state=BuildState.BUILDING, timeline=(lost, BUILDING)
     )
     show_record(record, history=True)
-    assert f"node1: full; held by {OTHER}\n" in capsys.readouterr().out
+    assert f"node1: no_capacity; held by {OTHER}\n" in capsys.readouterr().out

@@ -65,7 +65,7 @@ async def test_where_nothing_answers_the_others_are_not_tried() -> None:
 
     _, refused = await hosts_commands._each([f"h{n}" for n in range(9)], work)
     assert asked == ["h0", "h1"] and len(refused) == 9
-    assert {fault.code for _, fault in refused[2:]} == {"command.not_tried"}
+    assert {fault.code for _, fault in refused[2:]} == {"command.not_commanded"}
 
 
 async def test_what_was_done_before_an_interrupt_is_returned() -> None:
@@ -82,7 +82,7 @@ async def test_what_was_done_before_an_interrupt_is_returned() -> None:
     await begun.wait()
     task.cancel()
     done, refused = await task
-    codes = [("h2", "command.interrupted"), ("h3", "command.not_tried")]
+    codes = [("h2", "command.interrupted"), ("h3", "command.not_commanded")]
     assert (done, [(name, fault.code) for name, fault in refused]) == (["h1"], codes)
 
 
@@ -98,9 +98,9 @@ PAGE = SimpleNamespace(
     ("command", "words"),
     [
         (partial(hosts_commands.fence, Settings(), ["h1", "h2", "h3", "h9"], "r"), ("c1 2: h1, h3", "c0 1: h2", "h9")),
-        (partial(hosts_commands.forget_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
+        (partial(hosts_commands.delete_hosts, Settings(), ["h1"], "r"), ("1 host", "c1")),
         (partial(hosts_commands.enable, Settings(), ["h1"], "r", force=True), ("1 host", "c1")),
-        (partial(hosts_commands.forget_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
+        (partial(hosts_commands.delete_services, Settings(), ["s"], "r"), ("1 service", "c1 or c2")),
     ],
 )
 @pytest.mark.parametrize("terminal", [True, False])

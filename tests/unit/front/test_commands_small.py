@@ -34,7 +34,7 @@ from bus.contracts.host_metrics import (
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectsChange, ObjectsChanged, StoredObject
 from bus.port import BusUnavailable
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.domain.report import UnknownMachineKind
 
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
 
@@ -106,7 +106,7 @@ class TwoCells:
     @staticmethod
     def record(n: int) -> Any:
         machine = SimpleNamespace(
-            uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnexplainedKind.QUARANTINED
+            uuid=INSTANCES[n], host_uuid=INSTANCES[n], attempt=1, kind=UnknownMachineKind.QUARANTINED
         )
         return SimpleNamespace(machine=machine, service="compute", verdict="")
 

@@ -28,20 +28,20 @@ from berth.audit.findings import findings
 from berth.cli import app
 from berth.commands.audits import show_finding
 from berth.commands.drain import show_begun, show_drain, show_progress
-from berth.commands.hosts import show_decision, show_forgotten, show_forgotten_service, show_hosts
+from berth.commands.hosts import show_decision, show_deleted, show_deleted_service, show_hosts
 from berth.commands.objects import SECTIONS, read_file
 from berth.settings import check_urls, read_settings
 from berth.web.access import read_tokens
 from berth.web.api import API_ROOT, WebApi
 from berth.web.openapi import _operations, document
-from berth.web.operations import WebDrains, WebMoves, WebOperations
+from berth.web.operations import WebActions, WebDrains, WebOperations
 from berth.web.problems import _TITLES as STATUSES
 from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.catalogue import MESSAGES, MessageRow
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.contracts.objects import ObjectsChange
-from bus.contracts.operations import AdminState, HostAdminState, HostForgotten, ServiceForgotten
+from bus.contracts.operations import AdminState, HostAdminState, HostDeleted, ServiceDeleted
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, GroupPolicy, ServerGroup
 from bus.persistence.address import parse_database_url
 from bus.rabbitmq.address import parse_bus_url
@@ -154,10 +154,10 @@ def test_each_member_is_held_to_the_policy_that_its_own_request_names() -> None:
     together = replace(apart, server_group=ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY))
     here, there = (ClaimOption(allocations={host: {"VCPU": 1}}, host=host) for host in HOSTS)
     others = {HOSTS[0]: 1}
-    assert permitted(apart, here, others) is ClaimOutcome.RULED_OUT
+    assert permitted(apart, here, others) is ClaimOutcome.POLICY_VIOLATED
     assert permitted(together, here, others) is ClaimOutcome.CLAIMED
     assert permitted(apart, there, others) is ClaimOutcome.CLAIMED
-    assert permitted(together, there, others) is ClaimOutcome.RULED_OUT
+    assert permitted(together, there, others) is ClaimOutcome.POLICY_VIOLATED
     documented = "each member is held to the policy that its own request names, also where another named another"
     assert documented in " ".join(PAGE.read_text().split())
 
@@ -203,8 +203,8 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
         return HostAdminState(host_uuid=UUID, host=HOST, state=state, by=BY, **more)  # type: ignore[arg-type]
 
     show_decision(decided(AdminState.DISABLED))
-    show_decision(decided(AdminState.FENCED, pending=AdminState.ENABLED, losses=12, fence=3, acknowledged=2))
-    show_forgotten(HostForgotten(host_uuid=UUID, host=HOST, removed=True))
+    show_decision(decided(AdminState.FENCED, pending=AdminState.ENABLED, stale_machines=12, fence=3, acknowledged=2))
+    show_deleted(HostDeleted(host_uuid=UUID, host=HOST, removed=True))
     contested = HostRecord(
         uuid=UUID,
         name=HOST,
@@ -212,16 +212,16 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
         service="c1",
         up=True,
         resources={"VCPU": (2, 16)},
-        contested_by="c2",
+        claimed_also_by="c2",
     )
-    show_forgotten_service(ServiceForgotten(service="c1", cell="cell1", removed=True))
+    show_deleted_service(ServiceDeleted(service="c1", cell="cell1", removed=True))
     show_hosts([contested])
     assert printed(capsys) == output_of(HOSTS_PAGE)
 
 
 def test_a_fence_and_a_host_that_no_service_announces_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     show_decision(HostAdminState(host_uuid=UUID, host=HOST, state=AdminState.FENCED, by=BY, fence=2, acknowledged=1))
-    show_hosts([HostRecord(uuid=UUID, name=HOST, announced=False, enabled=False, resources={"VCPU": (2, 16)})])
+    show_hosts([HostRecord(uuid=UUID, name=HOST, reported=False, enabled=False, resources={"VCPU": (2, 16)})])
     lines = printed(capsys)
     assert lines[:2] == [
         f"{HOST}: fenced, not acknowledged by its cell yet, by {BY}",
@@ -241,7 +241,7 @@ def test_the_output_of_a_drain_is_what_berth_prints(capsys: pytest.CaptureFixtur
             id="4f0c...",
             host="rack7",
             target=DrainTarget.AGGREGATE,
-            kind=MoveKind.LIVE_MIGRATE,
+            kind=ActionKind.LIVE_MIGRATE,
             by=BY,
             reason="power",
             state=state,
@@ -447,7 +447,7 @@ def test_toml_is_settings_or_a_file_that_a_command_reads(text: str, tmp_path: Pa
         path.write_text(re.sub(r'"\.\.\."', lambda _: f'"{next(digests):064x}"', text))
         assert len(read_tokens(path)) == len(tree["tokens"])
     elif tree.keys() <= SECTIONS.keys():
-        planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), who="a reader"), {})
+        planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), actor="a reader"), {})
         assert isinstance(planned, ChangePlan), planned
     else:
         assert read_settings(path, {}).cells
@@ -472,7 +472,7 @@ def curls() -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def routes() -> list[Route]:
     nothing = cast("Any", NoneType())
-    parts = (WebApi(nothing, nothing, nothing), WebMoves(nothing, nothing, nothing))
+    parts = (WebApi(nothing, nothing, nothing), WebActions(nothing, nothing, nothing))
     parts = (*parts, WebOperations(nothing, nothing), WebDrains(nothing))
     return [route for part in parts for route in part.routes()]
 

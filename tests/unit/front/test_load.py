@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from berth.client import Track
+from berth.client import RequestWatch
 from berth.commands.as_toml import as_toml
 from berth.commands.load import differing
 from berth.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
@@ -25,7 +25,7 @@ from berth.load.totals import knee
 from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
 from berth.settings import read_settings
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
-from bus.contracts.stages import STAGES, Stamps
+from bus.contracts.stages import STAGES, StageTimes
 from bus.memory import MemoryBroker, MemoryTransport
 from compute_sim.domain.hosts import plan_hosts, tree
 from scheduler_worker.config import DEFAULT_FLAVORS
@@ -60,26 +60,28 @@ def test_the_same_seed_requests_the_same_flavors_but_never_for_the_same_machines
     assert {request.instance_uuid for _, request in one}.isdisjoint(request.instance_uuid for _, request in two)
 
 
-def ended(uuid: str, state: BuildState, intended: float, at: float, *, attempt: int = 1, code: str = "") -> Track:
+def ended(
+    uuid: str, state: BuildState, intended: float, at: float, *, attempt: int = 1, code: str = ""
+) -> RequestWatch:
     last = BuildEvent(
         instance_uuid=uuid, project_id="p", state=state, sequence=9, terminal=True, attempt=attempt, code=code,
         funnel=(FunnelStep(step="providers", remaining=0),) if code else (),
     )  # fmt: skip
-    track = Track(instance_uuid=uuid, flavor="f", intended_at=intended, last=last, stages={state.value: at})
-    track.state, track.ended_at, track.terminals = state.value, at, 1
-    return track
+    watch = RequestWatch(instance_uuid=uuid, flavor="f", intended_at=intended, last=last, stages={state.value: at})
+    watch.state, watch.ended_at, watch.terminals = state.value, at, 1
+    return watch
 
 
 def test_a_report_counts_every_build_once() -> None:
-    tracks = [
+    watches = [
         ended("1", BuildState.ACTIVE, 10.0, 10.5),
         ended("2", BuildState.ACTIVE, 10.0, 11.5, attempt=3),
         ended("3", BuildState.FAILED, 10.0, 12.0, attempt=2, code="max_retries_exceeded"),
         ended("4", BuildState.REFUSED, 10.0, 10.1, code="flavor.unknown"),
-        Track(instance_uuid="5", flavor="f", intended_at=10.0, stages={}),
+        RequestWatch(instance_uuid="5", flavor="f", intended_at=10.0, stages={}),
     ]
-    tracks[1].terminals = 2
-    found = sum_up(tracks, started=10.0, now=20.0)
+    watches[1].terminals = 2
+    found = sum_up(watches, started=10.0, now=20.0)
     assert (found.requests, found.active, found.failed, found.refused, found.unfinished) == (5, 2, 1, 1, 1)
     assert (found.seconds, found.boots_per_s) == (2.0, 1.0)
     assert (found.latency_ms["p50"], found.latency_ms["max"]) == (500.0, 1500.0)
@@ -89,7 +91,7 @@ def test_a_report_counts_every_build_once() -> None:
 
 
 def test_a_report_of_nothing_that_ended() -> None:
-    found = sum_up([Track(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
+    found = sum_up([RequestWatch(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
     assert (found.seconds, found.boots_per_s, found.unfinished, found.latency_ms) == (8.0, 0.0, 1, {})
 
 
@@ -99,12 +101,12 @@ async def test_a_constant_rate_counts_from_the_intended_times(client_world: Clie
     world.stall_s = {5: 1.0}  # the fifth publish takes a second of the world's time
     plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
     found = await run_load(world.client, plan, clock=world.clock, rng=random.Random(3))
-    intended = sorted(track.intended_at for track in world.client.tracks.values())
+    intended = sorted(watch.intended_at for watch in world.client.watches.values())
     steps = {round(later - earlier, 6) for earlier, later in itertools.pairwise(intended)}
     assert steps == {0.1}, "late publishing shifts no intention"
     assert (found.active, found.unfinished) == (40, 0)
     assert found.latency_ms["max"] == pytest.approx(1000, abs=100)
-    late = [track for track in world.client.tracks.values() if (track.latency_s or 0) > 0.05]
+    late = [watch for watch in world.client.watches.values() if (watch.latency_s or 0) > 0.05]
     assert 8 <= len(late) <= 12, "about a second's worth of requests fell due during the stall"
 
 
@@ -128,7 +130,7 @@ async def test_what_clients_spent_in_each_stage_adds_up_to_their_latency(client_
 
     async def stamped(event: BuildEvent) -> None:
         ahead = world.clock.now + 3600
-        await notify(replace(event, stamps=Stamps(ahead, ahead, ahead, ahead, ahead, ahead)))
+        await notify(replace(event, stage_times=StageTimes(ahead, ahead, ahead, ahead, ahead, ahead)))
 
     world.scheduler.publish = stamped  # type: ignore[method-assign, assignment]
     world.stall_s = {2: 0.5}
@@ -186,7 +188,7 @@ async def test_what_has_ended_though_its_confirm_was_lost_is_not_offered_again(c
 
 async def test_churn_deletes_what_became_active_and_times_it(client_world: ClientWorld) -> None:
     plan = LoadPlan(boots=60, mix={"f": 1.0}, rate_per_s=20.0, churn=0.5, timeout_s=60.0)
-    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3), keep_tracks=False)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3), keep_watches=False)
     await run.go()
     deletes = run.deletes.operations()
     assert 15 < len(deletes) < 45 and {deletes.outcome_of(row) for row in range(len(deletes))} == {"deleted"}

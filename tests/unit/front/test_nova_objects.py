@@ -67,7 +67,7 @@ def flavor(name: str = "f", specs: dict[str, str] | None = None, **more: Any) ->
 )
 def test_flavors(row: FlavorRow, body: dict[str, Any]) -> None:
     found = imported(Cloud(flavors=[row]))
-    assert found.left_out == () and found.objects[ObjectKind.FLAVOR]["f"].items() >= body.items()
+    assert found.excluded == () and found.objects[ObjectKind.FLAVOR]["f"].items() >= body.items()
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_flavors(row: FlavorRow, body: dict[str, Any]) -> None:
 def test_what_decides_in_nova_decides_here_and_goes_back_as_it_is(words: dict[str, str], said: dict[str, str]) -> None:
     found = imported(Cloud(flavors=[flavor(specs=words)]))
     body = found.objects[ObjectKind.FLAVOR]["f"]
-    assert found.left_out == () and body["extra_specs"] == words | said
+    assert found.excluded == () and body["extra_specs"] == words | said
     back = exported([(ObjectKind.FLAVOR, "f", body)])
     properties = " ".join(f"--property {key}={value}" for key, value in sorted(words.items()))
     assert back.commands == (f"openstack flavor create --vcpus 2 --ram 512 --disk 10 {properties} f",)
-    assert back.left_out == ()
+    assert back.excluded == ()
 
 
 def test_a_flavor_with_amounts_of_cpus_beside_a_policy_is_not_exported() -> None:
     """Nova refuses each boot of it."""
     specs = {"hw:cpu_policy": "dedicated", "resources:PCPU": "9", "resources:VCPU": "0"}
     found = exported([(ObjectKind.FLAVOR, "f", {"vcpus": 2, "memory_mb": 512, "extra_specs": specs})])
-    assert [one.name for one in found.left_out] == ["f"] and not found.commands
+    assert [one.name for one in found.excluded] == ["f"] and not found.commands
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_flavor_that_the_front_leaves_to_the_fallback_is_named(words: dict[str
 )
 def test_flavors_that_cannot_be_taken(row: FlavorRow, code: str) -> None:
     found = imported(Cloud(flavors=[row, flavor("other")]))
-    assert [(one.name, one.code) for one in found.left_out] == [(row.name, code)]
+    assert [(one.name, one.code) for one in found.excluded] == [(row.name, code)]
     assert found.objects[ObjectKind.FLAVOR].keys() == {"other"}
 
 
@@ -162,7 +162,7 @@ def test_a_private_flavor_is_its_projects() -> None:
 
 def test_extra_specs_that_are_not_shown_leave_a_flavor_out() -> None:
     row = FlavorRow(id="f", name="f", vcpus=1, ram=1, disk=1)
-    assert [one.code for one in imported(Cloud(flavors=[row])).left_out] == ["import.unreadable"]
+    assert [one.code for one in imported(Cloud(flavors=[row])).excluded] == ["import.unreadable"]
 
 
 def test_aggregates_with_and_without_their_hosts() -> None:
@@ -173,10 +173,10 @@ def test_aggregates_with_and_without_their_hosts() -> None:
         "rack": {**body, "hosts": ["a", "b"]}
     }
     nameless = AggregateRow(uuid=UUID, name="nameless", metadata={"availability_zone": " z"}, hosts=())
-    assert [one.code for one in imported(Cloud(aggregates=[nameless])).left_out] == ["import.refused"]
+    assert [one.code for one in imported(Cloud(aggregates=[nameless])).excluded] == ["import.refused"]
     many = AggregateRow(uuid=UUID, name="many", hosts=tuple(map(str, range(1001))))
-    assert [one.name for one in imported(Cloud(aggregates=[many]), with_hosts=True).left_out] == ["many"]
-    assert imported(Cloud(aggregates=[many])).left_out == ()
+    assert [one.name for one in imported(Cloud(aggregates=[many]), with_hosts=True).excluded] == ["many"]
+    assert imported(Cloud(aggregates=[many])).excluded == ()
 
 
 def group(uuid: str = UUID, name: str = "web", project: str = "p", **more: Any) -> GroupRow:
@@ -191,7 +191,7 @@ def test_server_groups_and_those_that_a_project_calls_alike() -> None:
         f"p/web-{OTHER}": {"uuid": OTHER, "policy": "anti-affinity"},
         "q/web": {"uuid": OTHER[:-1] + "9", "policy": "anti-affinity", "max_per_host": 3},
     }
-    assert found.left_out == () and len(found.notes) == 2
+    assert found.excluded == () and len(found.notes) == 2
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_server_groups_and_those_that_a_project_calls_alike() -> None:
 )
 def test_server_groups_that_cannot_be_taken(row: GroupRow) -> None:
     found = imported(Cloud(groups=[row]))
-    assert [one.code for one in found.left_out] == ["import.refused"] and not found.objects
+    assert [one.code for one in found.excluded] == ["import.refused"] and not found.objects
 
 
 def test_nova_s_own_quotas() -> None:
@@ -221,7 +221,7 @@ def test_nova_s_own_quotas() -> None:
         "free": {},
         "more": {"INSTANCES": 10, "MEMORY_MB": 51_200, "PCPU": 99, "VCPU": 99},
     }
-    assert found.left_out == () and "key_pairs" in found.notes[0] and "PCPU" in found.notes[1]
+    assert found.excluded == () and "key_pairs" in found.notes[0] and "PCPU" in found.notes[1]
 
 
 def test_unified_limits() -> None:
@@ -250,7 +250,7 @@ def test_unified_limits() -> None:
         "default": {"INSTANCES": 10, "VCPU": 20},
         "p": {"CUSTOM_GOLD": 1, "INSTANCES": 10, "VCPU": 99},
     }
-    assert [(one.name, one.code) for one in found.left_out] == [
+    assert [(one.name, one.code) for one in found.excluded] == [
         ("d servers", "import.limit"),
         ("odd", "import.refused"),
     ]
@@ -258,7 +258,7 @@ def test_unified_limits() -> None:
 
 def test_rows_that_could_not_be_read_are_named() -> None:
     found = imported(Cloud(unreadable=[("flavor", "odd", "why")]))
-    assert [(one.kind, one.name, one.code) for one in found.left_out] == [("flavor", "odd", "import.unreadable")]
+    assert [(one.kind, one.name, one.code) for one in found.excluded] == [("flavor", "odd", "import.unreadable")]
 
 
 def test_files_of_no_more_than_a_change_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_the_other_way_round() -> None:
         " --rule max_server_per_host=2 web",
         "openstack quota set --class --cores 5 --instances -1 --ram -1 default",
     )
-    assert [(one.kind, one.name) for one in found.left_out] == [
+    assert [(one.kind, one.name) for one in found.excluded] == [
         ("flavor", "ours"),
         ("quota", "default"),
         ("scheduling", "default"),
@@ -407,7 +407,7 @@ async def test_a_project_that_keystone_no_longer_has_is_a_note() -> None:
     found = await read({"/os-quota-sets/of-group": 400})
     assert sorted(found.quotas) == ["of-flavor"] and [project for project, _ in found.without_quota] == ["of-group"]
     made = imported(found)
-    assert any("of-group" in one for one in made.notes) and not any(one.kind == "quota" for one in made.left_out)
+    assert any("of-group" in one for one in made.notes) and not any(one.kind == "quota" for one in made.excluded)
 
 
 async def test_keystone_lists_the_projects() -> None:

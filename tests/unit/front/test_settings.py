@@ -23,15 +23,7 @@ from berth.cli import app
 from berth.commands.as_toml import as_toml
 from berth.commands.common import Exit
 from berth.database_rights import statements
-from berth.permissions import (
-    Grant,
-    PermissionRole,
-    bus_locations,
-    commands,
-    definitions,
-    exchanges,
-    of_role,
-)
+from berth.permissions import Grant, PermissionRole, bus_locations, commands, definitions, exchanges, of_role
 from berth.project_vhost import virtual_host
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.site import Site
@@ -39,7 +31,7 @@ from berth.tracing import make_tracer
 from bus.contracts.base import OTHER, matching, reason_of
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.objects import CellBus
-from bus.contracts.queues import FRONT, QUEUES, Where
+from bus.contracts.queues import FRONTEND, QUEUES, Where
 from bus.rights import sample_keys
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from bus.topology import QueueNames
@@ -498,7 +490,7 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         (PermissionRole.COMPUTE, "compute_sim", "near"),
         (PermissionRole.IRONIC_SYNC, "ironic_sync", "api"),
         (PermissionRole.GATEWAY, "gateway", "api"),
-        (PermissionRole.NOVA_SCHEDULER, FRONT, "api"),
+        (PermissionRole.NOVA_SCHEDULER, FRONTEND, "api"),
     ],
 )
 def test_what_a_worker_tries_at_its_start_is_all_that_its_user_may_publish(
@@ -527,7 +519,7 @@ def test_item_7_a_project_id_that_is_no_word_has_no_virtual_host(name: str) -> N
 def test_a_publishers_patterns_take_requests_and_no_operators_rights() -> None:
     (grant,) = of_role(PermissionRole.PUBLISHER, Settings())
     commands_, events = grant.topics["berth"], grant.topics["berth.events"]
-    for key in ("build.request.p-0", "build.delete.p-0", "instance.move.p", "build.query", "instance.query"):
+    for key in ("build.request.p-0", "build.delete.p-0", "instance.action.p", "build.query", "instance.query"):
         assert allows(commands_.write, key), key
     for key in (
         "operator.request.p-0",
@@ -588,7 +580,7 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
     assert [one.vhost for one in (of_bus, of_nova, of_stock)] == ["be/rth", "nova", "stock"]
     for name, expected in {
         "novas": (True, True, True), "scheduler": (True, True, True), "scheduler.host1": (True, True, True),
-        "scheduler_fronts": (True, True, True), "scheduler_fanout": (True, True, True),
+        "scheduler_frontends": (True, True, True), "scheduler_fanout": (True, True, True),
         "scheduler_fanout_0af": (True, True, True), "amq.default": (False, True, False),
         "conductor": (False, False, False), "schedulerx": (False, False, False), "reply_1": (False, False, False),
     }.items():  # fmt: skip
@@ -604,7 +596,7 @@ def test_a_front_of_nova_may_take_the_schedulers_calls_and_nothing_else_of_nova(
         assert written <= set(whole.topics[exchange].write.strip("^$()").split("|")), "no more than a scheduler's"
     assert of_role(PermissionRole.NOVA_SCHEDULER, Settings()) == []
     alone = of_role(PermissionRole.NOVA_SCHEDULER, structs.replace(REAL, bus=BusSettings()))
-    assert [one.vhost for one in alone] == ["nova", "stock"], "with the book in its process"
+    assert [one.vhost for one in alone] == ["nova", "stock"], "with placement in its process"
 
 
 # --- a project whose clients nobody trusts: its virtual host

@@ -36,7 +36,7 @@ from bus.contracts.objects import CellBus
 from bus.faults import Fault
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.main import GC_THRESHOLD, STOP_SIGNALS
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Fleet
 from placement_worker.rest.auth import TokenFile
@@ -66,7 +66,7 @@ def having(rest: RestConfig, **fields: str) -> Settings:
 )
 def test_http_of_placement_serves_the_api_and_prints_who_may_call(rest: RestConfig, host: str, printed: str) -> None:
     at = at_http(having(rest), host, 8778)
-    assert at.with_rest and printed in at.sentence
+    assert at.with_rest and printed in at.message
     assert at.settings.placement.rest.listen == (f"{host}:8778" if host != "::1" else "[::1]:8778")
 
 
@@ -75,7 +75,7 @@ def test_http_of_placement_serves_the_api_and_prints_who_may_call(rest: RestConf
 def test_without_a_setting_of_who_may_call_elsewhere_there_is_health_only(rest: RestConfig, host: str) -> None:
     at = at_http(having(rest), host, 8778)
     assert not at.with_rest and not at.settings.placement.rest.listen
-    assert "only health and metrics" in at.sentence and "auth to tokens or keystone" in at.sentence
+    assert "only health and metrics" in at.message and "auth to tokens or keystone" in at.message
 
 
 def test_an_address_of_its_own_keeps_the_api_off_the_health_port() -> None:
@@ -257,7 +257,7 @@ def test_without_a_directory_no_file_is_read() -> None:
 # --- where a compute service keeps its machines and records
 
 
-@pytest.mark.parametrize("driver", ["ironic", "hypervisor"])
+@pytest.mark.parametrize("driver", ["ironic", "simulated"])
 @pytest.mark.parametrize(("given", "expected"), [(None, "machines"), ("elsewhere", "elsewhere"), ("", "")])
 def test_a_service_keeps_its_machines_and_records_by_default(
     tmp_path: Path, driver: str, given: str | None, expected: str
@@ -349,16 +349,16 @@ class Broken(Fault):
     code = "side.gone"
 
 
-def lasting() -> Service:
+def lasting() -> WorkerRuntime:
     """A worker that runs until it is stopped."""
-    service = Service("lasting", clock=SystemClock())
+    service = WorkerRuntime("lasting", clock=SystemClock())
     service.add_task("side", asyncio.Event().wait)
     return service
 
 
-def dying(when: asyncio.Event) -> Service:
+def dying(when: asyncio.Event) -> WorkerRuntime:
     """A worker that runs until the event."""
-    service = Service("dying", clock=SystemClock())
+    service = WorkerRuntime("dying", clock=SystemClock())
 
     async def side() -> None:
         await when.wait()
@@ -368,9 +368,9 @@ def dying(when: asyncio.Event) -> Service:
     return service
 
 
-def never_opened() -> Service:
+def never_opened() -> WorkerRuntime:
     """A worker whose database refuses it."""
-    service = Service("refused", clock=SystemClock())
+    service = WorkerRuntime("refused", clock=SystemClock())
 
     async def refuse() -> None:
         raise Broken("no such schema")
@@ -410,7 +410,7 @@ async def test_item_29_a_worker_that_dies_later_is_reported(workers: InProcessWo
 class TwoWorkers:
     """A system of two workers, started one after the other."""
 
-    def __init__(self, first: Service, second: Service) -> None:
+    def __init__(self, first: WorkerRuntime, second: WorkerRuntime) -> None:
         self.pair = (("a", first), ("b", second))
         self.in_process = InProcessWorkers()
         self.computes, self.services = (), dict[str, list[str]]()
@@ -452,7 +452,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
 
 async def test_item_29_a_signal_while_a_worker_is_waited_for_stops_all_and_ends_up(up: Up) -> None:
     """The start would go on until the worker is ready, or a minute has passed."""
-    stop, first, second = asyncio.Event(), lasting(), Service("late", clock=SystemClock())
+    stop, first, second = asyncio.Event(), lasting(), WorkerRuntime("late", clock=SystemClock())
 
     async def wait() -> None:
         stop.set()

@@ -20,18 +20,18 @@ from jinja2 import nodes
 
 from berth.client.object_edits import QuotaUse
 from berth.web.access import WebCaller
-from berth.web.dead_letters import LetterCount, LetterView
+from berth.web.dead_letters import DeadLetterCount, DeadLetterView
 from berth.web.fleet import CellView, HostChange, HostDetail
 from berth.web.nova import NovaView
 from berth.web.objects import GroupView, Zone
-from berth.web.operations import MetalView
+from berth.web.operations import NodesView
 from berth.web.pages import LostClaim, Now
 from berth.web.problems import Problem
 from berth.web.quarantine import BreakerView, QuarantinePage
 from berth.web.rendering import TEMPLATES
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord
 from bus.contracts.drains import DrainPlan, DrainProgress
-from bus.contracts.moves import MoveKind, MoveRecord
+from bus.contracts.moves import ActionKind, ActionRecord
 from bus.contracts.objects import ObjectKind, ObjectLogEntry, StoredObject
 from bus.contracts.operations import ServiceRecord
 from bus.contracts.workers import WorkerRecord
@@ -70,10 +70,10 @@ PAGES: dict[str, dict[str, Any]] = {
     "build.html": {
         "build": BuildRecord,
         "stages": list[tuple[str, float, float]],
-        "unplaced": MoveRecord,
+        "unplaced": ActionRecord,
         "lost": list[LostClaim],
-        "moves": tuple[MoveRecord, ...],
-        "kinds": list[MoveKind],
+        "actions": tuple[ActionRecord, ...],
+        "kinds": list[ActionKind],
         "ended": bool,
         "deletable": bool,
     },
@@ -83,8 +83,8 @@ PAGES: dict[str, dict[str, Any]] = {
     "host.html": {"detail": HostDetail, "host": HostRecord, "changes": list[HostChange]},
     "drain_plan.html": {"host": HostRecord, "plan": DrainPlan, "kind": str, "stuck": int},
     "drain.html": {"drain": DrainProgress},
-    "moves.html": {"moves": tuple[MoveRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},
-    "metal.html": {"view": MetalView, "away": Problem, "nodes": "MetalView.nodes", "count": int, "state": str},
+    "moves.html": {"actions": tuple[ActionRecord, ...], "drains": list[DrainProgress], "query": dict[str, str]},
+    "metal.html": {"view": NodesView, "away": Problem, "nodes": "NodesView.nodes", "count": int, "state": str},
     "objects.html": {
         "revision": int,
         "flavors": list[StoredObject],
@@ -107,7 +107,7 @@ PAGES: dict[str, dict[str, Any]] = {
         "cells": tuple[CellView, ...],
         "services": list[ServiceRecord],
         "workers": list[WorkerRecord],
-        "letters": list[LetterCount],
+        "letters": list[DeadLetterCount],
     },
     "quarantine.html": {
         "page": QuarantinePage,
@@ -116,10 +116,10 @@ PAGES: dict[str, dict[str, Any]] = {
         "query": dict[str, str],
         "decided": bool,
     },
-    "letters.html": {"bus": str, "queue": str, "letters": list[LetterView]},
+    "letters.html": {"bus": str, "queue": str, "letters": list[DeadLetterView]},
     "problem.html": {"problem": Problem},
 }
-PAGES["metal.html"]["nodes"] = typing.get_type_hints(MetalView)["nodes"]
+PAGES["metal.html"]["nodes"] = typing.get_type_hints(NodesView)["nodes"]
 OF_JINJA = {"loop", "range", "self", "caller"}
 
 

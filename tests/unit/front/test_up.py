@@ -24,7 +24,7 @@ from berth.settings import MEMORY, CellSettings, Settings, UpSettings
 from berth.site import Brokers, Site
 from berth.trial import up_processes as supervisor_module
 from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed, free_port
-from berth.trial.up import WAIT_S, sentence, unusable_hosts
+from berth.trial.up import WAIT_S, message_of, unusable_hosts
 from berth.trial.up_processes import (
     MAX_DEATHS,
     WITHIN_S,
@@ -39,7 +39,7 @@ from berth.trial.up_processes import (
 from berth.trial.worker_processes import Worker, WorkerProcesses
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceStates
 from bus.service.health import Health
 from placement_worker.rest.config import RestConfig
 from scheduler_worker.domain.fleet import WorkerTable
@@ -276,7 +276,7 @@ async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(
 ) -> None:
     """Two workers had drawn one port; the second died of it, and the first one's answer passed for both.
 
-    Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in the book for ever.
+    Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in placement for ever.
     """
     processes_processes.begin("compute-cell4-c1", command, other_process.port)
     with pytest.raises(ServerFailed, match=why):
@@ -327,7 +327,7 @@ STARTED = {"cell1": ["compute-cell1"], "cell2": ["compute-cell2"]}
 
 
 class House:
-    """A scheduler that answers from its host table and its copy of the book."""
+    """A scheduler that answers from its host table and its copy of placement."""
 
     def __init__(self) -> None:
         self.clock = HandClock()
@@ -349,14 +349,14 @@ class House:
             await bus.close()
 
     def announce_one_more(self) -> None:
-        """The service of cell1 has a host that the book does not have yet."""
+        """The service of cell1 has a host that placement does not have yet."""
         self.hosts.uuids.append(new_uuid(self.hosts.rng))
         self.hosts.announce([*CELLS, "cell1"], {}, sequence=2)
 
     def load_all(self) -> None:
-        """The host is in the book."""
+        """The host is in placement."""
         added = self.hosts._state(3, {"VCPU": 1}, [])
-        self.hosts.book.load([*self.hosts.states, added], 1)
+        self.hosts.replica.load([*self.hosts.states, added], 1)
 
 
 @pytest.fixture
@@ -390,15 +390,15 @@ async def test_a_host_that_is_not_in_the_book_is_waited_for(house: House, monkey
 async def test_what_was_waited_for_in_vain_is_named(house: House) -> None:
     house.announce_one_more()
     down = (ServiceDown(service="compute-cell2", epoch=1, code="service.silent"),)
-    house.hosts.table.apply(ServicesDigest(cell="cell2", term=1, number=1, down=down), 1.0)
+    house.hosts.table.apply(ServiceStates(cell="cell2", term=1, number=1, down=down), 1.0)
     async with house.scheduler():
         missing = await unusable_hosts(house.site, {**STARTED, "cell3": ["cell3-c1"], "cell4": []})
     assert missing == [
-        "compute-cell1 has 3 hosts, of which 2 are in the resource book",
+        "compute-cell1 has 3 hosts, of which 2 are in placement",
         "compute-cell2 is down (service.silent)",
         "cell3-c1 has not announced its hosts",
     ]
-    assert sentence(missing * 2).endswith("; and 1 more")
+    assert message_of(missing * 2).endswith("; and 1 more")
 
 
 async def test_without_a_scheduler_that_is_named(house: House) -> None:

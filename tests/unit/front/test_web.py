@@ -23,7 +23,7 @@ from berth.web import api, dead_letters, live
 from berth.web.access import LOCAL, WebCaller, WebRole
 from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
-from berth.web.dead_letters import LetterBox
+from berth.web.dead_letters import DeadLetterActions
 from berth.web.fleet import (
     CHANGES_LOOKED_AT,
     CHANGES_SHOWN,
@@ -38,8 +38,8 @@ from berth.web.fleet import (
 from berth.web.live import EventFollower, Live, Second
 from berth.web.objects import WebObjects
 from berth.web.openapi import _of_hosts
-from berth.web.operations import METAL_AGE_S, DrainBody, Drains, MetalReader
-from berth.web.pages import Pages, lost_claims, state_of, troubles_of_hosts
+from berth.web.operations import METAL_AGE_S, DrainBody, Drains, NodesReader
+from berth.web.pages import Pages, lost_claims, problems_of_hosts, state_of
 from berth.web.problems import PROBLEM_JSON, Problem
 from berth.web.quarantine import COUNTED_AGE_S as SAFETY_AGE_S
 from berth.web.quarantine import SafetyCounts, SafetyReader
@@ -61,9 +61,9 @@ from bus.contracts.drains import DrainTarget
 from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.objects import MAX_CHANGES, CellBus, CellDecision, CellState, ObjectsChange
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import ConflictingConsumer
 from bus.contracts.queues import DEAD_LETTERS
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from bus.faults import RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, PublishRefused
@@ -371,7 +371,7 @@ async def test_many_objects_are_changed_at_once_up_to_a_bound(many: int, code: s
         with pytest.raises(Problem) as caught:
             await objects.change_objects(request)
         assert (caught.value.status, caught.value.code) == (400, code)
-    assert [(len(one.changes), one.who) for one in sent] == [(many, LOCAL.name)] * (code is None)
+    assert [(len(one.changes), one.actor) for one in sent] == [(many, LOCAL.name)] * (code is None)
 
 
 async def test_one_projects_followers_leave_room_for_others() -> None:
@@ -491,7 +491,7 @@ async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() 
     stream.note(event(1, BuildState.BUILDING, now + 1))
     assert stream.in_flight == 1
     stream.note(event(1, BuildState.ACTIVE, now + 3))
-    stream.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stamps=Stamps(requested=now)))
+    stream.note(structs.replace(event(2, BuildState.ACTIVE, now + 3), stage_times=StageTimes(requested=now)))
     stream.note(event(2, BuildState.ACCEPTED, now))  # late, from another scheduler
     assert stream.in_flight == 0 and sum(second.active for second in stream._seconds) == 2
     assert sum(second.accepted for second in stream._seconds) == 2
@@ -500,7 +500,9 @@ async def test_a_build_is_accepted_once_whichever_of_its_events_are_published() 
 
 async def test_an_end_that_is_published_twice_is_counted_once() -> None:
     stream = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
-    ended = structs.replace(event(1, BuildState.ACTIVE), attempt=3, stamps=Stamps(requested=1.0, lost_claims=4))
+    ended = structs.replace(
+        event(1, BuildState.ACTIVE), attempt=3, stage_times=StageTimes(requested=1.0, lost_claims=4)
+    )
     for one in (ended, ended, event(3, BuildState.FAILED), event(3, BuildState.FAILED)):
         stream.note(one)  # twice, as its publisher crashed in between
     stream.note(event(2, BuildState.ACTIVE))
@@ -550,23 +552,31 @@ async def test_the_history_has_each_second_once() -> None:
 MINE, THEIRS = ("10000000-0000-4000-8000-000000000001", "20000000-0000-4000-8000-000000000002")
 LOST = TimelineEntry(
     at=1.0,
-    who="scheduler s",
+    actor="scheduler s",
     what="not_claimed",
-    detail="rack: h1: full",
-    holders=(ClaimHolder(consumer=THEIRS, project_id="theirs"), ClaimHolder(consumer=MINE, project_id="mine")),
+    detail="rack: h1: no_capacity",
+    conflicting_consumers=(
+        ConflictingConsumer(consumer=THEIRS, project_id="theirs"),
+        ConflictingConsumer(consumer=MINE, project_id="mine"),
+    ),
 )
 BUILD = BuildRecord(
     instance_uuid="30000000-0000-4000-8000-000000000003",
     project_id="mine",
     flavor="m1.tiny",
     state=BuildState.ACTIVE,
-    timeline=(LOST, TimelineEntry(at=2.0, who="scheduler s", what="claimed")),
+    timeline=(LOST, TimelineEntry(at=2.0, actor="scheduler s", what="claimed")),
 )
 
 
 def test_a_lost_claim_is_shown_with_those_that_hold_what_was_lost() -> None:
     (shown,) = lost_claims(BUILD)
-    assert (shown.at, shown.host, shown.outcome, shown.holders) == (1.0, "rack: h1", "full", (THEIRS, MINE))
+    assert (shown.at, shown.host, shown.outcome, shown.conflicting_consumers) == (
+        1.0,
+        "rack: h1",
+        "no_capacity",
+        (THEIRS, MINE),
+    )
 
 
 @pytest.mark.parametrize(
@@ -575,7 +585,7 @@ def test_a_lost_claim_is_shown_with_those_that_hold_what_was_lost() -> None:
 )
 def test_a_project_learns_only_of_its_own_instances_that_were_faster(role: WebRole, shown: list[str]) -> None:
     seen = as_seen(BUILD, WebCaller(name="c", role=role, project="mine"))
-    assert [one.consumer for one in seen.timeline[0].holders] == shown
+    assert [one.consumer for one in seen.timeline[0].conflicting_consumers] == shown
     assert (seen.timeline[0].detail, seen.timeline[1]) == (LOST.detail, BUILD.timeline[1])
 
 
@@ -584,13 +594,13 @@ def test_hosts_that_are_not_announced_differ_from_those_that_are_down() -> None:
     hosts = [
         HostRecord(uuid=MINE, name="h1", cell="c1", up=True),
         HostRecord(uuid=THEIRS, name="h2", cell="c1"),
-        HostRecord(uuid=THEIRS, name="h3", announced=False),
-        HostRecord(uuid=THEIRS, name="h4", cell="c1", announced=False),
+        HostRecord(uuid=THEIRS, name="h3", reported=False),
+        HostRecord(uuid=THEIRS, name="h4", cell="c1", reported=False),
     ]
     assert [state_of(host) for host in hosts] == ["up", "down", "not announced", "not announced"]
-    cells, troubles = troubles_of_hosts(hosts)
+    cells, problems = problems_of_hosts(hosts)
     assert cells == {"c1": (1, 3), "?": (0, 1)}
-    assert [(one.what, one.detail) for one in troubles] == [
+    assert [(one.what, one.detail) for one in problems] == [
         ("Cell c1", "1 of 3 hosts are down: their compute services are silent"),
         ("Hosts not announced", "2 of 4: by no compute service since the scheduler's start"),
     ]
@@ -632,7 +642,7 @@ async def test_those_that_wait_for_an_ironic_out_of_reach_do_not_wait_one_after_
         raise RequestTimeout("no reply")
 
     clock = HandClock()
-    reader = MetalReader(Settings(), SimpleNamespace(stored=stored), clock)  # type: ignore[arg-type]
+    reader = NodesReader(Settings(), SimpleNamespace(stored=stored), clock)  # type: ignore[arg-type]
     waiting = [asyncio.create_task(reader.view()) for _ in range(5)]
     await asyncio.sleep(0)
     ends.set()
@@ -666,7 +676,7 @@ async def test_each_request_ends_and_none_waits_for_all_before_it(monkeypatch: p
     monkeypatch.setattr(dead_letters, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(Silent, "opened", 0)
     env = Environment("web", transports=lambda _bus: Silent())  # type: ignore[arg-type, return-value]
-    box = LetterBox(env, Settings())
+    box = DeadLetterActions(env, Settings())
     ended = await asyncio.gather(*(box.counts() for _ in range(20)), return_exceptions=True)
     assert [one.status for one in ended if isinstance(one, Problem)] == [503] * 20
     assert Silent.opened < 5, "the others did not wait their turn"
@@ -701,7 +711,7 @@ async def test_the_dead_letters_of_an_added_cell_are_counted(monkeypatch: pytest
     await bus.open()
     await bus.declare_shared()
     await bus.transport.publish(Outgoing(exchange="", routing_key=DEAD_LETTERS, body=b"{}"))
-    box, queues = LetterBox(env, Settings()), QueueReader(env)
+    box, queues = DeadLetterActions(env, Settings()), QueueReader(env)
     assert [(one.bus, one.dead) for one in await box.counts()] == [("new", 1)]
     assert ((await queues.depths()).dead_letters, (await queues.depths()).silent) == (1, ())
     with pytest.raises(Problem, match="there are api, cell1, new"):

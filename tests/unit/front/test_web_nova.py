@@ -18,24 +18,24 @@ from structlog.testing import capture_logs
 from berth.web.access import LOCAL, Access, WebCaller, WebRole, digest_of
 from berth.web.application import nova_application
 from berth.web.live import Live
-from berth.web.nova import FRONT, MAX_FRONTS, SHOWN, NovaCalls, NovaPages
+from berth.web.nova import FRONTEND, MAX_FRONTENDS, SHOWN, NovaCalls, NovaPages
 from bus.bus import API
 from bus.clock import SystemClock
-from bus.contracts.nova_calls import CallCompared, CallExplained, ComparedAnswer, ExplainedStep, NovaCall
+from bus.contracts.nova_calls import CallCompared, CallDecision, ComparedAnswer, DecisionStep, NovaCall
 from bus.contracts.workers import WorkerHeartbeat
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
-from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, AnnouncedCalls, CallRecorder, KeptCalls
+from scheduler_worker.nova.explained import ANSWERED, MAX_BYTES, MAX_WAITING, CallRecorder, PublishedCalls, RecentCalls
 from tests.kit.waiting import until
 
 HOSTILE = "<script>alert(1)</script>\n\u202eevil"
-NO_HOST = CallExplained(
+NO_HOST = CallDecision(
     event=ANSWERED.no_host,
     request_id="req-1",
     instances=("vm-1",),
     count=3,
     reason="no room",
-    funnel=(ExplainedStep(step="ram", remaining=0, rejected={"memory": 7}, hosts={"memory": ("h1", HOSTILE)}),),
+    funnel=(DecisionStep(step="ram", remaining=0, rejected={"memory": 7}, hosts={"memory": ("h1", HOSTILE)}),),
 )
 OTHER_HOST = CallCompared(
     difference="other host",
@@ -55,7 +55,7 @@ class World:
         )
         self.bus, of_page = self.front.bus(API), self.web.bus(API)
         self.of_page = of_page
-        self.told = AnnouncedCalls(self.bus)
+        self.told = PublishedCalls(self.bus)
         self.calls = NovaCalls(of_page, "web-1")
         self.live = Live(of_page, clock=self.web.clock, process="web-1")
 
@@ -80,16 +80,16 @@ class World:
 def call(
     request_id: str = "req-1", *, compared: CallCompared | None = None, text: str = "", project: str = ""
 ) -> NovaCall:
-    told = CallExplained(event=ANSWERED.placed, request_id=request_id, reason=text, project_id=project)
-    explained = None if compared else told
-    return NovaCall(request_id=request_id, at=1.0, worker="front-1", explained=explained, compared=compared)
+    told = CallDecision(event=ANSWERED.placed, request_id=request_id, reason=text, project_id=project)
+    decision = None if compared else told
+    return NovaCall(request_id=request_id, at=1.0, worker="front-1", decision=decision, compared=compared)
 
 
 async def test_what_a_front_tells_is_on_the_page_and_hostile_text_is_text() -> None:
     here = await World().open()
     sending = asyncio.create_task(here.told.run())
-    here.told.explain(NO_HOST)
-    here.told.compare("req-1", OTHER_HOST)
+    here.told.record_decision(NO_HOST)
+    here.told.record_difference("req-1", OTHER_HOST)
     await until(lambda: here.calls.received == 2)
     sending.cancel()
     async with here.client() as client:
@@ -136,65 +136,65 @@ async def test_a_stream_has_the_newest_at_once_and_ends_with_the_server() -> Non
 def test_the_list_has_of_each_call_what_it_shows() -> None:
     """It is sent each second to all who look, and a project decides how much there is to explain."""
     here = World()
-    steps = tuple(ExplainedStep(step=f"s{n}", remaining=0, hosts={"r": ("h" * 600,) * 20}) for n in range(5))
+    steps = tuple(DecisionStep(step=f"s{n}", remaining=0, hosts={"r": ("h" * 600,) * 20}) for n in range(5))
     chosen = (("h1", "h2", "h3"), ("h4", "h5"))
     for number in range(SHOWN):
-        told = CallExplained(event=ANSWERED.placed, request_id="r", count=2, reason="why", funnel=steps, hosts=chosen)
-        here.calls.note(NovaCall(request_id=f"req-{number}", at=1.0, worker="front-1", explained=told))
+        told = CallDecision(event=ANSWERED.placed, request_id="r", count=2, reason="why", funnel=steps, hosts=chosen)
+        here.calls.note(NovaCall(request_id=f"req-{number}", at=1.0, worker="front-1", decision=told))
     shown = here.calls.view()
-    rows = [one.explained for one in shown.explained if one.explained is not None]
+    rows = [one.decision for one in shown.decisions if one.decision is not None]
     assert {(one.event, one.count, one.reason, one.hosts) for one in rows} == {
         (ANSWERED.placed, 2, "why", (("h1",), ("h4",)))
     }
     assert len(msgspec.json.encode(shown)) < SHOWN * 1000
-    assert here.calls.of_request("req-9").explained[0].explained == told
+    assert here.calls.of_request("req-9").decisions[0].decision == told
 
 
 def test_a_call_of_a_kind_that_is_not_known_is_not_shown() -> None:
     here = World()
     here.calls.note(NovaCall(request_id="req-1", at=1.0, worker="front-of-tomorrow"))
-    assert here.calls.view().explained == () == here.calls.view().compared
+    assert here.calls.view().decisions == () == here.calls.view().compared
 
 
 @pytest.mark.parametrize(("most", "most_bytes"), [(3, 10**9), (10**9, 1000)])
 def test_what_is_kept_is_bounded(most: int, most_bytes: int) -> None:
-    kept = KeptCalls(most, most_bytes)
+    kept = RecentCalls(most, most_bytes)
     for number in range(100):
-        kept.note(call(f"req-{number}", text="x" * 100))
+        kept.add(call(f"req-{number}", text="x" * 100))
     held = kept.newest()
     assert held[0].request_id == "req-99" and 1 <= len(held) <= 5
-    kept.note(call("req-large", text="x" * 2000))
+    kept.add(call("req-large", text="x" * 2000))
     assert len(kept.newest()) <= 3, "one that is larger than all may be takes no room from then on"
 
 
 @pytest.mark.parametrize(("most", "most_bytes"), [(40, 10**9), (10**9, 10_000)])
 def test_a_project_does_not_push_out_the_calls_of_others(most: int, most_bytes: int) -> None:
-    kept = KeptCalls(most, most_bytes)
+    kept = RecentCalls(most, most_bytes)
     others = [f"other-{number}" for number in range(5)]
     for name in others:
-        kept.note(call(name, project=name))
+        kept.add(call(name, project=name))
     for number in range(1000):
-        kept.note(call(f"flood-{number}", project="flood", text="x" * 100))
+        kept.add(call(f"flood-{number}", project="flood", text="x" * 100))
     names = [one.request_id for one in kept.newest()]
     assert names[0] == "flood-999" and names[-5:] == others[::-1] and len(names) > 20
     for number in range(200):
-        kept.note(call(f"later-{number}", project=f"p{number}", text="x" * 100))
+        kept.add(call(f"later-{number}", project=f"p{number}", text="x" * 100))
     names = [one.request_id for one in kept.newest()]
     assert names == [f"later-{number}" for number in range(199, 199 - len(names), -1)], "by age, where nobody floods"
 
 
 async def test_a_project_does_not_push_out_others_from_the_list_nor_from_what_waits_for_the_bus() -> None:
     here = World()
-    flood = CallExplained(event=ANSWERED.placed, request_id="flood", project_id="p1")
+    flood = CallDecision(event=ANSWERED.placed, request_id="flood", project_id="p1")
     with capture_logs():
-        here.told.explain(structs.replace(flood, request_id="other", project_id="p2"))
+        here.told.record_decision(structs.replace(flood, request_id="other", project_id="p2"))
         for _ in range(1000):
-            here.told.explain(flood)
+            here.told.record_decision(flood)
     await here.open()
     sending = asyncio.create_task(here.told.run())
     await until(lambda: here.calls.received >= MAX_WAITING)
     sending.cancel()
-    shown = [one.request_id for one in here.calls.view().explained]
+    shown = [one.request_id for one in here.calls.view().decisions]
     assert len(shown) == SHOWN and shown[-1] == "other"
     await here.close()
 
@@ -202,7 +202,7 @@ async def test_a_project_does_not_push_out_others_from_the_list_nor_from_what_wa
 def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
     here = World()
 
-    def count(worker: str, role: str = FRONT, **counts: int) -> None:
+    def count(worker: str, role: str = FRONTEND, **counts: int) -> None:
         here.calls.note_counts(
             WorkerHeartbeat(
                 role=role, worker=worker, host="h", pid=1, version="1", started_at=0.0, phase="ready", counts=counts
@@ -217,9 +217,9 @@ def test_counts_are_those_of_all_fronts_and_of_no_other_worker() -> None:
     assert (seen := here.calls.received) == 3, "each shows the page something new"
     count("front-2", same=1, skipped=2)
     assert here.calls.received == seen, "nothing to show anew"
-    for number in range(2 * MAX_FRONTS):
+    for number in range(2 * MAX_FRONTENDS):
         count(f"restarted-{number}", same=1)
-    assert here.calls.view().counts == {"same": MAX_FRONTS}
+    assert here.calls.view().counts == {"same": MAX_FRONTENDS}
 
 
 def test_comparisons_are_not_pushed_out_by_calls() -> None:
@@ -228,32 +228,32 @@ def test_comparisons_are_not_pushed_out_by_calls() -> None:
     for number in range(2000):
         here.calls.note(call(f"req-{number}"))
     shown = here.calls.view()
-    assert len(shown.compared) == 1 and len(shown.explained) == SHOWN
+    assert len(shown.compared) == 1 and len(shown.decisions) == SHOWN
 
 
 async def test_what_a_front_has_not_sent_is_bounded() -> None:
     here = World()
     names = tuple(f"{number}{'x' * 590}" for number in range(20))
-    steps = tuple(ExplainedStep(step=f"s{n}", remaining=0, hosts={"r": names}) for n in range(20))
+    steps = tuple(DecisionStep(step=f"s{n}", remaining=0, hosts={"r": names}) for n in range(20))
     with capture_logs():
         for _ in range(MAX_WAITING + 10):
-            here.told.explain(CallExplained(event=ANSWERED.no_host, request_id="req-1", funnel=steps))
+            here.told.record_decision(CallDecision(event=ANSWERED.no_host, request_id="req-1", funnel=steps))
     await here.open()
     sending = asyncio.create_task(here.told.run())
     await until(lambda: here.calls.received >= MAX_WAITING)
     sending.cancel()
-    came = here.calls.explained.newest()
+    came = here.calls.decisions.newest()
     assert len(came) == here.calls.received == MAX_WAITING
     assert all(len(msgspec.json.encode(one)) <= MAX_BYTES for one in came)
-    assert all(one.explained is not None and len(one.explained.funnel) == 20 for one in came)
+    assert all(one.decision is not None and len(one.decision.funnel) == 20 for one in came)
     await here.close()
 
 
 def test_a_recorder_alone_logs() -> None:
     recorder = CallRecorder()
     with capture_logs() as lines:
-        recorder.explain(NO_HOST)
-        recorder.compare("req-1", OTHER_HOST)
+        recorder.record_decision(NO_HOST)
+        recorder.record_difference("req-1", OTHER_HOST)
     assert [one["event"] for one in lines] == [ANSWERED.no_host, "nova.shadow_differs"]
     assert [one["request_id"] for one in lines] == ["req-1", "req-1"]
     assert (lines[0]["funnel"][0]["rejected"], lines[1]["stock"]) == ({"memory": 7}, ["h-stock"])

@@ -22,7 +22,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.contracts.moves import MovePage, MoveQuery, MoveRecord
+from bus.contracts.moves import ActionPage, ActionQuery, ActionRecord
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, PublishRefused
 from lab.feed_watch import RecordingClient
@@ -51,10 +51,10 @@ class HandClock:
         awake = asyncio.Event()
         heapq.heappush(self._sleepers, (self.now + seconds, self._asleep, awake))
         while not awake.is_set():
-            moves = self._moves
+            actions = self._moves
             for _ in range(TURNS):
                 await asyncio.sleep(0)
-            if moves == self._moves and not awake.is_set():
+            if actions == self._moves and not awake.is_set():
                 self._moves += 1
                 until, _, first = heapq.heappop(self._sleepers)
                 self.now = max(self.now, until)
@@ -72,7 +72,7 @@ class ClientWorld:
         self.answer_at_once = True
         self.mute = False  # events get lost; the record still knows
         self.records: dict[str, BuildRecord] = {}
-        self.moves: list[MoveRecord] = []
+        self.actions: list[ActionRecord] = []
         self.waiting: list[BuildRequest] = []
         self._requested: dict[str, BuildRequest] = {}
         self.queries = 0
@@ -158,15 +158,15 @@ class ClientWorld:
 
     async def _queries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.queries += len(batch)
-        pages: list[BuildPage | HostsPage | MovePage] = []
+        pages: list[BuildPage | HostsPage | ActionPage] = []
         for received in batch:
             if isinstance(received.message, HostsQuery):
                 pages.append(HostsPage(more=False))
                 continue
             query = received.message
-            if isinstance(query, MoveQuery):
+            if isinstance(query, ActionQuery):
                 named = ("request_id", "instance_uuid", "project_id")
-                pages.append(MovePage(moves=tuple(one for one in self.moves if _is_named(query, one, *named))))
+                pages.append(ActionPage(actions=tuple(one for one in self.actions if _is_named(query, one, *named))))
                 continue
             assert isinstance(query, BuildQuery)
             builds = (one for one in self.records.values() if _is_named(query, one, "instance_uuid", "project_id"))

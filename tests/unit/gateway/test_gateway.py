@@ -16,17 +16,9 @@ from bus.clock import SystemClock
 from bus.consuming.in_flight import LAST_DELIVERIES
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.build import (
-    BuildEvent,
-    BuildPage,
-    BuildQuery,
-    BuildRecord,
-    BuildRequest,
-    BuildState,
-    TimelineEntry,
-)
-from bus.contracts.moves import MoveKind, MovePage, MoveRecord, MoveState
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.moves import ActionKind, ActionPage, ActionRecord, ActionState
+from bus.contracts.placement import ConflictingConsumer
 from bus.contracts.queues import BY_QUEUE, project_bus
 from bus.port import UNREAD, BusForbidden, Outgoing, PublishRefused
 from bus.topology import plan
@@ -56,7 +48,9 @@ async def test_the_project_is_that_of_the_virtual_host_whatever_the_body_says(na
 HOSTILE: dict[str, dict[str, Any]] = {
     "a second key": {"headers": {"CC": "build.delete.demo"}},
     "many headers": {"headers": {f"h{number}": "x" for number in range(100)}},
-    "headers of berth's": {"headers": {"berth-attempt": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}},
+    "headers of berth's": {
+        "headers": {"berth-delivery-attempt": 3, "berth-code": "x", "berth-key": "y", "berth-waited-ms": 9}
+    },
     "a cause": {"headers": {"berth-cause": "x" * 255}},
     "an id": {"message_id": "\x00" * 255},
     "a type": {"type": "build.request.v1"},
@@ -74,25 +68,25 @@ async def test_nothing_but_what_was_parsed_comes_through(properties: dict[str, A
         await until(lambda: door.got)
     (got,) = door.got
     (sent,) = [one for one in raw if one.routing_key == "door.request.demo"]
-    ours = {"berth-cause", "berth-sent-at-ms", "berth-patience-ms"}
+    ours = {"berth-cause", "berth-sent-at-ms", "berth-timeout-ms"}
     (meta,) = [item["meta"] for item in json.loads(sent.body)] if sent.content_type == BATCH else [{}]
     assert set(sent.headers) <= ours and set(meta) <= {
-        "id", "cause", "sent_at", "reply_to", "correlation_id", "patience_s"
+        "id", "cause", "sent_at", "reply_to", "correlation_id", "timeout_s"
     }  # fmt: skip
     assert got.meta.cause == body["instance_uuid"]
-    assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.attempt == 0
+    assert (got.meta.reply_to or "").startswith("berth.reply.gateway-1.") and got.meta.delivery_attempt == 0
 
 
-@pytest.mark.parametrize(("answer_to", "patience_s"), [(ANSWER_TO, 60.0), (None, math.inf)])
-async def test_a_request_is_of_use_as_long_as_its_client_awaits_it(answer_to: str | None, patience_s: float) -> None:
+@pytest.mark.parametrize(("answer_to", "timeout_s"), [(ANSWER_TO, 60.0), (None, math.inf)])
+async def test_a_request_is_of_use_as_long_as_its_client_awaits_it(answer_to: str | None, timeout_s: float) -> None:
     """Else it is begun when its client has given it up. One that nobody awaits would be dropped without an event."""
     door = Door()
     async with door.scheduler(), door.client() as client, door.gateway("demo"):
         await client.publish(request(), reply_to=answer_to, expiration_s=60.0)
         await until(lambda: door.got)
     (got,) = door.got
-    assert 0 < (got.meta.patience_s or math.inf) <= patience_s
-    assert (got.meta.patience_s is None) is (answer_to is None)
+    assert 0 < (got.meta.timeout_s or math.inf) <= timeout_s
+    assert (got.meta.timeout_s is None) is (answer_to is None)
 
 
 DROPPED: dict[str, dict[str, Any]] = {
@@ -141,13 +135,13 @@ async def test_what_cannot_be_read_ends_here(body: Any, code: str) -> None:
 
 
 async def test_an_unreadable_move_ends_as_a_move() -> None:
-    door, move = Door(), {"request_id": str(uuid.uuid4()), "instance_uuid": str(uuid.uuid4()), "project_id": "other"}
+    door, action = Door(), {"request_id": str(uuid.uuid4()), "instance_uuid": str(uuid.uuid4()), "project_id": "other"}
     async with door.scheduler(), door.client() as client, door.gateway("demo"):
-        await client.publish({**move, "kind": "migrate"}, "instance.move.demo")
+        await client.publish({**action, "kind": "migrate"}, "instance.action.demo")
         await until(lambda: client.events)
         ((key, event),) = client.events
         assert (key, event["code"], event["request_id"]) == (
-            "instance.event.refused.demo", "role.forbidden", move["request_id"]
+            "instance.event.refused.demo", "role.forbidden", action["request_id"]
         )  # fmt: skip
 
 
@@ -300,7 +294,7 @@ async def test_a_request_does_not_expire_behind_the_gateway() -> None:
         await client.publish(request())
         await until(lambda: door.got)
     assert [one.expiration_s for one in raw if one.routing_key == "door.request.demo"] == [None]
-    assert [one.meta.patience_s for one in door.got] == [None]
+    assert [one.meta.timeout_s for one in door.got] == [None]
 
 
 DELETE = {"instance_uuid": str(uuid.uuid4()), "project_id": "demo"}
@@ -308,7 +302,7 @@ POISON: list[tuple[dict[str, Any], str, str]] = [
     (request(), "build.request.demo", "build.event.refused.demo"),
     (DELETE, "build.delete.demo", "build.event.refused.demo"),
     ({"request_id": str(uuid.uuid4()), "instance_uuid": str(uuid.uuid4()), "project_id": "demo", "kind": "stop"},
-     "instance.move.demo", "instance.event.refused.demo"),
+     "instance.action.demo", "instance.event.refused.demo"),
 ]  # fmt: skip
 
 
@@ -328,7 +322,7 @@ async def test_what_ends_its_gateway_each_time_is_refused(
             looking.requeue(looking.pop())
         async with door.gateway("demo"):
             await until(lambda: client.events)
-        assert [(key, event["code"]) for key, event in client.events] == [(event_key, "delivery.exhausted")]
+        assert [(key, event["code"]) for key, event in client.events] == [(event_key, "delivery.limit_reached")]
         assert door.got == []
 
 
@@ -408,19 +402,21 @@ async def test_what_a_full_door_refuses_is_not_overtaken(monkeypatch: pytest.Mon
 
 def pages(one: Received) -> Outcome:
     record = BuildRecord(instance_uuid=str(uuid.uuid4()), project_id="demo", flavor="f", state=BuildState.ACTIVE)
-    holders = tuple(ClaimHolder(consumer=str(uuid.uuid4()), project_id=project) for project in ("demo", "other"))
-    line = TimelineEntry(at=1.0, who="scheduler", what="not_claimed", holders=holders)
+    holders = tuple(
+        ConflictingConsumer(consumer=str(uuid.uuid4()), project_id=project) for project in ("demo", "other")
+    )
+    line = TimelineEntry(at=1.0, actor="scheduler", what="not_claimed", conflicting_consumers=holders)
     if isinstance(one.message, BuildQuery):
         mine, theirs = structs.replace(record, timeline=(line,)), structs.replace(record, project_id="other")
         return Done(reply=BuildPage(builds=(mine, theirs)))
-    move = MoveRecord(
-        request_id=str(uuid.uuid4()), instance_uuid=str(uuid.uuid4()), project_id="other", kind=MoveKind.STOP,
-        state=MoveState.DONE,
+    action = ActionRecord(
+        request_id=str(uuid.uuid4()), instance_uuid=str(uuid.uuid4()), project_id="other", kind=ActionKind.STOP,
+        state=ActionState.DONE,
     )  # fmt: skip
-    return Done(reply=MovePage(moves=(move, structs.replace(move, project_id="demo"))))
+    return Done(reply=ActionPage(actions=(action, structs.replace(action, project_id="demo"))))
 
 
-@pytest.mark.parametrize(("key", "of"), [("build.query", "builds"), ("instance.query", "moves")])
+@pytest.mark.parametrize(("key", "of"), [("build.query", "builds"), ("instance.query", "actions")])
 async def test_a_query_is_about_the_project_and_so_is_its_answer(key: str, of: str) -> None:
     door = Door()
     door.answer = pages

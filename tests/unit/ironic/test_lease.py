@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self, here: World) -> None:
         self._inner = here.positions
-        self.deployment = here.positions.deployment
+        self.database_id = here.positions.database_id
         self.calls: list[str] = []
         self.faults: dict[str, Exception] = {}
         self.load_s = 0.0

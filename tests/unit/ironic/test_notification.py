@@ -22,7 +22,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.effect import NO_EFFECT, Effect, effect_of
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.notification import MAX_BODY_BYTES, Notification, Rejected, parse
-from ironic_sync.domain.rules import NO_CLASS, class_name, is_transient, offers_more, place, reserve_all
+from ironic_sync.domain.rules import NO_CLASS, class_name, frees_more, is_transient, place, reserve_all
 from tests.kit.cases import nightly
 from tests.unit.ironic.world import RECORDINGS, SCENARIOS, TOKEN, RecordedSource, Recording, World, body, world
 
@@ -209,8 +209,8 @@ def test_withdraws_and_offers_again() -> None:
     free = place(node(), None).report
     held = reserve_all(free)
     assert reserve_all(held) is held
-    assert offers_more(free, held) and offers_more(free, None)
-    assert not offers_more(held, free) and not offers_more(free, free)
+    assert frees_more(free, held) and frees_more(free, None)
+    assert not frees_more(held, free) and not frees_more(free, free)
 
 
 def test_unknown_states_are_transient_and_unavailable() -> None:
@@ -271,7 +271,7 @@ def state_after(world: World, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 async def play(recording: Recording, disturb: Callable[[int, Messages], Messages], *, resync: bool) -> None:
-    """Step by step: Ironic moves on, its notifications arrive disturbed, everything settles, the book is right."""
+    """Step by step: Ironic moves on, its notifications arrive disturbed, everything settles, placement is right."""
     world = World(recording.source, absent_retention_s=0.0)  # as Nova, which removes what Ironic does not show
     before: dict[str, Any] = {}
     async with world.running():

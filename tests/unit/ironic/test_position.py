@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.placement import Inventory, InventoryOutdated, InventoryUpdate, ProviderReport
+from bus.contracts.placement import Inventory, InventoryStale, InventoryUpdate, ProviderReport
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.config import IronicSyncConfig
@@ -23,8 +23,8 @@ from ironic_sync.domain import position as step
 from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.position import Position
-from ironic_sync.domain.rules import ABSENT, place, reserved
-from ironic_sync.source.port import SourceUnavailable
+from ironic_sync.domain.rules import ABSENT, is_reserved, place
+from ironic_sync.source.port import IronicUnavailable
 from ironic_sync.sync_state import UNREADABLE, SyncState
 from tests.kit.cases import nightly
 from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, body, notification, turns, world
@@ -65,9 +65,9 @@ class Model:
 
     def publish(self) -> None:
         self.seq += 1
-        withdrawn = reserved(self.node)
+        withdrawn = is_reserved(self.node)
         self.withdrawn_seen = self.seq if withdrawn else self.withdrawn_seen
-        self._set(step.notified(self.position, taken=withdrawn, seq=self.seq, now=self.now))
+        self._set(step.on_notification(self.position, taken=withdrawn, seq=self.seq, now=self.now))
 
     def send(self) -> None:
         self.seq += 1
@@ -230,7 +230,7 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
     again = World(nodes, positions=here.positions)
-    nodes.fault = SourceUnavailable("and Ironic is unavailable too")
+    nodes.fault = IronicUnavailable("and Ironic is unavailable too")
     async with again.running():
         await turns()
         assert reserved_in(again) == 1
@@ -295,7 +295,7 @@ async def test_a_clock_that_is_set_back_puts_off_no_publication() -> None:
 
 
 async def test_that_a_node_is_gone_is_published_again_too() -> None:
-    """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
+    """Removed while it was in use it stayed in placement, without capacity: only a later word lets go of it."""
     nodes, here = world(
         resync_interval_s=60.0, republish_interval_s=300.0, absent_retention_s=0.0, removed_retention_s=1000.0
     )
@@ -319,7 +319,7 @@ async def test_that_a_node_is_gone_is_published_again_too() -> None:
 
 
 async def test_what_is_held_for_a_fault_is_published_again_unless_ironic_does_not_show_it() -> None:
-    """No read is applied to an unreadable node; one that is absent an operator may have deleted from the book."""
+    """No read is applied to an unreadable node; one that is absent an operator may have deleted from placement."""
     nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
     nodes.put(OTHER)
     async with here.running():
@@ -363,7 +363,7 @@ async def test_an_absent_node_is_removed_after_long_by_another_writer_too() -> N
 def test_a_read_that_a_deletion_has_overtaken_does_not_undo_its_announcement(answer: Node | Unreadable) -> None:
     """A page of a list was on its way: the node was absent for seven days, and not removed."""
     known = step.apply_read(Position(uuid=UUID), node("manageable", 0), seq=1, now=2e9 + 0, config=CONFIG)
-    deleted = step.notified(known, taken=True, deleted=True, seq=3, now=2e9 + 1)
+    deleted = step.on_notification(known, taken=True, deleted=True, seq=3, now=2e9 + 1)
     if isinstance(answer, Node):
         late = step.apply_read(deleted, answer, seq=2, now=2e9 + 2, config=CONFIG)
     else:
@@ -395,8 +395,8 @@ async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has()
         version = here.book.versions[NODE]
         ahead = version + 10**12
         for known in (version - 5, ahead, 2**62):
-            outdated = InventoryOutdated(source="ironic", root_uuid=NODE, version=known)
-            await here.loop.outdated([Received(outdated, Meta(id="m"), "api", "ironic.outdated.test")])
+            outdated = InventoryStale(reporter="ironic", root_uuid=NODE, version=known)
+            await here.loop.outdated([Received(outdated, Meta(id="m"), "api", "ironic.stale.test")])
             await here.settle()
             assert (here.book.versions[NODE] > ahead) is (known >= ahead), known
         assert here.book.versions[NODE] < 2 * ahead, "what leaves no room is not followed"
@@ -472,7 +472,7 @@ class History:
             self.nodes.gate.clear()
             await turns(self.rng.randrange(20))
             return
-        self.nodes.fault = SourceUnavailable("down") if self.rng.random() < 0.2 else None
+        self.nodes.fault = IronicUnavailable("down") if self.rng.random() < 0.2 else None
         self.nodes.gate.set()
         await turns(self.rng.randrange(20))
         if self.rng.random() < 0.3:
@@ -505,7 +505,7 @@ REPORTED = ProviderReport(uuid=UUID, name=UUID, inventories={"CUSTOM_X": Invento
 
 @pytest.mark.parametrize(("notified_seq", "removed"), [(4, True), (6, False)])
 def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_seq: int, *, removed: bool) -> None:
-    """Deleted and created again while the read was under way: it is read again at once, and stays in the book."""
+    """Deleted and created again while the read was under way: it is read again at once, and stays in placement."""
     before = Position(uuid=UUID, version=3, report=REPORTED, notified_seq=notified_seq, read_seq=2)
     after = step.apply_removed(before, seq=5, now=1000.0, config=AT_ONCE)
     assert (after.report is None) is removed

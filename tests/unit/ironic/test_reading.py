@@ -12,7 +12,7 @@ from bus.port import BusUnavailable
 from ironic_sync import metrics
 from ironic_sync.domain.rules import ABSENT, NO_CLASS
 from ironic_sync.reader import READS_A_SECOND
-from ironic_sync.source.port import SourceUnavailable
+from ironic_sync.source.port import IronicUnavailable
 from ironic_sync.sync_state import UNREADABLE
 from ironic_sync.writer import PUBLISH_BATCH
 from tests.unit.ironic.world import INSTANCE, NODE, OTHER, Nodes, World, body, notification, reserved, turns, world
@@ -264,7 +264,7 @@ async def test_a_storm_while_lists_fail_is_read_node_by_node() -> None:
     uuids = storm(nodes)
     async with here.running():
         await here.settle()
-        nodes.list_fault = SourceUnavailable("too large")
+        nodes.list_fault = IronicUnavailable("too large")
         for on in (True, False):
             for uuid in uuids:
                 nodes.put(uuid, maintenance=on)

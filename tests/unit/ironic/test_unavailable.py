@@ -22,7 +22,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.notification import MAX_BODY_BYTES, MAX_SENSOR_VALUES, Rejected, Sensors, parse
 from ironic_sync.domain.sensors import metrics_of
 from ironic_sync.measuring import Measurements
-from ironic_sync.source.port import SourceUnavailable
+from ironic_sync.source.port import IronicUnavailable
 from ironic_sync.store.memory import MemoryTerm
 from ironic_sync.sync_state import SyncState
 from tests.unit.ironic.world import Nodes, VirtualClock, World, notification, reserved, turns, world
@@ -105,7 +105,7 @@ async def test_ironic_unavailable() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        nodes.fault = SourceUnavailable("unavailable")
+        nodes.fault = IronicUnavailable("unavailable")
         nodes.put(maintenance=True)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await turns()
@@ -126,7 +126,7 @@ async def test_a_node_is_offered_within_two_seconds_of_ironics_first_answer() ->
     nodes, here = world()
     async with here.running():
         await here.settle()
-        nodes.fault = SourceUnavailable("away")
+        nodes.fault = IronicUnavailable("away")
         nodes.put(maintenance=True)
         await here.notify(notification("node.maintenance_set.end", maintenance=True))
         await unsettled(here, 300)
@@ -145,7 +145,7 @@ async def test_a_list_that_ironic_refuses_is_not_requested_every_second() -> Non
     async with here.running():
         await here.settle()
         lists = nodes.lists
-        nodes.list_fault = SourceUnavailable("this is too much")
+        nodes.list_fault = IronicUnavailable("this is too much")
         here.loop.read_all()
         await unsettled(here, 600)
         assert nodes.lists - lists < 40
@@ -389,7 +389,7 @@ async def test_readings_are_published_together_and_lost_ones_are_not_kept() -> N
             raise BusUnavailable("away")
         published.extend(message for message, _ in messages)
 
-    measurements = Measurements(publish_all, clock=clock, max_nodes=2, source="ironic")
+    measurements = Measurements(publish_all, clock=clock, max_nodes=2, reporter="ironic")
     running = asyncio.create_task(measurements.run())
 
     async def add(at: float, *nodes: int) -> None:

@@ -23,7 +23,7 @@ from bus.port import Outgoing, QueueMissing
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.loop import SyncLoop
-from ironic_sync.source.port import IronicSource
+from ironic_sync.source.port import IronicClient
 from ironic_sync.store.memory import MemoryPositions, MemoryPositionTable
 
 # --- a sync loop on a virtual clock, fed from the recordings, telling a book that remembers
@@ -130,7 +130,7 @@ class VirtualClock:
 
 
 class Book:
-    """The book that a placement worker would hold: the newest version of each root. Keeps all it was sent."""
+    """Placement that a placement worker would hold: the newest version of each root. Keeps all it was sent."""
 
     def __init__(self) -> None:
         self.updates: list[InventoryUpdate] = []
@@ -175,7 +175,7 @@ def as_expected(report: ProviderReport) -> dict[str, Any]:
 class World:
     """One broker, one Ironic, one loop, one book."""
 
-    def __init__(self, source: IronicSource, *, positions: MemoryPositions | None = None, **settings: Any) -> None:
+    def __init__(self, source: IronicClient, *, positions: MemoryPositions | None = None, **settings: Any) -> None:
         self.clock = VirtualClock()
         self.broker = MemoryBroker(self.clock)
         self.broker.declare_exchange("ironic")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus.faults import Fault
-from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaFacts, NovaService, host_table
+from scheduler_worker.nova.facts import ComputeNode, NovaAggregate, NovaService, NovaState, host_table
 from scheduler_worker.nova.nova_rest import NovaRefused
 
 CELL1, CELL2 = "00000000-0000-4000-8000-0000000000c1", "00000000-0000-4000-8000-0000000000c2"
@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, *nodes: ComputeNode, cells: dict[str, str] | None = None) -> None:
         self.table = host_table()
-        self.facts = NovaFacts(self.table)
+        self.facts = NovaState(self.table)
         self.facts.put_services([up(one.host) for one in nodes], complete=True)
         self.facts.put_nodes(nodes, complete=True)
         self.facts.put_cells({one.host: CELL1 for one in nodes} if cells is None else cells)

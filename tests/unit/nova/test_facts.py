@@ -17,8 +17,8 @@ from scheduler_worker.domain.hosts import DOWN_HOLD_S
 from scheduler_worker.nova import facts
 from scheduler_worker.nova.api_config import NovaApiConfig
 from scheduler_worker.nova.cells import ConfiguredCells
-from scheduler_worker.nova.facts import NovaAggregate, NovaFacts, NovaService, host_table, supported_instances
-from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, MAX_ASKED, FactsKeeper
+from scheduler_worker.nova.facts import NovaAggregate, NovaService, NovaState, host_table, supported_instances
+from scheduler_worker.nova.facts_keeper import ASK_LIMIT_S, MAX_ASKED, NovaStatePoller
 from scheduler_worker.nova.nova_rest import NovaRefused, NovaUnavailable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.nova.facts_kit import CELL1, CELL2, MemoryNova, World, down, node, up, uuid_of
@@ -141,9 +141,9 @@ def test_nodes_of_a_service_that_is_down_stay_although_nova_does_not_list_them()
 
 
 def test_filters_run_on_nova_s_aggregates_by_nova_s_members() -> None:
-    """The book's provider aggregates may lag behind, or be missing."""
+    """Placement's provider aggregates may lag behind, or be missing."""
     hosts = Hosts([PLENTY] * 3, members={"ssd": [0]})
-    uuids = [hosts.book.uuid_of(row) for row in hosts.view().rows.tolist()]
+    uuids = [hosts.replica.uuid_of(row) for row in hosts.view().rows.tolist()]
     nodes = [node(1, "h1"), node(2, "h2"), node(3, "h3")]
     world = World()
     world.facts.put_nodes(
@@ -207,8 +207,8 @@ class Kept:
     def __init__(self, nova: MemoryNova, **config: Any) -> None:
         self.nova = nova
         self.table = host_table()
-        self.facts = NovaFacts(self.table)
-        self.keeper = FactsKeeper(
+        self.facts = NovaState(self.table)
+        self.keeper = NovaStatePoller(
             nova,
             self.facts,
             self.table,
@@ -464,7 +464,7 @@ async def test_casts_are_taken_in() -> None:
     assert cast("delete_aggregate", {"aggregate": of_aggregate(uuid_of(7))})
     assert kept.facts.aggregates() == ()
     for method in ("update_instance_info", "delete_instance_info", "sync_instance_info"):
-        assert cast(method, {"host_name": "host1"}), "no fact: the book tells where instances are"
+        assert cast(method, {"host_name": "host1"}), "no fact: placement tells where instances are"
 
 
 HOSTILE: list[Any] = [
@@ -530,7 +530,7 @@ async def test_a_cast_that_crosses_a_poll_is_newer_than_its_answer() -> None:
 
 @on_virtual_time
 async def test_the_hosts_of_an_aggregate_that_cannot_be_read_take_nothing_and_others_do() -> None:
-    """They were free for all where it came while the front ran, and kept one that starts from every call."""
+    """They were free for all where it came while the frontend ran, and kept one that starts from every call."""
     kept = Kept(MemoryNova(node(1), node(2)))
     isolated = NovaAggregate(uuid=uuid_of(7), name="isolated", metadata={"filter_tenant_id": "p"}, hosts=("host1",))
     kept.nova.groups, kept.nova.unreadable = {uuid_of(7): isolated}, {uuid_of(7)}
@@ -631,7 +631,7 @@ class InAnyOrder(RuleBasedStateMachine):
         assert {of: tuple(each(uuid_of(of)) for each in known) for of in self.nodes} == {
             of: (f"host{of}" if self.services.get(of) else None, self.services.get(of) is False) for of in self.nodes
         }
-        assert self.world.facts.known_nodes() == {uuid_of(of) for of in self.nodes}
+        assert self.world.facts.recorded_nodes() == {uuid_of(of) for of in self.nodes}
         assert self.world.facts.without_nodes() == {
             f"host{of}" for of, is_up in self.services.items() if is_up and of not in self.nodes
         }

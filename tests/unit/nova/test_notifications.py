@@ -18,7 +18,7 @@ from berth.cli import app
 from bus.clock import SystemClock
 from bus.port import BusUnavailable, Outgoing
 from bus.rabbitmq.transport import RabbitTransport
-from bus.topology import ForeignQueue
+from bus.topology import ExternalQueue
 from scheduler_worker.nova.config import NotificationSettings, NovaConfig
 from scheduler_worker.nova.envelope import Call, RemoteFault
 from scheduler_worker.nova.notifications import END, MAX_BYTES, MAX_WAITING, START, NovaNotifier, payload_of
@@ -41,7 +41,7 @@ class Broker:
         self.published: list[Outgoing] = []
         self.away = False
 
-    async def declare_foreign(self, planned: ForeignQueue) -> None:
+    async def declare_external(self, planned: ExternalQueue) -> None:
         if self.away:
             raise BusUnavailable("away")
         self.declared.append(planned.name)
@@ -171,7 +171,7 @@ def test_a_group_is_told_with_its_rules() -> None:
     assert of_group["nova_object.data"]["rules"] == {"max_server_per_host": "2"}
 
 
-# --- How a call was decided: from the log of the front to what `berth explain` prints.
+# --- How a call was decided: from the log of the frontend to what `berth explain` prints.
 
 
 SMALL = {"VCPU": 1, "MEMORY_MB": 100, "DISK_GB": 10}

@@ -472,7 +472,7 @@ async def test_a_read_goes_on_when_who_waits_for_it_has_ended(tmp_path: Path, mo
 
 
 async def test_a_database_that_is_away(tmp_path: Path) -> None:
-    """Until it was read once each question fails: a front that went on would answer that no host is valid."""
+    """Until it was read once each question fails: a frontend that went on would answer that no host is valid."""
     (tmp_path / "away").mkdir()
     found = DatabaseCells(f"sqlite:///{tmp_path}/there/nova_api", SystemClock())
     for _ in range(2):

@@ -22,7 +22,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.openstack.login import KeystoneLogin
 from bus.rabbitmq.address import BadBusUrl
 from bus.service.environment import Environment
-from bus.service.service import Service
+from bus.service.service import WorkerRuntime
 from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.nova import envelope
@@ -94,7 +94,7 @@ def test_a_cast_is_read() -> None:
 def test_a_timeout_that_is_none_is_ignored_and_one_beyond_a_calls_limit_is_cut(timeout: object, seconds: int) -> None:
     """RabbitMQ takes no expiration of 2**32 ms, and closes the channel on which replies leave."""
     call = parse_call(enveloped({**CALL, "_timeout": timeout}))
-    assert (call.timeout_s, call.patience_s) == (seconds, seconds or None)
+    assert (call.timeout_s, call.answer_timeout_s) == (seconds, seconds or None)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_options_that_oslo_messaging_refuses_are_refused(options: dict[str, obje
         msgspec.convert(options, RabbitOptions)
 
 
-# --- `transport_url` of nova.conf as the address of a bus, and settings with which the front does not start.
+# --- `transport_url` of nova.conf as the address of a bus, and settings with which the frontend does not start.
 
 
 CELL = "ce110000-0000-4000-8000-000000000001"
@@ -409,7 +409,7 @@ async def test_settings_with_which_it_does_not_start(config: dict[str, Any], cod
     assert refused.value.code == code
 
 
-def built(config: dict[str, Any]) -> Service:
+def built(config: dict[str, Any]) -> WorkerRuntime:
     broker = MemoryBroker(SystemClock())
     env = Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
     settings = {"transport_url": "rabbit://u:p@h:5672/nova", "api": NovaApiConfig(cells={CELL: ("*",)}), **config}
@@ -464,13 +464,13 @@ async def test_a_filter_that_only_a_fallback_has_is_told_of_without_one(
 async def test_the_front_is_drained_before_the_book_at_which_its_calls_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[str] = []
 
-    def part(name: str, turns: int) -> Callable[..., Service]:
+    def part(name: str, turns: int) -> Callable[..., WorkerRuntime]:
         async def drain(_grace_s: float) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             ends.append(name)
 
-        made = Service(name, clock=SystemClock())
+        made = WorkerRuntime(name, clock=SystemClock())
         made.add_drain(drain)
         return lambda *_, **__: made
 

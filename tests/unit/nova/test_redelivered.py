@@ -9,7 +9,7 @@ import pytest
 
 from bus.clock import SystemClock
 from scheduler_worker.nova.api_config import NovaApiConfig
-from scheduler_worker.nova.facts_keeper import FactsKeeper
+from scheduler_worker.nova.facts_keeper import NovaStatePoller
 from scheduler_worker.nova.nova_rest import NovaRefused, NovaRest, NovaUnavailable
 
 INSTANCES = tuple(f"11111111-2222-4333-8444-{n:012d}" for n in range(9))
@@ -22,7 +22,7 @@ async def test_a_redelivered_call_of_nine_waits_for_its_ninth() -> None:
         async def task_of(self, instance: str) -> str | None:
             return "scheduling" if instance == INSTANCES[8] else None
 
-    keeper = FactsKeeper.__new__(FactsKeeper)
+    keeper = NovaStatePoller.__new__(NovaStatePoller)
     keeper._api = cast(Any, Api())
     assert await keeper.waits_for_host(INSTANCES)
 

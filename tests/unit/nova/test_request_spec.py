@@ -13,7 +13,7 @@ from bus.contracts.placement import MAX_LOCATED_HOSTS
 from scheduler_worker.config import Aggregate
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.view import Unsatisfiable
-from scheduler_worker.nova.config import NOT_OURS, NOVA_FILTERS
+from scheduler_worker.nova.config import NOT_OWNED, NOVA_FILTERS
 from scheduler_worker.nova.request_spec import (
     INVALID,
     MAX_FIELDS,
@@ -478,7 +478,7 @@ def test_what_a_filter_reads_that_berth_does_not_have_is_decided_by_nova() -> No
     ]
     for one, in_placement, reason in table:
         settings = PrefilterSettings(pci_in_placement=in_placement)
-        why = undecided(one, settings, NOT_OURS)
+        why = undecided(one, settings, NOT_OWNED)
         assert (why and why.reason) == reason
         assert undecided(one, settings, NOVA_FILTERS) is None, "Nova does not enable them of itself"
 

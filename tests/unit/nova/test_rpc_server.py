@@ -17,11 +17,11 @@ from bus.port import BusError, BusForbidden, BusUnavailable, NotSent, Outgoing, 
 from bus.rabbitmq.channels import CONFIRM_TIMEOUT_S, RabbitDelivery
 from bus.rabbitmq.transport import RabbitTransport
 from bus.retrying import NOVA_REPLY
-from bus.topology import ForeignQueue
+from bus.topology import ExternalQueue
 from scheduler_worker.nova.entrance import LIMIT
 from scheduler_worker.nova.envelope import Call
-from scheduler_worker.nova.queues import FRONTS, TOPIC, RabbitOptions
-from scheduler_worker.nova.relay import StockRelay
+from scheduler_worker.nova.queues import FRONTENDS, TOPIC, RabbitOptions
+from scheduler_worker.nova.relay import StockForwarder
 from scheduler_worker.nova.request_spec import NotDecided
 from scheduler_worker.nova.rpc_server import PREFETCH, RpcServer
 from tests.kit.virtual_time import on_virtual_time
@@ -93,9 +93,9 @@ class Consumption:
 class Transport:
     """A broker of one virtual host: what is published to a queue that is consumed is delivered at once.
 
-    refuses: raised by each publication to the fronts. loses: by each acknowledgement that is waited for. confirms: set:
-    it confirms these. others: fronts of other processes. rest: what lies in the queue of the fronts. done: publications
-    and these acknowledgements.
+    refuses: raised by each publication to the frontends. loses: by each acknowledgement that is waited for. confirms:
+    set: it confirms these. others: frontends of other processes. rest: what lies in the queue of the frontends. done:
+    publications and these acknowledgements.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Transport:
 
     async def close(self) -> None: ...
 
-    async def declare_foreign(self, planned: ForeignQueue) -> None: ...
+    async def declare_external(self, planned: ExternalQueue) -> None: ...
 
     @property
     def fanout(self) -> str:
@@ -135,7 +135,7 @@ class Transport:
         made = self.consumed[queue] = Consumption(take)
         return made
 
-    consume_foreign = consume
+    consume_external = consume
 
     async def publish(self, message: Outgoing) -> None:
         if self.blocked:
@@ -143,7 +143,7 @@ class Transport:
             raise BusUnavailable("no confirm")
         self.published.append(message)
         self.done.append(f"publish {message.routing_key}")
-        if message.routing_key == FRONTS and self.refuses is not None:
+        if message.routing_key == FRONTENDS and self.refuses is not None:
             raise self.refuses
         if not message.exchange and message.routing_key in self.consumed:
             self.deliver(message.routing_key, message)
@@ -178,8 +178,8 @@ class Transport:
         return [one for one in self.published if one.routing_key == key]
 
     def given_back(self) -> list[str]:
-        """The unique ids of the calls that went back to the fronts."""
-        bodies = [one.body for one in self.delivered if one.ends == ["requeue"] and one.routing_key == FRONTS]
+        """The unique ids of the calls that went back to the frontends."""
+        bodies = [one.body for one in self.delivered if one.ends == ["requeue"] and one.routing_key == FRONTENDS]
         return [json.loads(json.loads(one)["oslo.message"])["_unique_id"] for one in bodies]
 
     def replies(self, *, ending: bool = True) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ class Undecided:
 class World:
     def __init__(self, *, in_flight: int = 100, **options: Any) -> None:
         self.nova, self.stock, self.dispatcher = Transport(), Transport(), Undecided()
-        relay = StockRelay(
+        relay = StockForwarder(
             cast(RabbitTransport, self.stock),
             control_exchange=EXCHANGE,
             unique="r",
@@ -230,7 +230,7 @@ class World:
             control_exchange=EXCHANGE,
             clock=SystemClock(),
             rng=random.Random(1),
-            relay=relay,
+            fallback=relay,
         )
 
     @contextlib.asynccontextmanager
@@ -255,7 +255,7 @@ async def test_calls_that_come_while_the_broker_takes_nothing_are_carried_out_wh
         for number in range(5):
             world.nova.call(number)
         await asyncio.sleep(600)
-        assert world.server.in_hand == 0 and {one.is_acked for one in world.nova.delivered} == {False}
+        assert world.server.in_flight == 0 and {one.is_acked for one in world.nova.delivered} == {False}
         world.nova.blocked = ""
         await asyncio.sleep(5)
         assert len(world.dispatcher.calls) == 5
@@ -270,7 +270,7 @@ async def test_a_call_leaves_for_the_fallback_when_the_broker_takes_its_acknowle
         world.nova.blocked = "memory"
         world.dispatcher.decide()
         await asyncio.sleep(SILENT_S - 2)
-        assert world.stock.sent_to(TOPIC) == [] and world.server.in_hand == 1
+        assert world.stock.sent_to(TOPIC) == [] and world.server.in_flight == 1
         world.nova.blocked = ""
         await asyncio.sleep(5)
         assert len(world.stock.sent_to(TOPIC)) == 1
@@ -286,7 +286,7 @@ async def test_a_call_whose_client_gives_up_in_an_alarm_does_not_leave() -> None
         world.nova.blocked = "memory"
         world.dispatcher.decide()
         await asyncio.sleep(SILENT_S + 1)
-        assert world.nova.given_back() == ["u1"] and world.server.in_hand == 0
+        assert world.nova.given_back() == ["u1"] and world.server.in_flight == 0
         assert world.stock.sent_to(TOPIC) == []
 
 
@@ -300,7 +300,7 @@ async def test_answers_in_a_long_alarm_are_given_up_together() -> None:
         world.nova.blocked = "disk"
         world.dispatcher.decide()
         await asyncio.sleep((NOVA_REPLY.lasts_s or 0.0) + 2 * CONFIRM_TIMEOUT_S)
-        assert world.server.in_hand == 0
+        assert world.server.in_flight == 0
 
 
 @on_virtual_time
@@ -316,12 +316,12 @@ async def test_no_cast_waits_for_a_fallback_that_takes_nothing() -> None:
 @pytest.mark.parametrize("reason", ["memory", ""])
 @on_virtual_time
 async def test_a_call_waits_for_the_broker_of_the_fallback(reason: str) -> None:
-    """It is away after a restart that the front's own is back from."""
+    """It is away after a restart that the frontend's own is back from."""
     async with World().started() as world:
         world.stock.blocked, world.stock.connected = reason, bool(reason)
         world.nova.call(1)
         await asyncio.sleep(SILENT_S - 5)
-        assert world.server.in_hand == 1 and not world.nova.failures()
+        assert world.server.in_flight == 1 and not world.nova.failures()
         world.stock.blocked, world.stock.connected = "", True
         await asyncio.sleep(1)
         assert len(world.stock.sent_to(TOPIC)) == 1
@@ -348,7 +348,7 @@ async def test_a_call_that_no_broker_takes_for_the_fallback_fails() -> None:
         world.stock.connected = False
         world.nova.call(1)
         await asyncio.sleep(SILENT_S + 1)
-        assert world.server.in_hand == 0 and len(world.nova.failures()) == 1
+        assert world.server.in_flight == 0 and len(world.nova.failures()) == 1
 
 
 @on_virtual_time
@@ -357,7 +357,7 @@ async def test_a_silent_fallback_holds_no_slot_of_the_topic() -> None:
         for number in range(2 * PREFETCH):
             world.nova.call(number)
             await asyncio.sleep(0.1)
-        assert world.server.in_hand == len(world.stock.sent_to(TOPIC)) == 2 * PREFETCH
+        assert world.server.in_flight == len(world.stock.sent_to(TOPIC)) == 2 * PREFETCH
         assert not world.nova.consumed[TOPIC].paused
         world.dispatcher.holds = True
         for number in range(2 * PREFETCH, 3 * PREFETCH):
@@ -392,11 +392,11 @@ async def test_the_topic_is_acknowledged_before_a_call_is_put_to_the_fronts() ->
         world.dispatcher.holds = True
         world.nova.call(1)
         await asyncio.sleep(1)
-        assert world.nova.done == [f"ack {TOPIC}", f"publish {FRONTS}"]
+        assert world.nova.done == [f"ack {TOPIC}", f"publish {FRONTENDS}"]
         world.nova.loses = BusUnavailable("lost")
         lost = world.nova.call(2)
         await asyncio.sleep(1)
-        assert lost.ends == [] and len(world.nova.sent_to(FRONTS)) == 1
+        assert lost.ends == [] and len(world.nova.sent_to(FRONTENDS)) == 1
 
 
 @pytest.mark.parametrize("refuses", [PublishRefused("full"), Unroutable("gone"), NotSent("not connected")])
@@ -409,7 +409,7 @@ async def test_a_call_that_the_fronts_cannot_take_is_carried_out_here(refuses: B
             world.nova.call(number)
             await asyncio.sleep(0.1)
         assert world.nova.consumed[TOPIC].paused, "they have slots"
-        assert len(world.dispatcher.calls) == PREFETCH == len(world.nova.sent_to(FRONTS))
+        assert len(world.dispatcher.calls) == PREFETCH == len(world.nova.sent_to(FRONTENDS))
 
 
 @pytest.mark.parametrize("cause", [BusUnavailable("no confirm"), BusForbidden("amq.default"), BusError("closed")])
@@ -430,7 +430,7 @@ async def test_no_front_takes_a_call_whose_client_has_given_up(silent_s: int, ex
     async with World().started() as world:
         world.nova.call(1, _timeout=silent_s)
         await asyncio.sleep(1)
-        (sent,) = world.nova.sent_to(FRONTS)
+        (sent,) = world.nova.sent_to(FRONTENDS)
         (call,) = world.dispatcher.calls
         assert (sent.expiration_s, call.limit_s) == (expected_s, LONG_S), "it waits longer for a call that is under way"
 
@@ -439,15 +439,15 @@ async def test_no_front_takes_a_call_whose_client_has_given_up(silent_s: int, ex
 @on_virtual_time
 async def test_a_limit_that_is_none_is_not_read(limit: Any) -> None:
     async with World().started() as world:
-        message = Outgoing(exchange="", routing_key=FRONTS, body=world.nova.call(1).body, headers={LIMIT: limit})
-        world.nova.deliver(FRONTS, structs.replace(message, body=message.body.replace(b"u1", b"u2")))
+        message = Outgoing(exchange="", routing_key=FRONTENDS, body=world.nova.call(1).body, headers={LIMIT: limit})
+        world.nova.deliver(FRONTENDS, structs.replace(message, body=message.body.replace(b"u1", b"u2")))
         await asyncio.sleep(1)
         assert {call.limit_s for call in world.dispatcher.calls} <= {LONG_S, None, 1}
 
 
 @on_virtual_time
 async def test_a_call_leaves_for_the_fallback_once_it_cannot_be_delivered_again() -> None:
-    """Relayed a second time, the stock nova-scheduler would claim for it a second time."""
+    """Forwarded a second time, the stock nova-scheduler would claim for it a second time."""
     async with World().started() as world:
         world.dispatcher.holds = True
         world.nova.call(1)
@@ -455,9 +455,9 @@ async def test_a_call_leaves_for_the_fallback_once_it_cannot_be_delivered_again(
         world.nova.loses = BusUnavailable("lost")
         world.dispatcher.decide()
         await asyncio.sleep(1)
-        assert world.stock.sent_to(TOPIC) == [] == world.nova.failures() and world.server.in_hand == 0
+        assert world.stock.sent_to(TOPIC) == [] == world.nova.failures() and world.server.in_flight == 0
         world.nova.loses = None
-        world.nova.call(1, FRONTS, redelivered=True)
+        world.nova.call(1, FRONTENDS, redelivered=True)
         await asyncio.sleep(1)
         assert len(world.stock.sent_to(TOPIC)) == 1
 
@@ -528,10 +528,10 @@ async def test_a_call_that_is_given_back_and_comes_again_at_once_is_carried_out(
         world.nova.loses, world.nova.requeues = BusUnavailable("lost"), True
         world.dispatcher.decide()
         await asyncio.sleep(1)
-        assert len(world.stock.sent_to(TOPIC)) == 1 == world.server.in_hand
+        assert len(world.stock.sent_to(TOPIC)) == 1 == world.server.in_flight
 
 
-# --- a front that stops
+# --- a frontend that stops
 
 
 @on_virtual_time
@@ -543,21 +543,21 @@ async def test_a_front_that_stops_takes_no_more_and_ends_what_it_has() -> None:
         await asyncio.sleep(1)
         stopping = asyncio.create_task(world.server.drain(10))
         await asyncio.sleep(1)
-        later = [world.nova.call(2), world.nova.call(3, FRONTS)]
+        later = [world.nova.call(2), world.nova.call(3, FRONTENDS)]
         world.dispatcher.decide()
         await asyncio.sleep(1)
         world.stock.answer()
         await stopping
-        assert [call.unique_id for call in world.dispatcher.calls] == ["u1"] and world.server.in_hand == 0
+        assert [call.unique_id for call in world.dispatcher.calls] == ["u1"] and world.server.in_flight == 0
         assert [one.ends for one in later] == [[], []] and len(world.nova.replies()) == 1
 
 
 @on_virtual_time
 async def test_the_last_front_ends_what_has_come_over() -> None:
     async with World().started() as world:
-        world.nova.consumed[FRONTS].paused = True
+        world.nova.consumed[FRONTENDS].paused = True
         for number in range(3):
-            world.nova.call(number, FRONTS)
+            world.nova.call(number, FRONTENDS)
         stopping = asyncio.create_task(world.server.drain(10))
         await asyncio.sleep(1)
         for _ in range(3):
@@ -570,7 +570,7 @@ async def test_the_last_front_ends_what_has_come_over() -> None:
 @on_virtual_time
 async def test_a_front_whose_time_is_over_tells_the_clients_of_the_fallback_and_gives_the_rest_back() -> None:
     async with World().started() as world:
-        relayed = world.nova.call(1)
+        forwarded = world.nova.call(1)
         await asyncio.sleep(1)
         world.dispatcher.holds = True
         under_way = world.nova.call(2)
@@ -579,9 +579,9 @@ async def test_a_front_whose_time_is_over_tells_the_clients_of_the_fallback_and_
         await world.server.drain(10)
         assert asyncio.get_running_loop().time() - began_s <= 10
         (told,) = world.nova.failures()
-        assert relayed.ends == under_way.ends == ["ack"], "to the topic"
+        assert forwarded.ends == under_way.ends == ["ack"], "to the topic"
         assert world.nova.given_back() == ["u2"]
-        assert told.startswith("No valid host was found.") and world.server.in_hand == 0
+        assert told.startswith("No valid host was found.") and world.server.in_flight == 0
         assert len(world.stock.sent_to(TOPIC)) == 1
 
 

@@ -1,4 +1,6 @@
-"""`select_destinations` against the real placer and a real book: which hosts, what is claimed, how it is answered."""
+"""`select_destinations` against the real placer and a real replica: which hosts, what is claimed, how it is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import new_uuid
-from bus.contracts.cell import ServiceDown, ServiceGone, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.placement import MAX_NAMED, Claim, ClaimResult, Release
 from bus.faults import Fault
 from placement_worker.domain.allocations import Replace
@@ -79,7 +81,7 @@ async def test_a_host_that_leaves_nova_while_it_is_claimed_is_answered(
     async def left_meanwhile(claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         answers = await submit(claims)
         if is_told:
-            here.table.forget_service(ServiceGone(service="h0", cell=CELLS[0]), 1.0)
+            here.table.delete_service(ServiceRemoved(service="h0", cell=CELLS[0]), 1.0)
         here.facts.nodes.clear()
         here.facts.cells.clear()
         return answers
@@ -94,7 +96,7 @@ async def test_a_host_that_leaves_nova_while_it_is_claimed_is_answered(
 async def test_nothing_is_claimed_on_a_host_whose_service_is_gone() -> None:
     """Its compute node is listed for a while, and no filter is run where a host is forced."""
     here = await cloud(2)
-    here.table.forget_service(ServiceGone(service="h0", cell=CELLS[0]), 1.0)
+    here.table.delete_service(ServiceRemoved(service="h0", cell=CELLS[0]), 1.0)
     with pytest.raises(RemoteFault) as caught:
         await here.select(VMS[0], force_hosts=["h0"])
     assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
@@ -113,7 +115,7 @@ async def test_a_redelivered_call_takes_nothing_from_those_that_run_by_now() -> 
     here = await cloud(2, each=ONE)
     await here.select(*VMS[:2])
     kept = await here.held(VMS[0])
-    await here.claims.book.apply([Release(consumer=VMS[1], by="call1")])
+    await here.claims.placement.apply([Release(consumer=VMS[1], owner="call1")])
     await here.refresh(timeout_s=1.0)
     await here.select(VMS[2], run="call2")
     await here.refresh(timeout_s=1.0)
@@ -194,11 +196,11 @@ async def test_without_a_host_what_another_call_has_left_is_none() -> None:
 
 
 async def test_a_call_that_nobody_waits_for_any_more_claims_nothing() -> None:
-    """It was answered, and the front was killed before it acknowledged the call; the server was deleted since."""
+    """It was answered, and the frontend was killed before it acknowledged the call; the server was deleted since."""
     here = await cloud(2)
     here.waiting = set()
     assert await here.select(VMS[0]), "a new call is not asked about"
-    await here.claims.book.apply([Release(consumer=VMS[0], by="call1")])
+    await here.claims.placement.apply([Release(consumer=VMS[0], owner="call1")])
     with pytest.raises(RemoteFault) as caught:
         await here.select(VMS[0], redelivered=True)
     assert caught.value.class_name == "NoValidHost" and await here.held(VMS[0]) == []
@@ -436,7 +438,7 @@ async def test_a_group_that_stays_together_goes_on_from_a_host_that_is_full_by_n
     here = await cloud(3, each={**PLENTY, "VCPU": 2})
     for at in {0, 1, 2} - {free}:
         write = ConsumerWrite(VMS[20 + at], {here.uuids[at]: {"VCPU": 1}}, "p", "u", "INSTANCE", None)
-        assert await here.claims.book.write_allocations([Replace((write,))]) == [None]
+        assert await here.claims.placement.write_allocations([Replace((write,))]) == [None]
     answer = here.select(*VMS[:2], instance_group=group("affinity", VMS[:2]))
     if free is None:
         with pytest.raises(RemoteFault) as caught:
@@ -473,10 +475,10 @@ async def test_an_evacuation_without_a_host_leaves_what_is_held() -> None:
 # --- a host that is down
 
 
-def is_down(host: str, number: int = 1) -> ServicesDigest:
+def is_down(host: str, number: int = 1) -> ServiceStates:
     """The service of this host is down, and the others are up."""
     down = ServiceDown(service=host, epoch=1, code=DOWN, reason="")
-    return ServicesDigest(cell=CELLS[0], term=1, number=number, down=(down,), up=2)
+    return ServiceStates(cell=CELLS[0], term=1, number=number, down=(down,), up=2)
 
 
 async def test_an_evacuation_after_another_one_adopts_its_new_host_alone() -> None:
@@ -533,7 +535,7 @@ async def test_there_is_no_host_only_by_the_newest_state_of_the_book() -> None:
     await here.select(VMS[0])
     await here.arrive(ONE)
     assert hosts_of(await here.select(VMS[1], run="call2")) == [["h1"]]
-    await here.claims.book.apply([Release(consumer=VMS[0], by="call1")])
+    await here.claims.placement.apply([Release(consumer=VMS[0], owner="call1")])
     assert hosts_of(await here.select(VMS[2], run="call3")) == [["h0"]]
 
 
@@ -578,8 +580,8 @@ async def test_every_call_is_left_to_the_fallback_while_a_filter_is_lacking() ->
 
 
 async def test_a_call_that_has_claimed_is_not_left_to_the_fallback() -> None:
-    """The front that had claimed for it was killed, and this one has a filter that is lacking: a stock nova-scheduler
-    claimed a second host beside the first.
+    """The frontend that had claimed for it was killed, and this one has a filter that is lacking: a stock
+    nova-scheduler claimed a second host beside the first.
     """
     here = await cloud()
     await here.select(VMS[0])
@@ -731,6 +733,6 @@ async def test_nothing_is_claimed_for_a_call_that_nobody_answers(asked: dict[str
 
 @pytest.mark.parametrize("unique", ["", "x" * 65, "a/b"])
 def test_a_run_always_has_a_name(unique: str) -> None:
-    name = select.run_of(Call(method="m", unique_id=unique, message_id="1"))
-    assert len(name) == 32 and name == select.run_of(Call(method="m", unique_id=unique, message_id="1"))
-    assert name != select.run_of(Call(method="m", unique_id=unique, message_id="2"))
+    name = select.claim_owner_of(Call(method="m", unique_id=unique, message_id="1"))
+    assert len(name) == 32 and name == select.claim_owner_of(Call(method="m", unique_id=unique, message_id="1"))
+    assert name != select.claim_owner_of(Call(method="m", unique_id=unique, message_id="2"))

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from bus.contracts.cell import Selection
 from bus.faults import DatabaseUnavailable
-from scheduler_worker.claims import HeldClaims
+from scheduler_worker.claims import ClaimOwnership
 from scheduler_worker.nova.envelope import (
     Call,
     RemoteFault,
@@ -24,11 +24,11 @@ from scheduler_worker.nova.envelope import (
     unsupported_version,
 )
 from scheduler_worker.nova.explained import EVENTS, SHADOWED
-from scheduler_worker.nova.relay import RelayFailed
+from scheduler_worker.nova.relay import ForwardFailed
 from scheduler_worker.nova.request_spec import NotDecided
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import primitive
-from scheduler_worker.nova.shadow import MAX_IN_FLIGHT, GrantedClaims, ShadowedRelay, StockDecides
+from scheduler_worker.nova.shadow import MAX_IN_FLIGHT, GrantedClaims, ShadowingForwarder, UpstreamDecides
 from scheduler_worker.placing import Placer
 from tests.kit.waiting import until
 from tests.unit.nova.world import CELLS, PLENTY, Cloud, group, request_spec
@@ -53,8 +53,8 @@ class Stock:
 
     def give_up(self) -> None: ...
 
-    async def call(self, call: Call, reason: str, part_with: Callable[[], Awaitable[None]]) -> bytes:
-        await part_with()
+    async def call(self, call: Call, reason: str, acknowledge_first: Callable[[], Awaitable[None]]) -> bytes:
+        await acknowledge_first()
         self.taken.append(reason)
         return await self.answer
 
@@ -66,7 +66,7 @@ class World:
         self.cloud, self.stock = here, Stock()
         claims = GrantedClaims(here.claims)
         placer = Placer(
-            claims, HeldClaims(claims, here.table.last_cell_of, here.no_runs), here.selector, here,
+            claims, ClaimOwnership(claims, here.table.last_cell_of, here.no_runs), here.selector, here,
             clock=here.clock, rng=random.Random(5), config=here.config,
         )  # fmt: skip
         self.destinations = Destinations(
@@ -81,7 +81,7 @@ class World:
             clock=here.clock,
         )
         self.made = 0
-        self.relay = ShadowedRelay(self, self.stock, here.replica, here.clock)
+        self.relay = ShadowingForwarder(self, self.stock, here.replica, here.clock)
 
     # --- what decides
 
@@ -109,10 +109,10 @@ class World:
         """Send one call, have it answered; what is counted."""
         settled: list[bool] = []
 
-        async def part_with() -> None:
+        async def acknowledge_first() -> None:
             settled.append(True)
 
-        asking = asyncio.create_task(self.relay.call(call(*instances, **spec), "shadow", part_with))
+        asking = asyncio.create_task(self.relay.call(call(*instances, **spec), "shadow", acknowledge_first))
         await self.decided(self.made + 1)
         self.stock.answer.set_result(body)
         assert await asking == body and settled == [True], "as it came"
@@ -128,7 +128,7 @@ class World:
         await until(lambda: self.relay.in_flight == 0)
 
 
-async def part_with() -> None: ...
+async def acknowledge_first() -> None: ...
 
 
 def call(*instances: str, **spec: Any) -> Call:
@@ -189,7 +189,7 @@ async def test_the_room_that_the_stock_scheduler_has_taken_breaks_no_rule() -> N
     here = await world(2)
     await here.cloud.hold(VMS[1], 0)
     spec = {"instance_group": group("anti-affinity", [VMS[0]])}
-    asking = asyncio.create_task(here.relay.call(call(VMS[0], **spec), "shadow", part_with))
+    asking = asyncio.create_task(here.relay.call(call(VMS[0], **spec), "shadow", acknowledge_first))
     await here.decided(1)
     await here.cloud.hold(VMS[0], 1)
     here.stock.answer.set_result(here.answered(1))
@@ -209,9 +209,9 @@ async def test_no_line_says_that_it_has_placed_what_it_has_not() -> None:
 
 async def test_its_choice_counts_until_the_stock_scheduler_has_answered() -> None:
     here = await world()
-    first = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", part_with))
+    first = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", acknowledge_first))
     await here.decided(1)
-    second = asyncio.create_task(here.relay.call(call(VMS[1]), "shadow", part_with))
+    second = asyncio.create_task(here.relay.call(call(VMS[1]), "shadow", acknowledge_first))
     await here.decided(2)
     here.stock.answer.set_result(here.answered(NONE))
     await asyncio.gather(first, second)
@@ -258,7 +258,7 @@ async def test_an_answer_waits_for_no_decision(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(here.destinations, "call", endless)
     here.stock.answer.set_result(here.answered(0))
     for _ in range(MAX_IN_FLIGHT + 1):
-        assert await here.relay.call(call(VMS[0]), "shadow", part_with) == here.answered(0)
+        assert await here.relay.call(call(VMS[0]), "shadow", acknowledge_first) == here.answered(0)
     assert (here.relay.in_flight, here.relay.counts()) == (MAX_IN_FLIGHT, {"skipped": 1})
     await here.relay.close()
     assert here.relay.in_flight == 0
@@ -266,10 +266,10 @@ async def test_an_answer_waits_for_no_decision(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_stock_scheduler_that_does_not_answer_leaves_nothing_behind() -> None:
     here = await world()
-    asking = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", part_with))
+    asking = asyncio.create_task(here.relay.call(call(VMS[0]), "shadow", acknowledge_first))
     await here.decided(1)
-    here.stock.answer.set_exception(RelayFailed("silent"))
-    with pytest.raises(RelayFailed):
+    here.stock.answer.set_exception(ForwardFailed("silent"))
+    with pytest.raises(ForwardFailed):
         await asking
     await here.idle()
     here.stock.answer = asyncio.get_running_loop().create_future()
@@ -278,7 +278,7 @@ async def test_a_stock_scheduler_that_does_not_answer_leaves_nothing_behind() ->
 
 async def test_calls_are_left_to_stock_and_casts_are_taken() -> None:
     here = await world()
-    dispatcher = StockDecides(here.destinations)
+    dispatcher = UpstreamDecides(here.destinations)
     with pytest.raises(NotDecided):
         await dispatcher.call(call(VMS[0]))
     await dispatcher.call(Call(method="sync_instance_info", arguments={"host_name": "h0", "instance_uuids": []}))

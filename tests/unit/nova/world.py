@@ -1,4 +1,4 @@
-"""A cloud of Nova before the real placer and a real book in memory; what Nova says of its hosts is made by hand."""
+"""A cloud of Nova before the real placer and a real replica in memory; what Nova says of its hosts is made by hand."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker import plugins
-from scheduler_worker.claims import HeldClaims
+from scheduler_worker.claims import ClaimOwnership
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.filters.image import SUPPORTED, VERSION
 from scheduler_worker.nova.config import NOVA_FILTERS, NovaConfig
 from scheduler_worker.nova.envelope import Call
-from scheduler_worker.nova.facts import ComputeNode, NovaFacts, host_table, supported_instances
+from scheduler_worker.nova.facts import ComputeNode, NovaState, host_table, supported_instances
 from scheduler_worker.nova.select import Destinations
 from scheduler_worker.nova.selection import Primitive, versioned
 from scheduler_worker.placing import Placer
-from tests.kit.claims import BookClaims
+from tests.kit.claims import PlacementClaims
 
 # Nova's own, and those of hints.
 HINTED = NovaConfig(enabled_filters=(*NOVA_FILTERS, "DifferentHostFilter", "SameHostFilter"))
@@ -36,7 +36,7 @@ PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 FLAVOR = {"name": "m1.small", "flavorid": "1", "vcpus": 1, "memory_mb": 512, "root_gb": 1}
 
 
-class KnownFacts(NovaFacts):
+class KnownFacts(NovaState):
     """The nodes of the world: their host is `h0`, `h1` ..., their node name `h0.local` ..."""
 
     def __init__(self, table: HostTable) -> None:
@@ -63,7 +63,7 @@ class KnownFacts(NovaFacts):
 
 
 class Cloud:
-    """Hosts by what each has; `late` ones are in the book and not known to Nova's facts until they are asked for."""
+    """Hosts by what each has; `late` ones are in placement and not known to Nova's facts until they are asked for."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Cloud:
         self.uuids = [new_uuid(self.rng) for _ in amounts]
         self._amounts, self._cells = amounts, cells or [CELLS[0]] * len(amounts)
         self.late = set(late)
-        self.claims = BookClaims()
+        self.claims = PlacementClaims()
         self.asked: list[tuple[str, ...]] = []
         self.casts: list[str] = []
         self.notified: list[bool] = []  # of each call that is decided, whether it has hosts
-        self.replica, self.table = Book(), host_table()
+        self.replica, self.table = Replica(), host_table()
         self.facts = KnownFacts(self.table)
         self.config = SchedulerConfig(retry_jitter_s=0.002, enabled_filters=nova.own_filters)
         self.lacking: tuple[str, ...] = ()  # enabled filters that berth does not have
@@ -103,8 +103,8 @@ class Cloud:
         self.destinations = self.front()
 
     def front(self) -> Destinations:
-        """Another front on the same book."""
-        held = HeldClaims(self.claims, self.table.last_cell_of, self.no_runs)
+        """Another front on the same replica."""
+        held = ClaimOwnership(self.claims, self.table.last_cell_of, self.no_runs)
         placer = Placer(
             self.claims,
             held,
@@ -128,7 +128,7 @@ class Cloud:
         )
 
     async def open(self) -> Cloud:
-        await self.claims.book.open()
+        await self.claims.placement.open()
         for at in range(len(self.uuids)):
             await self._report(at)
         self.know(at for at in range(len(self.uuids)) if at not in self.late)
@@ -140,10 +140,12 @@ class Cloud:
         inventories = {name: Inventory(total=total) for name, total in self._amounts[at].items()}
         report = ProviderReport(uuid=uuid, name=f"h{at}.local", inventories=inventories)
         providers = (report, *self._children_of(at))
-        await self.claims.book.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=providers)])
+        await self.claims.placement.apply_reports(
+            [InventoryUpdate(reporter="s", version=1, root_uuid=uuid, providers=providers)]
+        )
 
     async def arrive(self, amounts: Mapping[str, int]) -> None:
-        """A host comes to the book. The replica does not have it yet, and Nova tells of it when it is asked."""
+        """A host comes to placement. The replica does not have it yet, and Nova tells of it when it is asked."""
         self.late.add(len(self.uuids))
         self.uuids.append(new_uuid(self.rng))
         self._amounts, self._cells = [*self._amounts, amounts], [*self._cells, CELLS[0]]
@@ -193,7 +195,7 @@ class Cloud:
         return {}
 
     async def refresh(self, *, timeout_s: float) -> bool:
-        page = await self.claims.book.snapshot(None, 1000)
+        page = await self.claims.placement.snapshot(None, 1000)
         self.replica.load(list(page.providers), page.sequence)
         return True
 
@@ -250,13 +252,13 @@ class Cloud:
     async def hold(self, instance: str, host: int, vcpus: int = 1) -> None:
         """As a client of Placement's API claims."""
         write = ConsumerWrite(instance, {self.uuids[host]: {"VCPU": vcpus}}, "p", "u", "INSTANCE", None)
-        assert await self.claims.book.write_allocations([Replace((write,))]) == [None]
+        assert await self.claims.placement.write_allocations([Replace((write,))]) == [None]
         await self.refresh(timeout_s=1.0)
 
     async def held(self, instance: str) -> list[int]:
         """The hosts on which an instance holds something."""
-        found = await self.claims.book.reads.holding([instance])
-        return sorted(self.uuids.index(uuid) for one in found for uuid in one.holding if uuid in self.uuids)
+        found = await self.claims.placement.reads.allocations([instance])
+        return sorted(self.uuids.index(uuid) for one in found for uuid in one.allocations if uuid in self.uuids)
 
 
 def request_spec(**fields: Any) -> Primitive:

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from bus.contracts import placement as messages
 from bus.contracts.placement import (
     ClaimAll,
-    ClaimHolder,
     ClaimOption,
     ClaimOutcome,
+    ConflictingConsumer,
     GroupPolicy,
     Inventory,
     Migration,
@@ -24,16 +24,16 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.allocation_migration import (
-    between,
     migrate_allocations,
     migrated,
     migrating_classes,
+    old_and_new,
     usage_after,
 )
 from placement_worker.domain.claim_group import ClaimGroup, numbered
 from placement_worker.domain.claim_ledger import CHANGED, Decision
 from placement_worker.domain.claims import ClaimItem, decide
-from placement_worker.domain.values import ConsumerState, Holding, stored_inventory
+from placement_worker.domain.values import ConsumerState, ProviderAllocations, stored_inventory
 from tests.unit.placement.test_claims import CLASSES, MIGRATION, OTHER, VM, A, B, claim, provider, room
 from tests.unit.placement_rest.test_decisions import inventory
 from tests.unit.placement_rest.test_decisions import provider as given
@@ -44,7 +44,7 @@ from tests.unit.placement_rest.test_decisions import provider as given
 GROUP = "99999999-0000-4000-8000-000000000000"
 SOURCE = {B: {"DISK_GB": 2}}
 MOVE = Migration(uuid=MIGRATION, source=SOURCE)
-TAKEN = claim({A: {"VCPU": 1}}, attempt=3, user_id="u", consumer_type="KIND", by="run")
+TAKEN = claim({A: {"VCPU": 1}}, attempt=3, user_id="u", consumer_type="KIND", owner="run")
 MOVED = claim({A: {"VCPU": 1}}, attempt=3, user_id="u", migration=MOVE)
 REVERT = Revert(consumer=VM, migration=MOVE, source_attempt=1, attempt=4)
 UNKNOWNS = ConsumerState(1, 1, "p", "unknown", "INSTANCE")
@@ -62,7 +62,7 @@ def member(consumer: str, policy: str, *hosts: str | None, group: str = GROUP, *
 @pytest.mark.parametrize(
     ("item", "consumers", "providers", "classes"),
     [
-        (TAKEN, {VM: ConsumerState(1, 3, "p", "u", "KIND", run="run")}, {A}, {"VCPU"}),
+        (TAKEN, {VM: ConsumerState(1, 3, "p", "u", "KIND", claim_owner="run")}, {A}, {"VCPU"}),
         (claim(SOURCE, {A: {"VCPU": 1}}), {VM: UNKNOWNS}, {A, B}, {"VCPU", "DISK_GB"}),
         (
             MOVED,
@@ -73,7 +73,7 @@ def member(consumer: str, policy: str, *hosts: str | None, group: str = GROUP, *
         (
             ClaimAll(claims=(TAKEN, claim(SOURCE, consumer=OTHER))),
             {
-                VM: ConsumerState(1, 3, "p", "u", "KIND", run="run"),
+                VM: ConsumerState(1, 3, "p", "u", "KIND", claim_owner="run"),
                 OTHER: UNKNOWNS,
             },
             {A, B},
@@ -157,7 +157,7 @@ def test_the_lowest_limit_of_each_project_counts() -> None:
     assert group.projects == ["b", "p"]
 
 
-FULL = messages.ClaimResult(outcome=ClaimOutcome.FULL)
+FULL = messages.ClaimResult(outcome=ClaimOutcome.NO_CAPACITY)
 
 
 def lost(*items: ClaimItem) -> dict[int, Any]:
@@ -172,12 +172,12 @@ def test_the_claims_that_found_a_provider_full_are_numbered_through() -> None:
     items = [claim(much), Release(consumer=VM), gang, claim(much, consumer=A)]
     assert lost(*items) == {0: (VM, lacking), 2: (B, lacking), 3: (A, lacking)}
     assert lost(invalid, claim(much)) == {2: (VM, lacking)}
-    holders = {place: (ClaimHolder(consumer=str(place), project_id="p"),) for place in range(4)}
+    holders = {place: (ConflictingConsumer(consumer=str(place), project_id="p"),) for place in range(4)}
     replies = [FULL, messages.ReleaseResult(outcome="absent"), messages.ClaimAllResult(results=(FULL, FULL)), FULL]
     first, _, second, third = numbered(replies, 7, "api", holders)
     assert isinstance(first, messages.ClaimResult) and isinstance(third, messages.ClaimResult)
     assert isinstance(second, messages.ClaimAllResult)
-    assert [one.holders for one in (first, *second.results, third)] == list(holders.values())
+    assert [one.conflicting_consumers for one in (first, *second.results, third)] == list(holders.values())
 
 
 def test_no_more_lost_claims_are_named_than_are_looked_up() -> None:
@@ -189,16 +189,16 @@ RESULTS = [
     messages.ClaimResult(
         outcome=ClaimOutcome.CLAIMED,
         option=1,
-        outcomes=(ClaimOutcome.FULL, ClaimOutcome.CLAIMED),
+        outcomes=(ClaimOutcome.NO_CAPACITY, ClaimOutcome.CLAIMED),
         consumer_generation=4,
         generations={A: 11},
         reason="why",
-        holding={A: {"VCPU": 1}},
+        allocations={A: {"VCPU": 1}},
         members={A: 2},
         attempt=3,
     ),
     messages.ReleaseResult(outcome="released"),
-    messages.RevertResult(outcome="reverted", consumer_generation=4, holding={A: {"VCPU": 1}}, reason="why"),
+    messages.RevertResult(outcome="reverted", consumer_generation=4, allocations={A: {"VCPU": 1}}, reason="why"),
     messages.SwapResult(outcome=ClaimOutcome.CLAIMED, consumer=VM, generations={A: 11}, reason="why"),
 ]
 
@@ -213,7 +213,7 @@ def test_the_reply_to_an_item(result: Any, changed: bool) -> None:
 
 @pytest.mark.parametrize(("bus", "members"), [("api", {A: 2}), ("c1", {})])
 def test_a_cell_learns_nothing_of_other_hosts(bus: str, members: dict[str, int]) -> None:
-    decided = messages.ClaimResult(outcome=ClaimOutcome.RULED_OUT, members={A: 2})
+    decided = messages.ClaimResult(outcome=ClaimOutcome.POLICY_VIOLATED, members={A: 2})
     (reply,) = numbered([decided], 7, bus)
     assert reply == replace(decided, members=members)
 
@@ -221,14 +221,16 @@ def test_a_cell_learns_nothing_of_other_hosts(bus: str, members: dict[str, int])
 # --- Which consumer's allocations go where when providers take over from another: a row for each bound and each order.
 
 
-Holdings = dict[str, Holding]
+Holdings = dict[str, ProviderAllocations]
 
 
-def report(uuid: str, takes_from: str | None = "old", takes: tuple[str, ...] = (), **rooms: Any) -> ProviderReport:
+def report(uuid: str, receives_from: str | None = "old", takes: tuple[str, ...] = (), **rooms: Any) -> ProviderReport:
     """Each of `rooms` is a class: its total, or all fields of its inventory."""
     fields = {name: room if isinstance(room, dict) else {"total": room} for name, room in rooms.items()}
     inventories = {name: Inventory(**room) for name, room in fields.items()}
-    return ProviderReport(uuid=uuid, name=uuid, takes_from=takes_from, takes=takes, inventories=inventories)
+    return ProviderReport(
+        uuid=uuid, name=uuid, receives_from=receives_from, known_consumers=takes, inventories=inventories
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_the_classes_that_migrate(reports: list[ProviderReport], pairs: list[tup
     assert migrating_classes(reports) == pairs
 
 
-def old(**amounts: int) -> Holding:
+def old(**amounts: int) -> ProviderAllocations:
     return {"old": amounts}
 
 
@@ -312,7 +314,7 @@ STEPS = {"total": 8, "step_size": 2}
         "to the first with room",
         "exactly its room",
         "to the next with room",
-        "full",
+        "no_capacity",
         "over its capacity",
         "split over as many as it takes",
         "what does not fit stays with the rest",
@@ -367,7 +369,9 @@ def test_who_moves_first(takers: list[ProviderReport], holdings: Holdings, moved
     assert set(migrate(takers, {}, holdings)) == moved
 
 
-def migrate(takers: list[ProviderReport], used: dict[str, dict[str, int]], holdings: Holdings) -> Mapping[str, Holding]:
+def migrate(
+    takers: list[ProviderReport], used: dict[str, dict[str, int]], holdings: Holdings
+) -> Mapping[str, ProviderAllocations]:
     inventories = {one.uuid: {name: stored_inventory(room) for name, room in one.inventories.items()} for one in takers}
     return migrate_allocations(takers, "old", inventories, used, holdings)
 
@@ -391,7 +395,7 @@ def test_classes_of_other_takers_move_apart_and_each_known_place_is_kept() -> No
     ids=["all gone", "some gone and some come", "none"],
 )
 def test_the_usage_after_a_migration(
-    used: dict[str, int], before: list[Holding], after: list[Holding], left: dict[str, int]
+    used: dict[str, int], before: list[ProviderAllocations], after: list[ProviderAllocations], left: dict[str, int]
 ) -> None:
     assert usage_after(used, "old", before, after) == left
 
@@ -406,7 +410,7 @@ def test_between_two_reports_a_provider_has_the_inventories_of_both() -> None:
         "d": given("d", inventories={"VCPU": one}),
         "e": given("e", inventories={"VCPU": one}),
     }
-    both = between(before, after)
+    both = old_and_new(before, after)
     assert list(both) == ["a", "c", "d", "e", "b"]
     assert both["a"].inventories == {"VCPU": two, "DISK_GB": one}
     assert both["b"] is before["b"]
@@ -416,7 +420,7 @@ def test_between_two_reports_a_provider_has_the_inventories_of_both() -> None:
 def test_the_rows_of_a_migration() -> None:
     before = {
         "old": given("old", used={"VCPU": 3, "DISK_GB": 1}, generation=5),
-        "gone": given("gone", used={"VCPU": 1}, generation=8),
+        "provider_removed": given("provider_removed", used={"VCPU": 1}, generation=8),
         "same": given("same", used={"VCPU": 2, "DISK_GB": 0}),
     }
     after = {
@@ -429,6 +433,6 @@ def test_the_rows_of_a_migration() -> None:
     assert migrated(before, after, {"c": now}, {"c": known, "d": known}) == Decision(
         [],
         {"c": ConsumerState(7, 2, "p", "u", "INSTANCE", now)},
-        {"old": {"VCPU": 0}, "gone": {"VCPU": 0}, "new": {"VCPU": 4}},
-        {"old": 6, "gone": 8, "new": 1},
+        {"old": {"VCPU": 0}, "provider_removed": {"VCPU": 0}, "new": {"VCPU": 4}},
+        {"old": 6, "provider_removed": 8, "new": 1},
     )

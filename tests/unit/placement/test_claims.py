@@ -18,7 +18,7 @@ from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Rel
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
-from placement_worker.operations.audit import Doubled, excess_of
+from placement_worker.operations.audit import Duplicate, excess_of
 from tests.kit.claims import amounts_and_units
 
 # --- the claim decision as tables: every outcome, fencing, idempotency, the over-capacity escape, swaps
@@ -29,8 +29,8 @@ CLASSES = {"VCPU": 1, "DISK_GB": 2, "VGPU": 3}
 Hold = Mapping[str, Mapping[str, int]]
 
 
-def provider(shape: int = 1, generation: int = 10, **inventories: InventoryUsage) -> ClaimedProvider:
-    return ClaimedProvider(generation, shape, inventories, root=A)
+def provider(spec_generation: int = 1, generation: int = 10, **inventories: InventoryUsage) -> ClaimedProvider:
+    return ClaimedProvider(generation, spec_generation, inventories, root=A)
 
 
 def room(capacity: int, used: int = 0, *, low: int = 1, high: int = 1000, step: int = 1) -> InventoryUsage:
@@ -41,9 +41,12 @@ def holder(hold: Hold, *, generation: int = 1, attempt: int = 1) -> ConsumerStat
     return ConsumerState(generation, attempt, "p", "u", "INSTANCE", hold)
 
 
-def claim(hold: Hold, *more: Hold, consumer: str = VM, shapes: Mapping[str, int] | None = None, **fields: Any) -> Claim:
+def claim(
+    hold: Hold, *more: Hold, consumer: str = VM, spec_generations: Mapping[str, int] | None = None, **fields: Any
+) -> Claim:
     options = tuple(
-        ClaimOption(allocations={p: dict(r) for p, r in h.items()}, shapes=dict(shapes or {})) for h in (hold, *more)
+        ClaimOption(allocations={p: dict(r) for p, r in h.items()}, spec_generations=dict(spec_generations or {}))
+        for h in (hold, *more)
     )
     return Claim(consumer=consumer, options=options, project_id="p", **fields)
 
@@ -66,7 +69,7 @@ def test_each_item_sees_what_the_ones_before_it_did() -> None:
         claim({A: {"VCPU": 3}}, consumer=OTHER),
     ]
     decision = run(*items, providers={A: provider(VCPU=room(4))})
-    assert [verdict.outcome for verdict in decision.replies] == ["claimed", "full", "released", "claimed"]
+    assert [verdict.outcome for verdict in decision.replies] == ["claimed", "no_capacity", "released", "claimed"]
     assert decision.used == {A: {"VCPU": 3}}
     assert decision.generations == {A: 13}
     assert decision.consumers[VM] is None
@@ -82,21 +85,21 @@ FENCE: Hold = {}
     ("known", "fields", "expected"),
     [
         (None, {}, "claimed"),
-        (None, {"consumer_generation": 1}, "consumer_changed"),
+        (None, {"consumer_generation": 1}, "consumer_conflict"),
         (None, {"consumer_generation": 1, "release_first": True, "attempt": 2}, "claimed"),
         (holder(HELD), {"attempt": 2, "consumer_generation": 1}, "claimed"),
-        (holder(HELD), {"attempt": 2, "consumer_generation": 7}, "consumer_changed"),
-        (holder(HELD), {"attempt": 2}, "consumer_changed"),
-        (holder(HELD, attempt=3), {"attempt": 2, "consumer_generation": 1}, "consumer_changed"),
-        (holder(HELD, attempt=0), {"attempt": 1}, "consumer_changed"),
-        (holder(FENCE, attempt=1), {"attempt": 1}, "consumer_changed"),
+        (holder(HELD), {"attempt": 2, "consumer_generation": 7}, "consumer_conflict"),
+        (holder(HELD), {"attempt": 2}, "consumer_conflict"),
+        (holder(HELD, attempt=3), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
+        (holder(HELD, attempt=0), {"attempt": 1}, "consumer_conflict"),
+        (holder(FENCE, attempt=1), {"attempt": 1}, "consumer_conflict"),
         (holder(FENCE, attempt=1), {"attempt": 2}, "claimed"),
         (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1, "release_first": True}, "claimed"),
-        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_changed"),
+        (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_conflict"),
     ],
 )
 def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expected: str) -> None:
-    host = provider(VCPU=room(8, 2 if known is not None and known.holding else 0))
+    host = provider(VCPU=room(8, 2 if known is not None and known.allocations else 0))
     assert outcome(claim({A: {"VCPU": 1}}, **fields), host, {VM: known} if known else {}) == expected
 
 
@@ -116,9 +119,9 @@ def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expe
 def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(
     known: ConsumerState, attempt: int, shown: tuple[int, Hold]
 ) -> None:
-    host = provider(VCPU=room(8, 2 if known.holding else 0))
+    host = provider(VCPU=room(8, 2 if known.allocations else 0))
     (verdict,) = run(claim(HELD, attempt=attempt), providers={A: host}, consumers={VM: known}).replies
-    assert (verdict.attempt, verdict.holding) == shown
+    assert (verdict.attempt, verdict.allocations) == shown
 
 
 def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
@@ -126,18 +129,18 @@ def test_an_earlier_claim_of_something_else_carries_what_it_holds() -> None:
         claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
     )
     (verdict,) = decision.replies
-    assert (verdict.outcome, verdict.option, verdict.holding) == ("claimed", None, HELD)
+    assert (verdict.outcome, verdict.option, verdict.allocations) == ("claimed", None, HELD)
 
 
 def test_release_first_gives_back_even_when_nothing_fits_and_may_be_repeated() -> None:
     item = claim({B: {"VCPU": 9}}, attempt=2, consumer_generation=1, release_first=True)
     providers = {A: provider(VCPU=room(4, 2)), B: provider(VCPU=room(4))}
     decision = run(item, providers=providers, consumers={VM: holder(HELD)})
-    assert decision.replies[0].outcome == "full"
+    assert decision.replies[0].outcome == "no_capacity"
     assert decision.used == {A: {"VCPU": 0}}
     fence = decision.consumers[VM]
     assert fence is not None
-    assert (fence.holding, fence.attempt) == ({}, 1)
+    assert (fence.allocations, fence.attempt) == ({}, 1)
     # The same message again, after a crash between its commit and its reply; meanwhile there is room.
     again = run(item, providers={**providers, B: provider(VCPU=room(9))}, consumers={VM: fence})
     assert again.replies[0].outcome == "claimed"
@@ -161,7 +164,7 @@ def swap(*entries: tuple[str, int | None, Hold]) -> Swap:
     ("attempt", "known", "expected"),
     [
         (2, holder({}, attempt=2), ("claimed", 2)),
-        (2, holder({}, attempt=3), ("consumer_changed", None)),
+        (2, holder({}, attempt=3), ("consumer_conflict", None)),
         (3, holder({}, attempt=2), ("claimed", 3)),
         (3, None, ("claimed", 3)),
         (None, holder({}, attempt=3), ("claimed", 3)),
@@ -232,14 +235,14 @@ class Model:
                 name: InventoryUsage(r.capacity, 1, 100, 1, decision.used[uuid].get(name, r.used))
                 for name, r in old.inventories.items()
             }
-            self.providers[uuid] = ClaimedProvider(generation, old.shape, inventories, root=uuid)
+            self.providers[uuid] = ClaimedProvider(generation, old.spec_generation, inventories, root=uuid)
         assert set(decision.used) == set(decision.generations)
         return [verdict.outcome for verdict in decision.replies]
 
     def held(self) -> dict[tuple[str, str], int]:
         held: dict[tuple[str, str], int] = {}
         for consumer in self.consumers.values():
-            for uuid, amounts in consumer.holding.items():
+            for uuid, amounts in consumer.allocations.items():
                 for name, amount in amounts.items():
                     held[uuid, name] = held.get((uuid, name), 0) + amount
         return held
@@ -290,7 +293,7 @@ def test_a_released_attempt_never_comes_back(work: list[list[ClaimItem]], consum
     option = ClaimOption(allocations={PROVIDERS[0]: {"VCPU": 1}})
     late = Claim(consumer=consumer, attempt=attempt, options=(option,), project_id="p")
     if outcome in {"released", "absent"}:
-        assert model.write([late]) == ["consumer_changed"]
+        assert model.write([late]) == ["consumer_conflict"]
     assert model.held() == held
 
 
@@ -301,7 +304,7 @@ SHARING = frozenset({"pool"})
 
 
 @pytest.mark.parametrize(
-    ("holding", "others", "keeps"),
+    ("allocations", "others", "keeps"),
     [
         ({"own": {"VCPU": 1}, "other": {"VCPU": 1}}, ("other",), {"own": {"VCPU": 1}}),
         ({"own.cell": {"VCPU": 1}, "other.cell": {"VCPU": 2}}, ("other",), {"own.cell": {"VCPU": 1}}),
@@ -320,13 +323,13 @@ SHARING = frozenset({"pool"})
     ],
 )
 def test_what_is_held_twice_is_kept_on_the_own_host(
-    holding: dict[str, Any], others: tuple[str, ...], keeps: dict[str, Any]
+    allocations: dict[str, Any], others: tuple[str, ...], keeps: dict[str, Any]
 ) -> None:
-    assert excess_of("c", "own", holding, ROOTS, SHARING, 7) == [Doubled("c", "own", others, keeps, 7)]
+    assert excess_of("c", "own", allocations, ROOTS, SHARING, 7) == [Duplicate("c", "own", others, keeps, 7)]
 
 
 @pytest.mark.parametrize(
-    ("holding", "reported"),
+    ("allocations", "reported"),
     [
         ({}, []),
         ({"own": {"VCPU": 1}, "own.cell": {"VCPU": 1}}, []),
@@ -335,8 +338,8 @@ def test_what_is_held_twice_is_kept_on_the_own_host(
         ({"own": {"VCPU": 1}, "other": {"DISK_GB": 1}}, ["c: runs on own, holds other alone"]),
     ],
 )
-def test_what_is_held_once_is_left_alone(holding: dict[str, Any], reported: list[str]) -> None:
-    assert excess_of("c", "own", holding, ROOTS, SHARING, 7) == reported
+def test_what_is_held_once_is_left_alone(allocations: dict[str, Any], reported: list[str]) -> None:
+    assert excess_of("c", "own", allocations, ROOTS, SHARING, 7) == reported
 
 
 # --- the rule of units is one rule: for numbers, for columns and as SQL

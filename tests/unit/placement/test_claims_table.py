@@ -64,7 +64,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     generations: dict[str, int] = {}
     changed: bool = False
     reason: str = ""
-    holding: Hold = {}
+    allocations: Hold = {}
     members: dict[str, int] = {}
     lacking: tuple[tuple[str, str], ...] = ()
     attempt: int = 0
@@ -78,7 +78,7 @@ def verdicts(decision: Decision) -> list[Verdict]:
 def _verdict(decision: Decision, place: int, reply: Any) -> Verdict:
     said = {name: getattr(reply, name) for name in reply.__struct_fields__ if name in Verdict.__struct_fields__}
     if "generations" not in said and reply.sequence:
-        of = getattr(reply, "holding", decision.generations)
+        of = getattr(reply, "allocations", decision.generations)
         said["generations"] = {uuid: decision.generations.get(uuid, HOSTS[uuid].generation) for uuid in of}
     said["reason"] = said.get("reason", "").partition(":")[0]
     _, lacking = decision.lost.get(place, ("", ()))
@@ -90,7 +90,7 @@ def verdict(said: str, **fields: Any) -> Verdict:
 
 
 def changed(**fields: Any) -> Verdict:
-    return verdict("consumer_changed", **fields)
+    return verdict("consumer_conflict", **fields)
 
 
 def taken(generation: int = 1, *where: str, **fields: Any) -> Verdict:
@@ -100,7 +100,7 @@ def taken(generation: int = 1, *where: str, **fields: Any) -> Verdict:
 
 def row(hold: Hold, generation: int = 1, attempt: int = 1, run: str = "", **fields: str) -> ConsumerState:
     owner = {"project_id": "p", "user_id": "u", "consumer_type": "INSTANCE", **fields}
-    return ConsumerState(generation, attempt, holding=hold, run=run, **owner)
+    return ConsumerState(generation, attempt, allocations=hold, claim_owner=run, **owner)
 
 
 def kept(hold: Hold, generation: int = 1, attempt: int = 1, **fields: str) -> ConsumerState:
@@ -118,35 +118,35 @@ OTHERS = "claim.foreign_cell"
 @pytest.mark.parametrize(
     ("known", "fields", "expected", "after"),
     [
-        (None, {"by": "r"}, taken(), row(ONE, run="r")),
+        (None, {"owner": "r"}, taken(), row(ONE, run="r")),
         (None, {}, taken(), row(ONE)),
         (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1}, taken(2), row(ONE, 2, 2, "r")),
-        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1, "by": "s"}, taken(2), row(ONE, 2, 2, "s")),
+        (row(HELD, run="r"), {"attempt": 2, "consumer_generation": 1, "owner": "s"}, taken(2), row(ONE, 2, 2, "s")),
         (row(ONE, run="r"), {}, taken(changed=False, outcomes=(), generations={A: 10}), None),
-        (row(ONE, run="r"), {"by": "r"}, taken(changed=False, outcomes=(), generations={A: 10}), None),
+        (row(ONE, run="r"), {"owner": "r"}, taken(changed=False, outcomes=(), generations={A: 10}), None),
         (
             row(ONE, run="r"),
-            {"by": "s", "takes_over": "r"},
+            {"owner": "s", "transfers_from": "r"},
             taken(changed=False, outcomes=(), generations={A: 10}),
             row(ONE, run="s"),
         ),
-        (row(ONE, run="r"), {"by": "s"}, changed(consumer_generation=1, holding=ONE, attempt=1), None),
+        (row(ONE, run="r"), {"owner": "s"}, changed(consumer_generation=1, allocations=ONE, attempt=1), None),
         (
             row(ONE, run="r"),
-            {"by": "s", "takes_over": "t"},
-            changed(consumer_generation=1, holding=ONE, attempt=1),
+            {"owner": "s", "transfers_from": "t"},
+            changed(consumer_generation=1, allocations=ONE, attempt=1),
             None,
         ),
-        (row(ONE, run="r", project_id="q"), {"by": "r"}, changed(consumer_generation=1), None),
-        (row({}, run="r"), {"by": "s"}, taken(2), row(ONE, 2, run="s")),
-        (row({}, run="r"), {"by": "r"}, changed(), None),
+        (row(ONE, run="r", project_id="q"), {"owner": "r"}, changed(consumer_generation=1), None),
+        (row({}, run="r"), {"owner": "s"}, taken(2), row(ONE, 2, run="s")),
+        (row({}, run="r"), {"owner": "r"}, changed(), None),
         (row({}, run="r"), {}, changed(), None),
-        (row({}, attempt=2, run="r"), {"by": "s"}, changed(), None),
-        (row({}), {"by": "s"}, changed(), None),
+        (row({}, attempt=2, run="r"), {"owner": "s"}, changed(), None),
+        (row({}), {"owner": "s"}, changed(), None),
         (
             row(HELD, run="r"),
-            {"by": "s", "consumer_generation": 1},
-            changed(consumer_generation=1, holding=HELD, attempt=1),
+            {"owner": "s", "consumer_generation": 1},
+            changed(consumer_generation=1, allocations=HELD, attempt=1),
             None,
         ),
     ],
@@ -170,10 +170,10 @@ AGAIN = taken(changed=False, outcomes=(), generations={A: 10})
         (row(ONE, attempt=0, run="r"), ONE, {}, AGAIN, None),
         (
             row(BOTH, attempt=0, run="r"), ONE, {},
-            taken(changed=False, outcomes=(), option=None, generations={A: 10, B: 10}, holding=BOTH), None,
+            taken(changed=False, outcomes=(), option=None, generations={A: 10, B: 10}, allocations=BOTH), None,
         ),
-        (row(ONE, attempt=0, run="s"), THERE, {}, changed(consumer_generation=1, holding=ONE), None),
-        (row(ONE, attempt=0), THERE, {}, changed(consumer_generation=1, holding=ONE), None),
+        (row(ONE, attempt=0, run="s"), THERE, {}, changed(consumer_generation=1, allocations=ONE), None),
+        (row(ONE, attempt=0), THERE, {}, changed(consumer_generation=1, allocations=ONE), None),
         (row(ONE, attempt=0, run="r", project_id="q"), THERE, {}, changed(consumer_generation=1), None),
         (
             row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 1},
@@ -181,10 +181,10 @@ AGAIN = taken(changed=False, outcomes=(), generations={A: 10})
         ),
         (
             row(ONE, attempt=0, run="s"), THERE, {"consumer_generation": 2},
-            changed(consumer_generation=1, holding=ONE), None,
+            changed(consumer_generation=1, allocations=ONE), None,
         ),
         (row(ONE, attempt=0, run="r"), THERE, {"consumer_generation": 1}, taken(
-            changed=False, outcomes=(), option=None, generations={A: 10}, holding=ONE), None),
+            changed=False, outcomes=(), option=None, generations={A: 10}, allocations=ONE), None),
         (row(ONE, attempt=0), {A: {"VCPU": 3}}, {"consumer_generation": 1}, taken(2), row({A: {"VCPU": 3}}, 2, 0, "r")),
         (row(HELD, attempt=0), ONE, {"consumer_generation": 1}, taken(2), row(HELD, 2, 0, "r")),
         (None, ONE, {"consumer_generation": 1}, changed(), None),
@@ -197,7 +197,7 @@ AGAIN = taken(changed=False, outcomes=(), generations={A: 10})
         ),
         (
             row(ONE, attempt=0), {B: {"VCPU": 9}}, {"consumer_generation": 1},
-            verdict("full", outcomes=("full",), consumer_generation=1, lacking=((B, "VCPU"),)), None,
+            verdict("no_capacity", outcomes=("no_capacity",), consumer_generation=1, lacking=((B, "VCPU"),)), None,
         ),
     ],
 )  # fmt: skip
@@ -208,48 +208,62 @@ def test_a_foreign_claim_adds_and_knows_no_attempts(
     expected: Verdict,
     after: ConsumerState | None,
 ) -> None:
-    asked = claim(wanted, user_id="u", by="r", foreign=True, **fields)
+    asked = claim(wanted, user_id="u", owner="r", external=True, **fields)
     decision = run(asked, consumers={VM: known} if known else {})
     assert verdicts(decision) == [expected]
     assert decision.consumers == ({VM: after} if after else {})
 
 
-@pytest.mark.parametrize(("most", "outcome"), [(2, "over_limit"), (3, "claimed")])
+@pytest.mark.parametrize(("most", "outcome"), [(2, "over_quota"), (3, "claimed")])
 def test_what_a_foreign_claim_adds_counts_beside_what_is_held(most: int, outcome: str) -> None:
-    asked = claim(THERE, by="r", foreign=True, consumer_generation=1, limits={"VCPU": most})
+    asked = claim(THERE, owner="r", external=True, consumer_generation=1, limits={"VCPU": most})
     loaded = {"projects": {"p": {"VCPU": 1, "INSTANCES": 1}}, "consumers": {VM: row(ONE, attempt=0)}}
     assert run(asked, **loaded).replies[0].outcome == outcome
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shapes", "expected"),
+    ("wanted", "spec_generations", "expected"),
     [
         ([], {}, verdict("invalid", reason="claim.options")),
         ([{A: {"VCPU": 6}}], {}, taken()),
-        ([{A: {"VCPU": 7}}], {}, verdict("full", outcomes=("full",), lacking=((A, "VCPU"),))),
-        ([{A: {"VCPU": 1, "DISK_GB": 9}}], {}, verdict("full", outcomes=("full",), lacking=((A, "DISK_GB"),))),
-        ([{A: {"VGPU": 1}}], {}, verdict("full", outcomes=("full",))),
-        ([{A: {"VGPU": 1}}], {A: 1}, verdict("full", outcomes=("full",))),
-        ([{A: {"VGPU": 1}}], {A: 2}, verdict("raced", outcomes=("raced",))),
-        ([{A: {"NONE": 1}}], {A: 2}, verdict("raced", outcomes=("raced",))),
+        ([{A: {"VCPU": 7}}], {}, verdict("no_capacity", outcomes=("no_capacity",), lacking=((A, "VCPU"),))),
+        (
+            [{A: {"VCPU": 1, "DISK_GB": 9}}],
+            {},
+            verdict("no_capacity", outcomes=("no_capacity",), lacking=((A, "DISK_GB"),)),
+        ),
+        ([{A: {"VGPU": 1}}], {}, verdict("no_capacity", outcomes=("no_capacity",))),
+        ([{A: {"VGPU": 1}}], {A: 1}, verdict("no_capacity", outcomes=("no_capacity",))),
+        ([{A: {"VGPU": 1}}], {A: 2}, verdict("conflict", outcomes=("conflict",))),
+        ([{A: {"NONE": 1}}], {A: 2}, verdict("conflict", outcomes=("conflict",))),
         ([{A: {"NONE": 1}}], {A: 1}, verdict("invalid", outcomes=("invalid",))),
         ([{A: {"NONE": 1, "VCPU": 1}}], {}, verdict("invalid", outcomes=("invalid",))),
-        ([{A: {"NONE": 1, "VCPU": 9}}], {}, verdict("full", outcomes=("full",), lacking=((A, "VCPU"),))),
+        ([{A: {"NONE": 1, "VCPU": 9}}], {}, verdict("no_capacity", outcomes=("no_capacity",), lacking=((A, "VCPU"),))),
         ([{A: {}, B: {"VCPU": 1}}], {}, verdict("invalid", outcomes=("invalid",))),
-        ([{A: {"VCPU": 1}, B: {"VCPU": 1}}], {B: 2}, verdict("raced", outcomes=("raced",))),
-        ([{A: {"VCPU": 1}, B: {"VCPU": 9}}], {A: 2}, verdict("full", outcomes=("full",), lacking=((B, "VCPU"),))),
-        ([{A: {"VCPU": 9}, NOWHERE: {"VCPU": 1}}], {}, verdict("gone", outcomes=("gone",))),
-        ([{CELL: {"VCPU": 1}}], {}, verdict("gone", outcomes=("gone",), reason=OTHERS)),
+        ([{A: {"VCPU": 1}, B: {"VCPU": 1}}], {B: 2}, verdict("conflict", outcomes=("conflict",))),
+        (
+            [{A: {"VCPU": 1}, B: {"VCPU": 9}}],
+            {A: 2},
+            verdict("no_capacity", outcomes=("no_capacity",), lacking=((B, "VCPU"),)),
+        ),
+        ([{A: {"VCPU": 9}, NOWHERE: {"VCPU": 1}}], {}, verdict("provider_removed", outcomes=("provider_removed",))),
+        ([{CELL: {"VCPU": 1}}], {}, verdict("provider_removed", outcomes=("provider_removed",), reason=OTHERS)),
         (
             [{NOWHERE: {"VCPU": 1}}, {CELL: {"VCPU": 9}}, {B: {"VCPU": 9}}],
             {},
-            verdict("full", outcomes=("gone", "gone", "full"), lacking=((B, "VCPU"),), reason=OTHERS),
+            verdict(
+                "no_capacity",
+                outcomes=("provider_removed", "provider_removed", "no_capacity"),
+                lacking=((B, "VCPU"),),
+                reason=OTHERS,
+            ),
         ),
     ],
 )
-def test_what_a_claim_finds(wanted: list[Hold], shapes: dict[str, int], expected: Verdict) -> None:
+def test_what_a_claim_finds(wanted: list[Hold], spec_generations: dict[str, int], expected: Verdict) -> None:
     asked = replace(
-        claim(*wanted or [{}], shapes=shapes), options=claim(*wanted, shapes=shapes).options if wanted else ()
+        claim(*wanted or [{}], spec_generations=spec_generations),
+        options=claim(*wanted, spec_generations=spec_generations).options if wanted else (),
     )
     decision = run(asked, foreign={CELL})
     assert verdicts(decision) == [expected]
@@ -293,22 +307,30 @@ GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
 @pytest.mark.parametrize(
     ("loaded", "items", "expected"),
     [
-        (LOADED, [], {A: "ruled_out", B: "claimed"}),
-        ({}, [member(VM)], {A: "ruled_out", B: "claimed"}),
+        (LOADED, [], {A: "policy_violated", B: "claimed"}),
+        ({}, [member(VM)], {A: "policy_violated", B: "claimed"}),
         ({}, [claim(ONE)], {A: "claimed", B: "claimed"}),
-        ({}, [replace(member(VM), options=(BESIDE,))], {A: "ruled_out", B: "ruled_out"}),
-        (LOADED, [replace(member(VM, B), foreign=True, consumer_generation=1)], {A: "ruled_out", B: "ruled_out"}),
+        ({}, [replace(member(VM), options=(BESIDE,))], {A: "policy_violated", B: "policy_violated"}),
+        (
+            LOADED,
+            [replace(member(VM, B), external=True, consumer_generation=1)],
+            {A: "policy_violated", B: "policy_violated"},
+        ),
         (LOADED, [Release(consumer=VM)], {A: "claimed", B: "claimed"}),
-        (LOADED, [swap((VM, 1, THERE))], {A: "claimed", B: "ruled_out"}),
-        (LOADED, [member(VM, B, attempt=2, consumer_generation=1)], {A: "claimed", B: "ruled_out"}),
-        (LOADED, [TO_B], {A: "ruled_out", B: "ruled_out"}),
-        ({}, [member(VM), TO_B], {A: "ruled_out", B: "ruled_out"}),
-        ({}, [member(VM), swap((VM, 1, {B: {"VCPU": 1}}))], {A: "claimed", B: "ruled_out"}),
-        (LOADED, [TO_B, Release(consumer=MIGRATION)], {A: "claimed", B: "ruled_out"}),
-        (LOADED, [TO_B, Release(consumer=VM)], {A: "ruled_out", B: "claimed"}),
-        ({}, [ClaimAll(claims=(member(NOWHERE, B),))], {A: "claimed", B: "ruled_out"}),
+        (LOADED, [swap((VM, 1, THERE))], {A: "claimed", B: "policy_violated"}),
+        (LOADED, [member(VM, B, attempt=2, consumer_generation=1)], {A: "claimed", B: "policy_violated"}),
+        (LOADED, [TO_B], {A: "policy_violated", B: "policy_violated"}),
+        ({}, [member(VM), TO_B], {A: "policy_violated", B: "policy_violated"}),
+        ({}, [member(VM), swap((VM, 1, {B: {"VCPU": 1}}))], {A: "claimed", B: "policy_violated"}),
+        (LOADED, [TO_B, Release(consumer=MIGRATION)], {A: "claimed", B: "policy_violated"}),
+        (LOADED, [TO_B, Release(consumer=VM)], {A: "policy_violated", B: "claimed"}),
+        ({}, [ClaimAll(claims=(member(NOWHERE, B),))], {A: "claimed", B: "policy_violated"}),
         ({}, [ClaimAll(claims=(member(NOWHERE, B), member(VM, B)))], {A: "claimed", B: "claimed"}),
-        ({}, [member(VM), ClaimAll(claims=(member(NOWHERE, B), member(OTHER, B)))], {A: "ruled_out", B: "claimed"}),
+        (
+            {},
+            [member(VM), ClaimAll(claims=(member(NOWHERE, B), member(OTHER, B)))],
+            {A: "policy_violated", B: "claimed"},
+        ),
         (LOADED, [member(OTHER), Release(consumer=VM)], {A: "claimed", B: "claimed"}),
     ],
     ids=[
@@ -334,7 +356,7 @@ GANG = ClaimAll(claims=(member(OTHER), member(NOWHERE, B)))
 def test_where_the_next_member_may_be(loaded: dict[str, Any], items: list[ClaimItem], expected: dict[str, str]) -> None:
     for host, outcome in expected.items():
         *_, last = run(*items, member(OTHER, host), **loaded).replies
-        assert (last.outcome, last.members) == (outcome, {host: 1} if outcome == "ruled_out" else {})
+        assert (last.outcome, last.members) == (outcome, {host: 1} if outcome == "policy_violated" else {})
 
 
 def test_the_members_that_a_group_of_claims_has_made() -> None:
@@ -358,20 +380,20 @@ def test_a_move_is_shown_no_migration_of_its_own() -> None:
     known = {VM: holder(THERE), MIGRATION: kept(ONE), OTHER: holder(ONE)}
     asked = member(VM, B, "affinity", attempt=2, consumer_generation=1, release_first=True, migration=MOVE)
     (refused,) = run(replace(asked, release_first=False, migration=None), consumers=known, **loaded).replies
-    assert (refused.outcome, refused.members) == ("ruled_out", {A: 2})
+    assert (refused.outcome, refused.members) == ("policy_violated", {A: 2})
     known[VM] = row({})
     (refused,) = run(asked, consumers=known, **loaded).replies
-    assert (refused.outcome, refused.members) == ("ruled_out", {A: 1})
+    assert (refused.outcome, refused.members) == ("policy_violated", {A: 1})
 
 
 @pytest.mark.parametrize(
     ("others", "fenced_hosts", "outcome"),
     [
-        ({OTHER: (A,)}, (), "ruled_out"),
+        ({OTHER: (A,)}, (), "policy_violated"),
         ({OTHER: (A,)}, (A,), "claimed"),
         ({OTHER: (A,), MIGRATION: (A,)}, (A,), "claimed"),
         ({OTHER: (B,), MIGRATION: (A,)}, (A,), "claimed"),
-        ({OTHER: (CELL,), MIGRATION: (A,)}, (A,), "ruled_out"),
+        ({OTHER: (CELL,), MIGRATION: (A,)}, (A,), "policy_violated"),
         ({OTHER: (CELL,), MIGRATION: (A,)}, (A, CELL), "claimed"),
     ],
 )
@@ -390,9 +412,13 @@ def test_a_rule_comes_after_room_and_shows_members_whatever_comes_first() -> Non
     ]
     asked = Claim(consumer=OTHER, options=tuple(options), project_id="p", server_group=two)
     (full,) = run(asked, **LOADED).replies
-    assert (full.outcome, full.outcomes, full.members) == ("full", ("ruled_out", "full", "full"), {A: 1})
+    assert (full.outcome, full.outcomes, full.members) == (
+        "no_capacity",
+        ("policy_violated", "no_capacity", "no_capacity"),
+        {A: 1},
+    )
     (roomless,) = run(replace(asked, options=(options[2],)), **LOADED).replies
-    assert (roomless.outcome, roomless.members) == ("full", {}), "the rule was not asked"
+    assert (roomless.outcome, roomless.members) == ("no_capacity", {}), "the rule was not asked"
     (second,) = run(replace(asked, options=(options[0], replace(options[1], allocations=THERE))), **LOADED).replies
     assert (second.outcome, second.option) == ("claimed", 1)
     (hostless,) = run(replace(asked, options=(replace(options[0], host=None),)), **LOADED).replies
@@ -403,7 +429,7 @@ def test_a_gang_shows_the_members_that_are_there_without_it() -> None:
     gang = ClaimAll(claims=(member(OTHER), member(NOWHERE), member(MIGRATION, B)))
     (refused,) = run(gang, groups={("p", GROUP): {VM: (B,)}}, consumers={VM: holder(THERE)}).replies
     first, second, third = refused.results
-    assert (first.outcome, second.outcome, third.outcome) == ("incomplete", "ruled_out", "ruled_out")
+    assert (first.outcome, second.outcome, third.outcome) == ("incomplete", "policy_violated", "policy_violated")
     assert (first.members, second.members, third.members) == ({}, {}, {B: 1})
 
 
@@ -420,20 +446,20 @@ LIMITED = {"limits": {"VCPU": 4}}
     ("items", "expected"),
     [
         ([claim(ONE, **LIMITED)], "claimed"),
-        ([claim(HELD, **LIMITED)], "over_limit"),
-        ([claim({A: {"VCPU": 9}}, **LIMITED)], "full"),
+        ([claim(HELD, **LIMITED)], "over_quota"),
+        ([claim({A: {"VCPU": 9}}, **LIMITED)], "no_capacity"),
         ([claim(HELD, ONE, **LIMITED)], "claimed"),
         ([claim(HELD, limits={"DISK_GB": 0})], "claimed"),
         ([claim({A: {"VCPU": 3}}, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 2})], "claimed"),
-        ([Release(consumer=OTHER), claim({A: {"VCPU": 5}}, **LIMITED)], "over_limit"),
-        ([claim(ONE, limits={"INSTANCES": 1})], "over_limit"),
+        ([Release(consumer=OTHER), claim({A: {"VCPU": 5}}, **LIMITED)], "over_quota"),
+        ([claim(ONE, limits={"INSTANCES": 1})], "over_quota"),
         ([claim({A: {"DISK_GB": 1}}), claim({A: {"DISK_GB": 1}}, consumer=B, limits={"DISK_GB": 2})], "claimed"),
         ([claim(ONE, limits={"INSTANCES": 2})], "claimed"),
         ([claim({A: {"DISK_GB": 1}}, limits={"DISK_GB": 1})], "claimed"),
-        ([claim(ONE), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),
+        ([claim(ONE), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_quota"),
         ([replace(claim(ONE), project_id="q"), claim(ONE, consumer=MIGRATION, **LIMITED)], "claimed"),
         ([replace(claim(HELD, **LIMITED), project_id="q")], "claimed"),
-        ([replace(claim(HELD, limits={"VCPU": 1}), project_id="q")], "over_limit"),
+        ([replace(claim(HELD, limits={"VCPU": 1}), project_id="q")], "over_quota"),
         ([Release(consumer=OTHER), claim(HELD, **LIMITED)], "claimed"),
         ([claim(HELD, consumer=OTHER, attempt=2, consumer_generation=1), claim(HELD, **LIMITED)], "claimed"),
         ([claim(ONE, consumer=OTHER, attempt=2, consumer_generation=1, limits={"VCPU": 0})], "claimed"),
@@ -445,7 +471,7 @@ LIMITED = {"limits": {"VCPU": 4}}
                 ),
                 claim(HELD, **LIMITED),
             ],
-            "over_limit",
+            "over_quota",
         ),
         (
             [
@@ -458,7 +484,7 @@ LIMITED = {"limits": {"VCPU": 4}}
             ],
             "claimed",
         ),
-        ([ClaimAll(claims=(claim(ONE),)), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_limit"),
+        ([ClaimAll(claims=(claim(ONE),)), claim(ONE, consumer=MIGRATION, **LIMITED)], "over_quota"),
         (
             [ClaimAll(claims=(claim(ONE), claim({A: {"VCPU": 99}}, consumer=NOWHERE))), claim(ONE, **LIMITED)],
             "claimed",
@@ -468,7 +494,7 @@ LIMITED = {"limits": {"VCPU": 4}}
 def test_a_project_stays_within_its_limits(items: list[ClaimItem], expected: str) -> None:
     *_, last = run(*items, **QUOTA).replies
     assert last.outcome == expected
-    assert last.reason.partition(":")[0] == {"over_limit": next(iter(getattr(items[-1], "limits", {})), "")}.get(
+    assert last.reason.partition(":")[0] == {"over_quota": next(iter(getattr(items[-1], "limits", {})), "")}.get(
         expected, ""
     )
 
@@ -477,7 +503,7 @@ def test_a_move_of_what_a_migration_counts_in_its_instances_place_stays_within_t
     counted = kept({A: {"VCPU": 3}}, consumer_type="MIGRATION_COUNTED")
     loaded = {"projects": {"p": {"VCPU": 3}}, "consumers": {VM: row({}), MIGRATION: counted}}
     move = Migration(uuid=MIGRATION, source={A: {"VCPU": 3}})
-    for amount, outcome in ((3, "claimed"), (4, "claimed"), (5, "over_limit")):
+    for amount, outcome in ((3, "claimed"), (4, "claimed"), (5, "over_quota")):
         asked = claim({B: {"VCPU": amount}}, attempt=2, release_first=True, migration=move, limits={"VCPU": 4})
         assert run(asked, **loaded).replies[0].outcome == outcome
 
@@ -492,10 +518,10 @@ def test_a_move_of_what_a_migration_counts_in_its_instances_place_stays_within_t
         ([claim(ONE), claim(ONE)], ["invalid", "invalid"]),
         ([claim(ONE), claim(ONE, consumer=OTHER, release_first=True)], ["invalid", "invalid"]),
         ([claim(ONE), claim(ONE, consumer=OTHER, migration=MOVE)], ["invalid", "invalid"]),
-        ([claim(ONE), claim({A: {"VCPU": 6}}, consumer=OTHER)], ["incomplete", "full"]),
-        ([claim({A: {"VCPU": 9}}), claim(ONE, consumer=OTHER)], ["full", "incomplete"]),
+        ([claim(ONE), claim({A: {"VCPU": 6}}, consumer=OTHER)], ["incomplete", "no_capacity"]),
+        ([claim({A: {"VCPU": 9}}), claim(ONE, consumer=OTHER)], ["no_capacity", "incomplete"]),
         ([claim(HELD, consumer=MIGRATION), claim(ONE)], ["claimed", "claimed"]),
-        ([claim(HELD, consumer=MIGRATION), claim({A: {"VCPU": 9}})], ["claimed", "full"]),
+        ([claim(HELD, consumer=MIGRATION), claim({A: {"VCPU": 9}})], ["claimed", "no_capacity"]),
         ([claim(HELD, consumer=MIGRATION)], ["claimed"]),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import ConsumerAllocations, Migration, Release, Revert, Swap
-from placement_worker.domain.moves import is_migration, kept_beside, source_held, whole_source
-from placement_worker.domain.values import ConsumerState, Holding
+from placement_worker.domain.moves import allocations_at_source, is_migration, kept_alongside, whole_source
+from placement_worker.domain.values import ConsumerState, ProviderAllocations
 from tests.unit.placement.test_claims import HELD, MIGRATION, NOWHERE, OTHER, VM, A, B, Hold, claim
 from tests.unit.placement.test_claims_table import (
     CELL,
@@ -34,7 +34,7 @@ from tests.unit.placement.test_claims_table import (
 ROOTS = {"a": "a", "a.cell": "a", "a.other": "a", "b": "b"}
 
 
-def vcpus(**amounts: int) -> Holding:
+def vcpus(**amounts: int) -> ProviderAllocations:
     """By provider; `_` is a dot."""
     return {uuid.replace("_", "."): {"VCPU": amount} for uuid, amount in amounts.items()}
 
@@ -74,8 +74,10 @@ def vcpus(**amounts: int) -> Holding:
         "each class by itself",
     ],
 )
-def test_the_source_of_a_move(requested: Holding, held: Holding, kept: Holding, left: Holding) -> None:
-    assert source_held(requested, held, kept, ROOTS) == left
+def test_the_source_of_a_move(
+    requested: ProviderAllocations, held: ProviderAllocations, kept: ProviderAllocations, left: ProviderAllocations
+) -> None:
+    assert allocations_at_source(requested, held, kept, ROOTS) == left
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_the_source_of_a_move(requested: Holding, held: Holding, kept: Holding, 
     ],
 )
 def test_the_whole_source_has_what_another_client_gave_up_where_the_rest_is(
-    requested: Holding, source: Holding, whole: Holding
+    requested: ProviderAllocations, source: ProviderAllocations, whole: ProviderAllocations
 ) -> None:
     assert whole_source(requested, source) == whole
 
@@ -105,8 +107,10 @@ def test_the_whole_source_has_what_another_client_gave_up_where_the_rest_is(
         ({"a": {"VCPU": 3, "DISK_GB": 1}, "b": {"VCPU": 1}}, {"a": {"VCPU": 1, "DISK_GB": 1}}),
     ],
 )
-def test_a_migration_keeps_what_the_destination_does_not_take(taken: Holding, kept: Holding) -> None:
-    assert kept_beside({"a": {"VCPU": 4, "DISK_GB": 2}, "b": {"VCPU": 1}}, taken) == kept
+def test_a_migration_keeps_what_the_destination_does_not_take(
+    taken: ProviderAllocations, kept: ProviderAllocations
+) -> None:
+    assert kept_alongside({"a": {"VCPU": 4, "DISK_GB": 2}, "b": {"VCPU": 1}}, taken) == kept
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ IN_USE = changed(reason="claim.migration_in_use")
     ids=["away", "in place", "all in place", "under a free row", "under a used row", "nothing", "another cell's"],
 )
 def test_a_claim_moves_its_consumer(wanted: Hold, known: Consumers, expected: Verdict, after: Rows) -> None:
-    generation = 1 if known[VM].holding else None
+    generation = 1 if known[VM].allocations else None
     asked = claim(wanted, attempt=2, consumer_generation=generation, user_id="u", migration=MOVE)
     decision = run(asked, consumers=known, foreign={CELL})
     assert (verdicts(decision), decision.consumers) == ([expected], after)
@@ -159,7 +163,7 @@ def test_an_instance_is_not_its_own_migration() -> None:
 
 
 FAILED = row(THERE, 2, 2)
-LEFT = verdict("full", outcomes=("full",), changed=True)
+LEFT = verdict("no_capacity", outcomes=("no_capacity",), changed=True)
 BOTH = taken(3, generations={A: 12})  # of the instance and its migration
 NO_ROOM: Hold = {B: {"VCPU": 99}}
 
@@ -196,7 +200,7 @@ NO_ROOM: Hold = {B: {"VCPU": 99}}
         (
             NO_ROOM,
             {VM: row({}), MIGRATION: kept(HELD, consumer_type=COUNTED)},
-            verdict("full", outcomes=("full",), lacking=((B, "VCPU"),)),
+            verdict("no_capacity", outcomes=("no_capacity",), lacking=((B, "VCPU"),)),
             {},
         ),
     ],
@@ -240,7 +244,7 @@ def test_a_source_that_names_a_provider_that_is_no_more_is_what_is_kept() -> Non
 
 def test_a_build_without_an_alternate_leaves_its_fence() -> None:
     asked = claim(NO_ROOM, attempt=3, consumer_generation=2, release_first=True)
-    decision = run(asked, consumers={VM: replace(FAILED, run="r")})
+    decision = run(asked, consumers={VM: replace(FAILED, claim_owner="r")})
     assert verdicts(decision) == [replace(LEFT, generations={B: 11})]
     assert decision.consumers == {VM: row({}, 2, 2)}
     (again,) = verdicts(run(asked))
@@ -261,19 +265,19 @@ UNKNOWN = ConsumerState(0, 0, "", "", "")
     [
         (None, {}, FREE, "same"),
         (None, {"attempt": 1}, FREE, replace(UNKNOWN, attempt=1)),
-        (None, {"attempt": 1, "by": "r"}, FREE, replace(UNKNOWN, attempt=1, run="r")),
-        (row({}, 3, 2, "r"), {"attempt": 2, "by": "r"}, FREE, "same"),
-        (row({}, 3, 2, "r"), {"attempt": 2, "by": "s"}, FREE, row({}, 3, 2)),
+        (None, {"attempt": 1, "owner": "r"}, FREE, replace(UNKNOWN, attempt=1, claim_owner="r")),
+        (row({}, 3, 2, "r"), {"attempt": 2, "owner": "r"}, FREE, "same"),
+        (row({}, 3, 2, "r"), {"attempt": 2, "owner": "s"}, FREE, row({}, 3, 2)),
         (row({}, 3, 2, "r"), {"attempt": 2}, FREE, row({}, 3, 2)),
-        (row({}, 3, 2, "r"), {"attempt": 1, "by": "s"}, FREE, "same"),
-        (row({}, 3, 2, "r"), {"attempt": 3, "by": "s"}, FREE, row({}, 3, 3, "s")),
-        (row({}, 3, 2, "r"), {"by": "s"}, FREE, "same"),
-        (row({}, 3, 2), {"attempt": 2, "by": "s"}, FREE, "same"),
+        (row({}, 3, 2, "r"), {"attempt": 1, "owner": "s"}, FREE, "same"),
+        (row({}, 3, 2, "r"), {"attempt": 3, "owner": "s"}, FREE, row({}, 3, 3, "s")),
+        (row({}, 3, 2, "r"), {"owner": "s"}, FREE, "same"),
+        (row({}, 3, 2), {"attempt": 2, "owner": "s"}, FREE, "same"),
         (HOLDS, {}, RELEASED, None),
         (HOLDS, {"attempt": 2}, RELEASED, row({}, 3, 2)),
-        (HOLDS, {"attempt": 3, "by": "r"}, RELEASED, row({}, 3, 3, "r")),
+        (HOLDS, {"attempt": 3, "owner": "r"}, RELEASED, row({}, 3, 3, "r")),
         (HOLDS, {"attempt": 1}, REFUSED, "same"),
-        (HOLDS, {"by": "s"}, REFUSED, "same"),
+        (HOLDS, {"owner": "s"}, REFUSED, "same"),
         (HOLDS, {"project_id": "p"}, RELEASED, None),
         (HOLDS, {"project_id": "q"}, REFUSED, "same"),
         (HOLDS, {"of_migration": True}, REFUSED, "same"),
@@ -292,7 +296,7 @@ def test_a_release(known: ConsumerState | None, fields: dict[str, Any], expected
 
 def back(generation: int, hold: Hold = HELD, *, new: bool = True, **generations: int) -> Verdict:
     moved = {{"a": A, "b": B}[name]: number for name, number in generations.items()}
-    return verdict("reverted", consumer_generation=generation, holding=hold, generations=moved, changed=new)
+    return verdict("reverted", consumer_generation=generation, allocations=hold, generations=moved, changed=new)
 
 
 HALF: Hold = {A: {"VCPU": 1}, B: {"VCPU": 2}}
@@ -356,13 +360,15 @@ def test_a_revert(known: Consumers, expected: Verdict, after: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "outcome"), [({A: {"VCPU": 8}}, "reverted"), ({A: {"VCPU": 9}}, "full")], ids=["its room", "no room"]
+    ("source", "outcome"),
+    [({A: {"VCPU": 8}}, "reverted"), ({A: {"VCPU": 9}}, "no_capacity")],
+    ids=["its room", "no room"],
 )
 def test_what_another_client_gave_up_of_a_source_needs_room(source: Hold, outcome: str) -> None:
     revert = Revert(consumer=VM, migration=Migration(uuid=MIGRATION, source=source), source_attempt=1, attempt=4)
     decision = run(revert, consumers={VM: FAILED, MIGRATION: kept(HELD)})
     (said,) = verdicts(decision)
-    assert (said.outcome, said.reason) == (outcome, "revert.no_room" if outcome == "full" else "")
+    assert (said.outcome, said.reason) == (outcome, "revert.no_room" if outcome == "no_capacity" else "")
     assert bool(decision.consumers) is bool(decision.used) is (outcome == "reverted")
 
 
@@ -420,8 +426,13 @@ DONE = {A: 11, B: 11}
         ),
         ([entry(VM, THERE, 2)], {VM: HOLDS}, changed(consumer=VM), {}),
         ([entry(VM, THERE, 3), entry(VM, THERE, 3)], {VM: HOLDS}, TWICE, {}),
-        ([entry(VM, {B: {"VCPU": 7}}, 3)], {VM: HOLDS}, verdict("full", consumer=VM), {}),
-        ([entry(VM, THERE, 3), entry(OTHER, {A: {"VCPU": 9}}, None)], {VM: HOLDS}, verdict("full", consumer=OTHER), {}),
+        ([entry(VM, {B: {"VCPU": 7}}, 3)], {VM: HOLDS}, verdict("no_capacity", consumer=VM), {}),
+        (
+            [entry(VM, THERE, 3), entry(OTHER, {A: {"VCPU": 9}}, None)],
+            {VM: HOLDS},
+            verdict("no_capacity", consumer=OTHER),
+            {},
+        ),
     ],
     ids=[
         "a move",

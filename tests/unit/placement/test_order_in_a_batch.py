@@ -15,35 +15,35 @@ from bus.contracts.base import Meta
 from bus.contracts.placement import (
     AggregateMembers,
     Inventory,
-    InventoryForget,
     InventoryReleased,
     InventoryUpdate,
     ProviderReport,
+    ProviderTreeDelete,
 )
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 ROOT = "aaaaaaaa-0000-4000-8000-000000000000"
 METAL = ProviderReport(uuid=ROOT, name="node", inventories={"CUSTOM_GOLD": Inventory(total=1)})
 
 
-async def _book() -> ResourceBook:
-    book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+async def _book() -> PlacementService:
+    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
     await book.open()
     return book
 
 
 def report(version: int) -> InventoryUpdate:
-    return InventoryUpdate(source="ironic", version=version, root_uuid=ROOT, providers=(METAL,))
+    return InventoryUpdate(reporter="ironic", version=version, root_uuid=ROOT, providers=(METAL,))
 
 
 async def _hosts(together: bool) -> list[str]:
     book = await _book()
     handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await book.report([report(1)], bus="api")
-    messages = [InventoryForget(root_uuid=ROOT), report(2)]
+    await book.apply_reports([report(1)], bus="api")
+    messages = [ProviderTreeDelete(root_uuid=ROOT), report(2)]
     received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]
     for batch in [received] if together else [[one] for one in received]:
         await handlers.inventory(batch)
@@ -57,9 +57,9 @@ def test_a_host_that_is_reported_after_it_was_forgotten_is_there(together: bool)
 
 async def _classes() -> list[str]:
     book = await _book()
-    await book.report([report(1)], bus="api")
+    await book.apply_reports([report(1)], bus="api")
     await book.rename_class("CUSTOM_GOLD", "CUSTOM_SILVER")
-    (_result,) = await book.report([report(2)], bus="api")
+    (_result,) = await book.apply_reports([report(2)], bus="api")
     (state,) = (await book.snapshot(None, 10)).providers
     return sorted(state.inventories)
 
@@ -71,7 +71,7 @@ def test_a_report_after_a_rename_counts() -> None:
 ROOTS = (ROOT, "cccccccc-0000-4000-8000-000000000000")
 CHILDREN = tuple(f"{letter * 8}-0000-4000-8000-000000000000" for letter in "de")
 SOURCES = ("compute-a", "compute-b", "agent")
-OTHERS = (InventoryForget, AggregateMembers)
+OTHERS = (ProviderTreeDelete, AggregateMembers)
 POOL = "ffffffff-0000-4000-8000-000000000000"
 
 
@@ -80,8 +80,8 @@ def _messages(draw: st.DrawFn) -> Any:
     root, source = draw(st.sampled_from(ROOTS)), draw(st.sampled_from(SOURCES))
     kind = draw(st.sampled_from((InventoryUpdate, InventoryUpdate, InventoryUpdate, InventoryReleased, *OTHERS)))
     if kind is InventoryReleased:
-        return kind(source=source, roots=(root,))
-    if kind is InventoryForget:
+        return kind(reporter=source, roots=(root,))
+    if kind is ProviderTreeDelete:
         return kind(root_uuid=root)
     if kind is AggregateMembers:
         return kind(aggregate=POOL, joins=(root,))
@@ -89,16 +89,16 @@ def _messages(draw: st.DrawFn) -> Any:
         uuid=root,
         name=root,  # hosts that exchange their names are applied together alone
         inventories={"VCPU": Inventory(total=draw(st.integers(1, 2)))},
-        theirs=source == "agent",
+        is_reference=source == "agent",
     )
     below = draw(st.lists(st.sampled_from(CHILDREN), unique=True))
     devices = [ProviderReport(uuid=uuid, name=uuid, parent_uuid=root) for uuid in below]
-    named = {"takes_over": draw(st.sampled_from((None, *SOURCES[:2])))}
-    return kind(source=source, version=draw(st.integers(1, 9)), root_uuid=root, providers=(host, *devices), **named)
+    named = {"former_reporter": draw(st.sampled_from((None, *SOURCES[:2])))}
+    return kind(reporter=source, version=draw(st.integers(1, 9)), root_uuid=root, providers=(host, *devices), **named)
 
 
 async def _left(messages: list[Any], together: bool) -> Any:
-    """The outcomes, and what is in the book then."""
+    """The outcomes, and what is in placement then."""
     book = await _book()
     handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     received = [Received(one, Meta(id=str(at)), "api", "placement.inventory") for at, one in enumerate(messages)]

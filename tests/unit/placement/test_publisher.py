@@ -1,4 +1,4 @@
-"""The book's feed, books from outside, a cell that refuses, and any order of trees."""
+"""Placement's feed, books from outside, a cell that refuses, and any order of trees."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusForbidden
 from bus.service.environment import Environment
 from placement_worker.app import build
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.config import PlacementConfig
 from placement_worker.domain.reports import Applied, changes_of, plan
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
-from placement_worker.operations.export import BookExport, InvalidExport, checked, lines, parse
+from placement_worker.operations.export import InvalidExport, PlacementExport, checked, lines, parse
 from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
 from placement_worker.store import trees
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.front.world import HandClock
 
-# --- The book's feed, its differences, and books from outside.
+# --- Placement's feed, its differences, and books from outside.
 
 
 # --- how the worker forgets: often enough to keep up, a batch at a time
@@ -43,12 +43,12 @@ USER = "c0000000-0000-4000-8000-000000000000"
 
 async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     clock = HandClock()
-    table = MemoryBookTable(clock)
-    store = ResourceBook(MemoryBookRows(table.session()))
+    table = MemoryPlacementTable(clock)
+    store = PlacementService(MemoryPlacementRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
-    config = PlacementConfig(trim_batch=100, fence_retention_s=3600.0, trim_interval_s=7200.0)
+    config = PlacementConfig(trim_batch=100, ended_attempt_retention_s=3600.0, trim_interval_s=7200.0)
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
-    await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
+    await store.apply_reports([InventoryUpdate(reporter="s", version=1, root_uuid=HOST, providers=(report,))])
     consumers = [f"c0000000-0000-4000-8000-{number:012d}" for number in range(450)]
     option = ClaimOption(allocations={HOST: {"VCPU": 1}})
     await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
@@ -65,14 +65,14 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
 
 async def test_trimming_removes_retired_trees_that_are_unused() -> None:
     clock = HandClock()
-    table = MemoryBookTable(clock)
-    store = ResourceBook(MemoryBookRows(table.session()))
+    table = MemoryPlacementTable(clock)
+    store = PlacementService(MemoryPlacementRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=4)})
-    await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
+    await store.apply_reports([InventoryUpdate(reporter="s", version=1, root_uuid=HOST, providers=(report,))])
     option = ClaimOption(allocations={HOST: {"VCPU": 1}})
     await store.apply([Claim(consumer=USER, options=(option,), project_id="p")])
-    await store.report([InventoryUpdate(source="s", version=2, root_uuid=HOST)])
+    await store.apply_reports([InventoryUpdate(reporter="s", version=2, root_uuid=HOST)])
     await store.apply([Release(consumer=USER)])
     trimming = asyncio.create_task(FeedPublisher(store, bus, clock=clock, config=PlacementConfig()).trim())
     async with asyncio.timeout(20):
@@ -84,8 +84,11 @@ async def test_trimming_removes_retired_trees_that_are_unused() -> None:
 
 async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -> None:
     clock = HandClock()
-    table = MemoryBookTable(clock)
-    other, store = ResourceBook(MemoryBookRows(table.session())), ResourceBook(MemoryBookRows(table.session()))
+    table = MemoryPlacementTable(clock)
+    other, store = (
+        PlacementService(MemoryPlacementRows(table.session())),
+        PlacementService(MemoryPlacementRows(table.session())),
+    )
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
     sending, confirmed = asyncio.Event(), asyncio.Event()
@@ -103,7 +106,9 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
 
     async def report(version: int) -> None:
         inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
-        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(inventory,))])
+        await store.apply_reports(
+            [InventoryUpdate(reporter="s", version=version, root_uuid=HOST, providers=(inventory,))]
+        )
 
     publisher._send = note  # type: ignore[method-assign]
     async with asyncio.timeout(20):
@@ -127,7 +132,7 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
 
 async def test_a_full_queue_of_another_program_holds_up_no_feed() -> None:
     clock = HandClock()
-    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
+    store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(clock).session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     await bus.open()
     full = replace(BY_QUEUE["client.record.{process}"], max_length=1)
@@ -135,7 +140,9 @@ async def test_a_full_queue_of_another_program_holds_up_no_feed() -> None:
     publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
     for version in range(1, 4):
         inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
-        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(inventory,))])
+        await store.apply_reports(
+            [InventoryUpdate(reporter="s", version=version, root_uuid=HOST, providers=(inventory,))]
+        )
         await publisher._publish_all()
     assert not (await store.newest()).unpublished and await bus.transport.depth("client.record.full") == 1
     await bus.close()
@@ -143,7 +150,7 @@ async def test_a_full_queue_of_another_program_holds_up_no_feed() -> None:
 
 async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
     clock = HandClock()
-    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
+    store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(clock).session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
     publisher = FeedPublisher(store, bus, clock=clock, config=config)
@@ -205,17 +212,19 @@ HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 MEMBER = GroupMember("p", C, B)
 
 
-def book(**changes: Any) -> BookExport:
+def book(**changes: Any) -> PlacementExport:
     host = replace(EXPORTED, **changes)
-    return BookExport(frozenset(), frozenset(), {host.uuid: host}, {})
+    return PlacementExport(frozenset(), frozenset(), {host.uuid: host}, {})
 
 
-def joined(**changes: Any) -> BookExport:
+def joined(**changes: Any) -> PlacementExport:
     return replace(held(), members=frozenset({replace(MEMBER, **changes)}))
 
 
-def held(**changes: Any) -> BookExport:
-    return BookExport(frozenset(), frozenset(), {A: EXPORTED}, {changes.pop("uuid", B): replace(HOLDER, **changes)})
+def held(**changes: Any) -> PlacementExport:
+    return PlacementExport(
+        frozenset(), frozenset(), {A: EXPORTED}, {changes.pop("uuid", B): replace(HOLDER, **changes)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,38 +254,38 @@ def held(**changes: Any) -> BookExport:
         held(project_id=""),
         held(user_id="a\x00"),
         held(consumer_type="instance"),
-        held(holding={}),
-        held(holding={A: {"VCPU": 0}}),
-        held(holding={A: {"VCPU": -4}}),
-        held(holding={A: {"VCPU": 2**70}}),
-        held(holding={B: {"VCPU": 1}}),
-        held(holding={A: {"DISK_GB": 1}}),
+        held(allocations={}),
+        held(allocations={A: {"VCPU": 0}}),
+        held(allocations={A: {"VCPU": -4}}),
+        held(allocations={A: {"VCPU": 2**70}}),
+        held(allocations={B: {"VCPU": 1}}),
+        held(allocations={A: {"DISK_GB": 1}}),
         joined(project=""),
         joined(group="x"),
         joined(consumer=C),
-        BookExport(frozenset({"custom_x"}), frozenset(), {}, {}),
-        BookExport(frozenset(), frozenset({""}), {}, {}),
-        BookExport(frozenset(), frozenset(), {A: EXPORTED, B: replace(EXPORTED, uuid=B, root=B)}, {}),
+        PlacementExport(frozenset({"custom_x"}), frozenset(), {}, {}),
+        PlacementExport(frozenset(), frozenset({""}), {}, {}),
+        PlacementExport(frozenset(), frozenset(), {A: EXPORTED, B: replace(EXPORTED, uuid=B, root=B)}, {}),
     ],
 )
-def test_what_is_no_book_is_refused_with_its_reason(bad: BookExport) -> None:
+def test_what_is_no_book_is_refused_with_its_reason(bad: PlacementExport) -> None:
     with pytest.raises(InvalidExport):
         checked(bad)
 
 
 def test_unusual_books_are_books() -> None:
     full = replace(INVENTORY, reserved=8, capacity=0)
-    closed = replace(INVENTORY, stranded=True, reserved=8, capacity=0)
+    closed = replace(INVENTORY, orphaned=True, reserved=8, capacity=0)
     over = replace(INVENTORY, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
     for inventory in (full, closed, over):
-        good = BookExport(
+        good = PlacementExport(
             frozenset({"CUSTOM_X"}), frozenset(), {A: replace(EXPORTED, inventories={"VCPU": inventory})}, {B: HOLDER}
         )
         assert checked(good) == good
     assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
 
 
-@pytest.mark.parametrize(("inventory", "capacity"), [(INVENTORY, 16), (replace(INVENTORY, stranded=True), 0)])
+@pytest.mark.parametrize(("inventory", "capacity"), [(INVENTORY, 16), (replace(INVENTORY, orphaned=True), 0)])
 def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(
     inventory: StoredInventory, capacity: int
 ) -> None:
@@ -323,7 +332,7 @@ async def test_a_cell_that_refuses_does_not_make_placement_unready() -> None:
         clock=clock,
         rng=random.Random(1),
     )
-    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
+    store = PlacementService(MemoryPlacementRows(MemoryPlacementTable(clock).session()))
     service = build(env, PlacementConfig(), ["c1"], store=store)
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))
@@ -333,7 +342,7 @@ async def test_a_cell_that_refuses_does_not_make_placement_unready() -> None:
     await running
 
 
-# --- Whatever trees are reported in whatever order: the book stays a forest, and nothing in use is lost.
+# --- Whatever trees are reported in whatever order: placement stays a forest, and nothing in use is lost.
 
 
 UUIDS = [f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcde"]
@@ -353,7 +362,7 @@ def updates(draw: st.DrawFn) -> InventoryUpdate:
         )
         for at, uuid in enumerate(order[:size])
     ]
-    return InventoryUpdate(source="s", version=1, root_uuid=order[0], providers=tuple(reports))
+    return InventoryUpdate(reporter="s", version=1, root_uuid=order[0], providers=tuple(reports))
 
 
 STEPS = st.lists(st.tuples(updates(), st.dictionaries(st.sampled_from(UUIDS), st.integers(0, 3))), max_size=8)
@@ -363,11 +372,11 @@ STEPS = st.lists(st.tuples(updates(), st.dictionaries(st.sampled_from(UUIDS), st
 def test_trees_stay_a_forest_and_nothing_in_use_is_lost(steps: list[tuple[InventoryUpdate, dict[str, int]]]) -> None:
     book: dict[str, Provider] = {}
     reported: dict[str, tuple[str, ...]] = {}
-    for shape, (update, usage) in enumerate(steps, 1):
+    for spec_generation, (update, usage) in enumerate(steps, 1):
         for uuid, amount in usage.items():
             if uuid in book and "VCPU" in book[uuid].inventories:
                 book[uuid] = replace(book[uuid], used={"VCPU": amount} if amount else {})
-        planned = plan([update], [reported.get(update.root_uuid, ())], book, shape=shape)
+        planned = plan([update], [reported.get(update.root_uuid, ())], book, spec_generation=spec_generation)
         (result,) = planned.results
         check_forest(planned.after)
         check_nothing_lost(book, planned.after)
@@ -401,7 +410,7 @@ def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) 
 
 
 def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> None:
-    """A changed row has a higher generation, and a replica that applies the changes has the book."""
+    """A changed row has a higher generation, and a replica that applies the changes has placement."""
     for uuid in before.keys() & after.keys():
         if after[uuid] != before[uuid]:
             assert after[uuid].generation > before[uuid].generation

@@ -21,9 +21,9 @@ from bus.contracts.placement import (
     Revert,
     RevertResult,
 )
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.book import PlacementService
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in (1, 2)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(20)]
@@ -34,7 +34,7 @@ class Project:
     """The instances of one project in a book of two large hosts. where: {instance: (host, VCPU, attempt)}."""
 
     def __init__(self, quota: int) -> None:
-        self.book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+        self.book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
         self.limits = {"VCPU": quota}
         self.where: dict[int, tuple[int, int, int]] = {}
         self.sources: dict[int, tuple[int, int, int]] = {}
@@ -43,7 +43,9 @@ class Project:
     async def open(self) -> None:
         for at, host in enumerate(HOSTS):
             report = ProviderReport(uuid=host, name=f"h{at}", inventories={"VCPU": Inventory(total=1000)})
-            await self.book.report([InventoryUpdate(source=f"s{at}", version=1, root_uuid=host, providers=(report,))])
+            await self.book.apply_reports(
+                [InventoryUpdate(reporter=f"s{at}", version=1, root_uuid=host, providers=(report,))]
+            )
 
     async def claim(self, vm: int, host: int, vcpus: int, migration: Migration | None = None) -> bool:
         attempt = self.where[vm][2] + 1 if vm in self.where else 1
@@ -58,7 +60,7 @@ class Project:
             migration=migration,
         )
         (claimed,) = await self.book.apply([claim])
-        assert isinstance(claimed, ClaimResult) and claimed.outcome in ("claimed", "over_limit"), claimed
+        assert isinstance(claimed, ClaimResult) and claimed.outcome in ("claimed", "over_quota"), claimed
         if claimed.outcome == "claimed":
             self.generations[vm] = claimed.consumer_generation
             self.where[vm] = host, vcpus, attempt
@@ -93,8 +95,8 @@ class Project:
         """The project's usage, which is all that its instances and their migrations hold."""
         usage = (await self.book.reads.usage(ProjectUsageQuery(projects=("p",)))).usage.get("p", {})
         held = Counter[str]()
-        for one in await self.book.reads.holding([*VMS, *MOVES]):
-            for amounts in one.holding.values():
+        for one in await self.book.reads.allocations([*VMS, *MOVES]):
+            for amounts in one.allocations.values():
                 held.update(amounts)
         assert (usage.get("VCPU", 0), usage.get("INSTANCES", 0)) == (held["VCPU"], len(self.where))
         return held["VCPU"]

@@ -13,11 +13,11 @@ from bus.clock import LOG_INTERVAL_S, SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, flaw, plan
-from placement_worker.domain.values import Holding, Provider
+from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, plan, problem_of
+from placement_worker.domain.values import Provider, ProviderAllocations
 from placement_worker.handlers import PlacementHandlers
 
-# --- inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded
+# --- inventory updates as tables: trees made, changed, moved and removed; names; what is in use is orphaned
 
 ROOT, CHILD, GRANDCHILD, SECOND, THIRD = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcde")
 TRAITS = {"HW_CPU_X86_AVX2"}
@@ -29,11 +29,11 @@ def node(uuid: str, parent: str | None = None, name: str = "", total: int = 4, *
 
 
 def update(*nodes: ProviderReport, root: str = "", version: int = 1) -> InventoryUpdate:
-    return InventoryUpdate(source="s", version=version, root_uuid=root or nodes[0].uuid, providers=nodes)
+    return InventoryUpdate(reporter="s", version=version, root_uuid=root or nodes[0].uuid, providers=nodes)
 
 
 def book_of(*updates: InventoryUpdate) -> dict[str, Provider]:
-    return plan(updates, [()] * len(updates), {}, shape=1).after
+    return plan(updates, [()] * len(updates), {}, spec_generation=1).after
 
 
 def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Provider]:
@@ -45,7 +45,7 @@ def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Pro
 def after(
     book: Mapping[str, Provider], requested: InventoryUpdate, earlier: Sequence[str] = ()
 ) -> tuple[Applied, ReportPlan]:
-    planned = plan([requested], [earlier], book, shape=2)
+    planned = plan([requested], [earlier], book, spec_generation=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     return result, planned
@@ -69,7 +69,7 @@ def after(
     ],
 )
 def test_what_is_wrong_with_an_update_by_itself(bad: InventoryUpdate, code: str) -> None:
-    wrong = flaw(bad)
+    wrong = problem_of(bad)
     assert wrong is not None
     assert wrong.code == code
 
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_an_update_by_itself(bad: InventoryUpdate, code: str)
 def test_the_former_parent_of_what_is_reported_elsewhere_goes() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
     result, planned = after(book, update(node(ROOT), node(GRANDCHILD, ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
-    assert (result.stranded, set(planned.after)) == ((), {ROOT, GRANDCHILD})
+    assert (result.orphaned, set(planned.after)) == ((), {ROOT, GRANDCHILD})
 
 
 def test_each_tree_that_an_update_takes_providers_from_is_told() -> None:
@@ -89,19 +89,19 @@ def test_each_tree_that_an_update_takes_providers_from_is_told() -> None:
 def test_a_provider_in_use_is_stranded_with_its_parents_and_goes_when_unused() -> None:
     book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
     result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
-    assert result.stranded == (GRANDCHILD, CHILD)
+    assert result.orphaned == (GRANDCHILD, CHILD)
     inventory = planned.after[GRANDCHILD].inventories["VCPU"]
-    assert (inventory.capacity, inventory.reserved, inventory.total, inventory.stranded) == (0, 4, 4, True)
+    assert (inventory.capacity, inventory.reserved, inventory.total, inventory.orphaned) == (0, 4, 4, True)
     assert planned.after[CHILD].inventories == {}
     freed = using(planned.after, GRANDCHILD)
     result, planned = after(freed, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
-    assert result.stranded == ()
+    assert result.orphaned == ()
     assert set(planned.after) == {ROOT}
 
 
 def place(uuid: str, parent: str | None = None) -> ProviderReport:
     """A provider that another source reports."""
-    return ProviderReport(uuid=uuid, name="whatever", parent_uuid=parent, theirs=True)
+    return ProviderReport(uuid=uuid, name="whatever", parent_uuid=parent, is_reference=True)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_place_that_is_not_there_is_refused(requested: InventoryUpdate) -> Non
     book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD), node(CHILD, ROOT)))
     if requested.root_uuid == ROOT:
         book = book_of(update(node(SECOND)))
-    (result,) = plan([requested], [()], book, shape=2).results
+    (result,) = plan([requested], [()], book, spec_generation=2).results
     assert isinstance(result, ReportRefusal)
     assert result.code == "inventory.not_there"
 
@@ -132,12 +132,12 @@ def part(uuid: str, parent: str | None = None, takes: tuple[str, ...] = (), **to
     inventories = {name: Inventory(total=total) for name, total in totals.items()}
     source = parent if parent is not None and totals else None
     return ProviderReport(
-        uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, takes_from=source, takes=takes
+        uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, receives_from=source, known_consumers=takes
     )
 
 
 def report_of(*nodes: ProviderReport, version: int = 1) -> InventoryUpdate:
-    return InventoryUpdate(source="s", version=version, root_uuid=nodes[0].uuid, providers=nodes)
+    return InventoryUpdate(reporter="s", version=version, root_uuid=nodes[0].uuid, providers=nodes)
 
 
 FLAT = report_of(part(FLAT_ROOT, VCPU=8, MEMORY_MB=8, DISK_GB=9, VGPU=4))
@@ -148,8 +148,8 @@ NESTED = report_of(
 )
 
 
-def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[str, Provider]:
-    """The book with what these consumers use of it."""
+def held(book: Mapping[str, Provider], holdings: Mapping[str, ProviderAllocations]) -> dict[str, Provider]:
+    """Placement with what these consumers use of it."""
     used: dict[str, dict[str, int]] = {uuid: {} for uuid in book}
     for holding in holdings.values():
         for uuid, resources in holding.items():
@@ -163,10 +163,10 @@ def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[
 
 
 def upgrade(
-    holdings: Mapping[str, Holding], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
+    holdings: Mapping[str, ProviderAllocations], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
 ) -> tuple[Applied, ReportPlan, dict[str, Provider]]:
-    book = held(plan([before], [()], {}, shape=1).after, holdings)
-    planned = plan([requested], [[report.uuid for report in before.providers]], book, holdings, shape=2)
+    book = held(plan([before], [()], {}, spec_generation=1).after, holdings)
+    planned = plan([requested], [[report.uuid for report in before.providers]], book, holdings, spec_generation=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     # Whatever moved: usage is what is held, in every provider.
@@ -191,10 +191,10 @@ def test_nothing_moves_to_what_another_source_reports() -> None:
     """It stays as it is, without the class: what had moved there could not be released, and no claim of its batch."""
     below = report_of(part(FLAT_ROOT), part(LEFT, FLAT_ROOT, VCPU=4))
     theirs = ProviderReport(
-        uuid=FLAT_ROOT, name=FLAT_ROOT, inventories={"VCPU": Inventory(total=4)}, takes_from=LEFT, theirs=True
+        uuid=FLAT_ROOT, name=FLAT_ROOT, inventories={"VCPU": Inventory(total=4)}, receives_from=LEFT, is_reference=True
     )
     result, planned, _ = upgrade({ONE: {LEFT: {"VCPU": 1}}}, report_of(theirs, part(LEFT, FLAT_ROOT)), below)
-    assert (result.stranded, planned.moved) == ((f"{LEFT}/VCPU",), {})
+    assert (result.orphaned, planned.moved) == ((f"{LEFT}/VCPU",), {})
 
 
 # --- the handler
@@ -213,7 +213,7 @@ async def test_unknown_traits_are_logged_once_a_minute_however_many_reports_name
     async def report(updates: list[InventoryUpdate], *, bus: str) -> list[InventoryResult]:
         return [InventoryResult(outcome="unchanged", unknown_traits=("HW_NEWER",))] * len(updates)
 
-    clock, store = HandClock(), SimpleNamespace(report=report, reads=cast("Any", _Reads()), names=_Names())
+    clock, store = HandClock(), SimpleNamespace(apply_reports=report, reads=cast("Any", _Reads()), names=_Names())
     handlers = PlacementHandlers(cast("Any", store), clock=clock, committed=lambda: None, claimed=lambda: None)
     received = Received(update(node(ROOT)), Meta(id="m"), "c1", "placement.inventory")
     with capture_logs() as lines:

@@ -11,10 +11,10 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.placement import Inventory, InventoryReleased, InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.book import ResourceBook
+from placement_worker.book import PlacementService
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.memory_rows import MemoryBookRows
-from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.memory_rows import MemoryPlacementRows
+from placement_worker.store.memory_table import MemoryPlacementTable
 
 ROOT, CHILD = "aaaaaaaa-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000000"
 HOST = ProviderReport(uuid=ROOT, name="host", inventories={"VCPU": Inventory(total=8)})
@@ -22,26 +22,29 @@ DEVICE = ProviderReport(uuid=CHILD, name="device", parent_uuid=ROOT, inventories
 CELL = "cell1"
 
 
-async def _book() -> ResourceBook:
-    book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
+async def _book() -> PlacementService:
+    book = PlacementService(MemoryPlacementRows(MemoryPlacementTable(SystemClock()).session()))
     await book.open()
     return book
 
 
 def of_compute(version: int, *providers: ProviderReport, source: str = "compute-a", **more: str) -> InventoryUpdate:
-    return InventoryUpdate(source=source, version=version, root_uuid=ROOT, providers=providers, **more)
+    return InventoryUpdate(reporter=source, version=version, root_uuid=ROOT, providers=providers, **more)
 
 
 AGENT = InventoryUpdate(
-    source="agent", version=1, root_uuid=ROOT, providers=(ProviderReport(uuid=ROOT, name="host", theirs=True), DEVICE)
+    reporter="agent",
+    version=1,
+    root_uuid=ROOT,
+    providers=(ProviderReport(uuid=ROOT, name="host", is_reference=True), DEVICE),
 )
 
 
 async def _children(groups: list[list[InventoryUpdate]]) -> list[str]:
     book = await _book()
-    await book.report([of_compute(1, HOST, DEVICE)], bus=CELL)
+    await book.apply_reports([of_compute(1, HOST, DEVICE)], bus=CELL)
     for group in groups:
-        for one in await book.report(group, bus=CELL):
+        for one in await book.apply_reports(group, bus=CELL):
             assert isinstance(one, InventoryResult) and one.outcome in ("applied", "unchanged"), one
     return [state.uuid for state in (await book.snapshot(None, 10)).providers]
 
@@ -56,13 +59,15 @@ def test_a_child_that_passes_from_one_source_to_another_stays(together: bool) ->
 async def _taken_over(together: bool) -> str:
     book = await _book()
     handlers = PlacementHandlers(book, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
-    await book.report([of_compute(1, HOST)], bus=CELL)
+    await book.apply_reports([of_compute(1, HOST)], bus=CELL)
     more = replace(HOST, inventories={"VCPU": Inventory(total=9)})
-    messages = [of_compute(2, more), InventoryReleased(source="compute-a", roots=(ROOT,))]
+    messages = [of_compute(2, more), InventoryReleased(reporter="compute-a", roots=(ROOT,))]
     received = [Received(one, Meta(id=str(at)), CELL, "placement.inventory") for at, one in enumerate(messages)]
     for batch in [received] if together else [[one] for one in received]:
         await handlers.inventory(batch)
-    (result,) = await book.report([of_compute(1, HOST, source="compute-b", takes_over="compute-a")], bus=CELL)
+    (result,) = await book.apply_reports(
+        [of_compute(1, HOST, source="compute-b", former_reporter="compute-a")], bus=CELL
+    )
     assert isinstance(result, InventoryResult)
     return result.outcome
 

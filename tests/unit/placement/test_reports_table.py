@@ -10,28 +10,28 @@ from msgspec.structs import replace
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from placement_worker.domain.report_group import (
     RELEASED,
-    TAKEN_OUT,
+    WITHDRAWN,
+    LastReport,
     ReportGroup,
-    ReportSource,
     digest_of,
     is_retired,
     names_of_reports,
-    one_of_each_root,
+    split_by_root,
     trees_of_reports,
 )
-from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, flaw, plan
-from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.reports import Applied, ReportRefusal, changes_of, plan, problem_of
+from placement_worker.domain.trees import TreesToLock
 from placement_worker.domain.values import Provider, StoredInventory
 from tests.unit.placement.test_reports import CHILD, GRANDCHILD, ROOT, SECOND, TRAITS, book_of, node, place, update
 from tests.unit.placement_rest.test_decisions import inventory, provider
 
 
 def told(version: int = 2, total: int = 4, source: str = "s", **fields: Any) -> InventoryUpdate:
-    return replace(update(node(ROOT, total=total), version=version), source=source, **fields)
+    return replace(update(node(ROOT, total=total), version=version), reporter=source, **fields)
 
 
-def last(version: int = 1, total: int = 4, *, settled: bool = True, providers: Any = (ROOT,)) -> ReportSource:
-    return ReportSource(version, digest_of(told(total=total).providers), settled, providers)
+def last(version: int = 1, total: int = 4, *, settled: bool = True, providers: Any = (ROOT,)) -> LastReport:
+    return LastReport(version, digest_of(told(total=total).providers), settled, providers)
 
 
 def group(*updates: InventoryUpdate, sources: Any = None, cell: str | None = None, bus: str = "api") -> ReportGroup:
@@ -45,7 +45,7 @@ def test_what_valid_reports_name_is_created_before_their_transaction() -> None:
     good = update(node(ROOT, traits=("CUSTOM_X", "HW_CPU_X86_AVX2")), node(CHILD, ROOT, total=0))
     bad = update(replace(node(SECOND, parent=ROOT), inventories={"CUSTOM_BAD": Inventory(total=1)}))
     assert names_of_reports([bad, good]) == ({"VCPU"}, {"CUSTOM_X"})
-    assert trees_of_reports([good, update(root=GRANDCHILD)]) == WantedTrees(
+    assert trees_of_reports([good, update(root=GRANDCHILD)]) == TreesToLock(
         names={"n-a", "n-b"}, whole={ROOT, CHILD, GRANDCHILD}, creating=[ROOT, CHILD]
     )
 
@@ -66,21 +66,21 @@ def test_a_report_counts_without_the_traits_that_the_book_does_not_know() -> Non
     one = group(told_of)
     one.refuse_invalid(TRAITS)
     (left,) = one.updates
-    assert (one.fresh(), left) == ([0], update(node(ROOT, traits=("CUSTOM_X", *TRAITS)), version=2))
-    one.settle([0], [Applied((ROOT,), (), True)])
+    assert (one.updates_to_plan(), left) == ([0], update(node(ROOT, traits=("CUSTOM_X", *TRAITS)), version=2))
+    one.record_results([0], [Applied((ROOT,), (), True)])
     assert one.answers(7) == [InventoryResult(outcome="applied", sequence=7, unknown_traits=("HW_NEWER",))]
     for known, fresh in ((TRAITS, []), ({*TRAITS, "HW_NEWER"}, [0])):
         again = group(replace(told_of, version=3), sources=one.written())
         again.refuse_invalid(known)
-        assert again.fresh() == fresh
+        assert again.updates_to_plan() == fresh
 
 
 # --- whose root it is
 
 MINE, YOURS, THEIRS = (f"compute-{letter}" for letter in "myt")
 GIVEN_UP = replace(last(), digest=RELEASED)
-OUT = replace(last(), digest=TAKEN_OUT)
-TAKES = told(source=MINE, takes_over=YOURS)
+OUT = replace(last(), digest=WITHDRAWN)
+TAKES = told(source=MINE, former_reporter=YOURS)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_who_takes_a_root_over_answers_for_what_its_owner_reported() -> None:
     both = group(TAKES, sources={**sources, (ROOT, "s"): last()})
     both.refuse_owned()
     assert tuple(both.earlier(0)) == (GRANDCHILD, CHILD)
-    both.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
+    both.record_results([0], [Applied(changed=False, orphaned=(), reported=(ROOT,))])
     assert both.written() == {
-        (ROOT, MINE): replace(last(2), settled=True),
-        (ROOT, YOURS): ReportSource(7, RELEASED, False, ()),
+        (ROOT, MINE): replace(last(2), complete=True),
+        (ROOT, YOURS): LastReport(7, RELEASED, False, ()),
         (ROOT, "s"): last(settled=False, providers=()),
     }
 
@@ -146,7 +146,7 @@ ENDS = replace(told(2), providers=())
         (ENDS, {"s": last(), "heir": last()}, ()),
         (ENDS, {"s": last(providers=(ROOT, CHILD)), "heir": last()}, (CHILD,)),
         (ENDS, {"s": last(providers=()), "heir": last()}, ()),
-        (ENDS, {"s": last(), "heir": replace(last(), digest=TAKEN_OUT)}, (ROOT,)),
+        (ENDS, {"s": last(), "heir": replace(last(), digest=WITHDRAWN)}, (ROOT,)),
         (ENDS, {"s": last(), "agent": last(providers=(CHILD,))}, (ROOT,)),
         (told(2), {"s": last(providers=(ROOT, CHILD)), "heir": last(providers=(CHILD,))}, (ROOT,)),
     ],
@@ -154,7 +154,7 @@ ENDS = replace(told(2), providers=())
 def test_a_source_takes_out_nothing_that_another_one_reports(
     requested: InventoryUpdate, sources: Any, earlier: tuple[str, ...]
 ) -> None:
-    """A node that is another Ironic's by now left the book with each removal that its former one repeated."""
+    """A node that is another Ironic's by now left placement with each removal that its former one repeated."""
     one = group(requested, sources={(ROOT, source): row for source, row in sources.items()})
     assert tuple(one.earlier(0)) == earlier
 
@@ -170,25 +170,23 @@ def test_a_source_takes_out_nothing_that_another_one_reports(
         (YOURS, GIVEN_UP, ()),
     ],
 )
-def test_who_reports_a_provider_last_answers_for_it(
-    former: str, row: ReportSource, left: tuple[str, ...] | None
-) -> None:
+def test_who_reports_a_provider_last_answers_for_it(former: str, row: LastReport, left: tuple[str, ...] | None) -> None:
     one = group(told(2, source="heir"), sources={(ROOT, former): row})
-    one.settle([0], [Applied(changed=False, stranded=(), reported=(ROOT,))])
-    assert one.written().get((ROOT, former)) == (None if left is None else replace(row, settled=False, providers=left))
+    one.record_results([0], [Applied(changed=False, orphaned=(), reported=(ROOT,))])
+    assert one.written().get((ROOT, former)) == (None if left is None else replace(row, complete=False, providers=left))
 
 
-@pytest.mark.parametrize("digest", [RELEASED, TAKEN_OUT], ids=["released", "taken out"])
+@pytest.mark.parametrize("digest", [RELEASED, WITHDRAWN], ids=["released", "taken out"])
 def test_a_root_stays_given_up_though_another_source_reports_a_part_of_it(digest: bytes) -> None:
     """No other compute service could take the root over any more, and one that was taken out stayed for good."""
     yours = replace(last(settled=False, providers=(ROOT, CHILD)), digest=digest)
     agent = group(told(source="agent"), sources={(ROOT, YOURS): yours})
-    agent.settle([0], [Applied((CHILD,), (), True)])
+    agent.record_results([0], [Applied((CHILD,), (), True)])
     assert agent.written()[ROOT, YOURS] == replace(yours, providers=(ROOT,))
     heir = group(TAKES, sources=agent.written())
     heir.refuse_owned()
     assert heir.results == {}
-    end = group(replace(ENDS, source="agent", version=3), sources=agent.written())
+    end = group(replace(ENDS, reporter="agent", version=3), sources=agent.written())
     assert tuple(end.earlier(0)) == (CHILD, ROOT)
 
 
@@ -209,20 +207,20 @@ SAME = InventoryResult(outcome="unchanged")
     ],
 )
 def test_a_report_that_is_not_newer_than_its_sources_last_one_is_stale(
-    report: InventoryUpdate, known: ReportSource | None, result: InventoryResult | None
+    report: InventoryUpdate, known: LastReport | None, result: InventoryResult | None
 ) -> None:
     one = group(report, sources={(ROOT, "s"): known} if known else {})
-    one.sort_out_stale()
+    one.refuse_stale()
     assert one.results.get(0) == result
 
 
 def test_a_group_names_each_root_once_and_groups_stay_in_order() -> None:
     """One source's reports of many roots are one transaction; a second report of a root begins another one."""
     many = [update(node(f"{number:08x}-0000-4000-8000-000000000000")) for number in range(500)]
-    assert one_of_each_root(many) == [many]
+    assert split_by_root(many) == [many]
     first, second, other = told(2), told(1, source="other"), update(node(SECOND))
-    assert one_of_each_root([other, first, second, first, other]) == [[other, first], [second], [first, other]]
-    assert one_of_each_root([]) == []
+    assert split_by_root([other, first, second, first, other]) == [[other, first], [second], [first, other]]
+    assert split_by_root([]) == []
 
 
 @pytest.mark.parametrize(
@@ -240,13 +238,13 @@ def test_a_group_names_each_root_once_and_groups_stay_in_order() -> None:
     ],
 )  # fmt: skip
 def test_a_report_of_the_same_content_changes_its_version_alone(
-    bus: str, cell: str | None, named: str | None, known: ReportSource, is_fresh: bool
+    bus: str, cell: str | None, named: str | None, known: LastReport, is_fresh: bool
 ) -> None:
     both = group(told(9, source="decided"), told(cell=named), sources={(ROOT, "s"): known}, cell=cell, bus=bus)
     both.results[0] = STALE
-    assert both.fresh() == [1] * is_fresh
+    assert both.updates_to_plan() == [1] * is_fresh
     assert both.results == {0: STALE} | ({} if is_fresh else {1: SAME})
-    assert both.repeated == ({} if is_fresh else {(ROOT, "s"): 2})
+    assert both.repeated_versions == ({} if is_fresh else {(ROOT, "s"): 2})
     assert both.written() == {}
 
 
@@ -257,35 +255,35 @@ def test_a_report_of_the_same_content_changes_its_version_alone(
         (Applied((ROOT,), (), False), SAME, last(2)),
         (
             Applied((ROOT,), (CHILD, f"{ROOT}/VCPU"), True),
-            InventoryResult(outcome="applied", sequence=7, stranded=(CHILD, f"{ROOT}/VCPU")),
+            InventoryResult(outcome="applied", sequence=7, orphaned=(CHILD, f"{ROOT}/VCPU")),
             last(2, settled=False, providers=(ROOT, CHILD)),
         ),
         (
             Applied((ROOT,), (f"{ROOT}/VCPU",), False),
-            replace(SAME, stranded=(f"{ROOT}/VCPU",)),
+            replace(SAME, orphaned=(f"{ROOT}/VCPU",)),
             last(2, settled=False),
         ),
         (ReportRefusal("some.code", ""), ReportRefusal("some.code", ""), None),
     ],
-    ids=["applied", "unchanged", "stranded", "stranded before", "refused"],
+    ids=["applied", "unchanged", "orphaned", "orphaned before", "refused"],
 )
-def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: ReportSource | None) -> None:
+def test_the_answer_to_a_planned_report(result: Any, answer: Any, row: LastReport | None) -> None:
     both = group(told())
-    both.settle([0], [result])
+    both.record_results([0], [result])
     assert both.answers(7) == [answer]
     assert both.written() == ({(ROOT, "s"): row} if row else {})
     with pytest.raises(ValueError, match="zip"):
-        both.settle([0], [])
+        both.record_results([0], [])
     both = group(told(), told(source="other"))
-    both.settle([0, 1], [ReportRefusal("some.code", ""), result])
+    both.record_results([0, 1], [ReportRefusal("some.code", ""), result])
     assert both.answers(7) == [ReportRefusal("some.code", ""), answer]
 
 
 OTHER = "0f000000-0000-4000-8000-000000000001"
-GONE = {"VCPU": inventory(4, stranded=True)}
+GONE = {"VCPU": inventory(4, orphaned=True)}
 
 
-GIVEN = (replace(provider("a"), aggregates=(OTHER,)), replace(provider("a"), traits=("T",), lasting=("T",)))
+GIVEN = (replace(provider("a"), aggregates=(OTHER,)), replace(provider("a"), traits=("T",), own_traits=("T",)))
 
 
 @pytest.mark.parametrize(
@@ -320,13 +318,13 @@ FULL = {"VCPU": Inventory(total=1, reserved=1)}
         (update(replace(node(ROOT), inventories=FULL)), None),
         (update(node(ROOT, name="x"), replace(place(CHILD, ROOT), name="x")), None),
         (update(replace(place(ROOT), name="x"), node(CHILD, ROOT, name="x")), None),
-        (update(node(ROOT), node(CHILD, ROOT, takes_from=ROOT)), None),
-        (update(node(ROOT), node(CHILD, ROOT, takes_from=CHILD)), "inventory.takes_from"),
+        (update(node(ROOT), node(CHILD, ROOT, receives_from=ROOT)), None),
+        (update(node(ROOT), node(CHILD, ROOT, receives_from=CHILD)), "inventory.receives_from"),
         (update(node(ROOT), node(CHILD, ROOT), node(CHILD, ROOT, name="y")), "inventory.duplicate"),
     ],
 )
 def test_a_report_by_itself(good: InventoryUpdate, code: str | None) -> None:
-    assert getattr(flaw(good), "code", None) == code
+    assert getattr(problem_of(good), "code", None) == code
 
 
 def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
@@ -357,7 +355,7 @@ def of_cell(cell: str | None, **used: int) -> dict[str, Provider]:
     ],
 )
 def test_the_cell_of_a_root_after_a_report(book: dict[str, Provider], bus: str, named: str | None, cell: Any) -> None:
-    planned = plan([told(cell=named)], [()], book, bus=bus, shape=2)
+    planned = plan([told(cell=named)], [()], book, bus=bus, spec_generation=2)
     (result,) = planned.results
     if cell == "foreign":
         assert isinstance(result, ReportRefusal) and result.code == "inventory.foreign_cell"
@@ -368,13 +366,13 @@ def test_the_cell_of_a_root_after_a_report(book: dict[str, Provider], bus: str, 
 def test_a_source_that_has_reported_a_root_before_may_name_another_cell() -> None:
     """An Ironic that another cell serves from now on: no claim of that cell could have been released by it."""
     for used, cell in (({}, "c2"), ({"VCPU": 1}, "c1")):
-        planned = plan([told(cell="c2", total=9)], [(ROOT,)], of_cell("c1", **used), shape=2)
+        planned = plan([told(cell="c2", total=9)], [(ROOT,)], of_cell("c1", **used), spec_generation=2)
         assert planned.after[ROOT].cell == cell and isinstance(planned.results[0], Applied)
 
 
 def test_a_report_that_names_a_provider_of_another_cell_is_refused() -> None:
     wanted = update(node(SECOND), node(CHILD, SECOND))
-    (result,) = plan([wanted], [()], of_cell("c1"), bus="c2", shape=2).results
+    (result,) = plan([wanted], [()], of_cell("c1"), bus="c2", spec_generation=2).results
     assert isinstance(result, ReportRefusal) and result.code == "inventory.foreign_cell"
 
 
@@ -391,33 +389,37 @@ def stored(total: int, **fields: Any) -> StoredInventory:
         (
             {"inventories": {"DISK_GB": stored(9), "MEMORY_MB": stored(8)}, "used": {"DISK_GB": 2, "MEMORY_MB": 0}},
             node(ROOT),
-            {"inventories": {"VCPU": stored(4), "DISK_GB": stored(9, reserved=9, capacity=0, stranded=True)}},
+            {"inventories": {"VCPU": stored(4), "DISK_GB": stored(9, reserved=9, capacity=0, orphaned=True)}},
         ),
         ({"aggregates": (SECOND,)}, node(ROOT), None),
         ({"aggregates": (SECOND,)}, node(ROOT, aggregates=()), {"aggregates": ()}),
         ({}, node(ROOT, aggregates=(SECOND, CHILD, SECOND)), {"aggregates": (CHILD, SECOND)}),
-        ({"traits": ("CUSTOM_L",), "lasting": ("CUSTOM_L",)}, node(ROOT), None),
+        ({"traits": ("CUSTOM_L",), "own_traits": ("CUSTOM_L",)}, node(ROOT), None),
         ({"traits": ("CUSTOM_T",)}, node(ROOT), {"traits": ()}),
         (
-            {"traits": ("CUSTOM_L",), "lasting": ("CUSTOM_L",)},
+            {"traits": ("CUSTOM_L",), "own_traits": ("CUSTOM_L",)},
             node(ROOT, traits=("CUSTOM_Z", "CUSTOM_A")),
             {"traits": ("CUSTOM_A", "CUSTOM_L", "CUSTOM_Z")},
         ),
     ],
 )
 def test_the_provider_after_a_report(before: dict[str, Any], report: ProviderReport, fields: Any) -> None:
-    made = {"cell": "api", "inventories": {"VCPU": stored(4)}, "generation": 3, "shape": 1}
+    made = {"cell": "api", "inventories": {"VCPU": stored(4)}, "generation": 3, "spec_generation": 1}
     old = replace(provider(ROOT), **{"name": "n-a", **made, **before})
-    planned = plan([update(report)], [()], {ROOT: old}, shape=2)
+    planned = plan([update(report)], [()], {ROOT: old}, spec_generation=2)
     (result,) = planned.results
     assert isinstance(result, Applied) and result.changed is (fields is not None)
-    expected = old if fields is None else replace(old, **{"name": "n-a", "generation": 4, "shape": 2, **fields})
+    expected = (
+        old if fields is None else replace(old, **{"name": "n-a", "generation": 4, "spec_generation": 2, **fields})
+    )
     assert planned.after == {ROOT: expected}
 
 
 def test_a_new_provider_of_a_report() -> None:
-    planned = plan([update(node(ROOT, traits=("CUSTOM_T",)))], [()], {}, shape=2)
-    new = provider(ROOT, generation=1, shape=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api")
+    planned = plan([update(node(ROOT, traits=("CUSTOM_T",)))], [()], {}, spec_generation=2)
+    new = provider(
+        ROOT, generation=1, spec_generation=2, inventories={"VCPU": stored(4)}, traits=("CUSTOM_T",), cell="api"
+    )
     assert planned.after == {ROOT: replace(new, name="n-a")}
     assert book_of(update(node(ROOT), node(CHILD, ROOT)))[CHILD].cell is None, "its root's counts"
 
@@ -439,12 +441,14 @@ def test_the_changes_of_a_group_in_order() -> None:
 
 def test_each_report_of_a_group_has_what_its_source_reported_before() -> None:
     with pytest.raises(ValueError, match="zip"):
-        plan([told()], [], {}, shape=1)
+        plan([told()], [], {}, spec_generation=1)
 
 
 def test_a_report_refused_for_another_reason_than_a_name_is_not_tried_again() -> None:
     """Its place is reported by the second one: it comes again by itself."""
-    results = plan([update(place(ROOT), node(CHILD, ROOT)), update(node(ROOT))], [(), ()], {}, shape=1).results
+    results = plan(
+        [update(place(ROOT), node(CHILD, ROOT)), update(node(ROOT))], [(), ()], {}, spec_generation=1
+    ).results
     assert applied(*results) == [False, True]
 
 
@@ -473,7 +477,7 @@ def renamed(**names: str) -> list[InventoryUpdate]:
 )
 def test_whose_name_it_is(updates: list[InventoryUpdate], expected: list[bool]) -> None:
     book = book_of(*(update(node(uuid, name=name)) for uuid, name in NAMED.items()))
-    planned = plan(updates, [()] * len(updates), book, shape=2)
+    planned = plan(updates, [()] * len(updates), book, spec_generation=2)
     assert applied(*planned.results) == expected
     names = {report.uuid: report.name for one in updates for report in one.providers}
     if all(expected):
@@ -489,7 +493,7 @@ def test_reports_of_which_one_takes_a_place_of_the_other_exchange_no_names() -> 
         update(node(ROOT, name="two"), node(CHILD, ROOT)),
         update(node(SECOND, name="one"), place(CHILD, SECOND)),
     )
-    planned = plan([takes, loses], [(), ()], book, shape=2)
+    planned = plan([takes, loses], [(), ()], book, spec_generation=2)
     assert applied(*planned.results) == [False, False] and planned.after == book
 
 
@@ -498,25 +502,25 @@ def test_what_is_called_a_place_is_in_the_way_of_no_exchange() -> None:
     book = book_of(*(update(node(root, name=name), node(below, root)) for name, (root, below) in trees.items()))
     names = zip(trees.values(), ("two", "one"), strict=True)
     updates = [update(node(root, name=name), place(below, root)) for (root, below), name in names]
-    assert applied(*plan(updates, [(), ()], book, shape=2).results) == [True, True]
+    assert applied(*plan(updates, [(), ()], book, spec_generation=2).results) == [True, True]
 
 
 def test_a_consumer_moves_from_two_providers_at_once() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
     book |= {uuid: replace(book[uuid], used={"VCPU": 1}) for uuid in (CHILD, SECOND)}
     held = {LEAF: {CHILD: {"VCPU": 1}, SECOND: {"VCPU": 1}}}
-    nested = update(node(ROOT, takes_from=CHILD), node(GRANDCHILD, ROOT, takes_from=SECOND))
-    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, shape=2)
+    nested = update(node(ROOT, receives_from=CHILD), node(GRANDCHILD, ROOT, receives_from=SECOND))
+    planned = plan([nested], [(ROOT, CHILD, SECOND)], book, held, spec_generation=2)
     assert planned.moved == {LEAF: {ROOT: {"VCPU": 1}, GRANDCHILD: {"VCPU": 1}}}
     assert set(planned.after) == {ROOT, GRANDCHILD}
 
 
 def test_a_provider_that_a_report_removes_leaves_its_name() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT, name="x")))
-    planned = plan([update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], book, shape=2)
+    planned = plan([update(node(ROOT), node(GRANDCHILD, ROOT, name="x"))], [(ROOT, CHILD)], book, spec_generation=2)
     assert applied(*planned.results) == [True] and set(planned.after) == {ROOT, GRANDCHILD}
     later = [update(node(ROOT)), update(node(SECOND, name="x")), update(node(CHILD, name="y"))]
-    planned = plan(later, [(ROOT, CHILD), (), ()], book, shape=2)
+    planned = plan(later, [(ROOT, CHILD), (), ()], book, spec_generation=2)
     assert applied(*planned.results) == [True, True, True]
     assert planned.after[CHILD].generation == book[CHILD].generation + 1, "it goes on where it was"
 
@@ -527,15 +531,15 @@ LEAF = "00000000-0000-4000-8000-000000000000"  # before all others by its uuid
 def test_what_is_below_a_provider_follows_it_however_deep() -> None:
     tree = update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD), node(LEAF, GRANDCHILD, name="leaf"))
     book = book_of(tree, update(node(SECOND)))
-    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], book, shape=2)
+    planned = plan([update(node(SECOND), node(CHILD, SECOND))], [()], book, spec_generation=2)
     assert {uuid: one.root for uuid, one in planned.after.items()} == {
         ROOT: ROOT, CHILD: SECOND, GRANDCHILD: SECOND, LEAF: SECOND, SECOND: SECOND
     }  # fmt: skip
-    assert planned.after[LEAF].shape == 2 and planned.after[ROOT] is book[ROOT]
+    assert planned.after[LEAF].spec_generation == 2 and planned.after[ROOT] is book[ROOT]
 
 
 @pytest.mark.parametrize(
-    ("used", "stranded", "left"),
+    ("used", "orphaned", "left"),
     [
         ({}, (), {ROOT}),
         ({GRANDCHILD: 1}, (GRANDCHILD, CHILD), {ROOT, CHILD, GRANDCHILD}),
@@ -544,27 +548,27 @@ def test_what_is_below_a_provider_follows_it_however_deep() -> None:
     ],
 )
 def test_what_is_no_longer_reported_goes_unless_it_is_used_or_needed(
-    used: dict[str, int], stranded: tuple[str, ...], left: set[str]
+    used: dict[str, int], orphaned: tuple[str, ...], left: set[str]
 ) -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
     book |= {uuid: replace(book[uuid], used={"VCPU": amount}) for uuid, amount in used.items()}
-    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], book, shape=2)
+    planned = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], book, spec_generation=2)
     (result,) = planned.results
-    assert isinstance(result, Applied) and (result.stranded, set(planned.after)) == (stranded, left)
-    again = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], planned.after, shape=3).results[0]
-    assert isinstance(again, Applied) and (again.stranded, again.changed) == (stranded, False)
+    assert isinstance(result, Applied) and (result.orphaned, set(planned.after)) == (orphaned, left)
+    again = plan([update(node(ROOT))], [(CHILD, GRANDCHILD)], planned.after, spec_generation=3).results[0]
+    assert isinstance(again, Applied) and (again.orphaned, again.changed) == (orphaned, False)
 
 
 def test_a_parent_of_what_another_source_reports_stays() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
-    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], book, shape=2).results
-    assert isinstance(result, Applied) and result.stranded == (CHILD,)
+    (result,) = plan([update(node(ROOT))], [(ROOT, CHILD)], book, spec_generation=2).results
+    assert isinstance(result, Applied) and result.orphaned == (CHILD,)
 
 
 def test_only_the_last_of_a_tree_takes_all_of_it() -> None:
     """A source that reports nothing any more takes what others reported below its root, too."""
     book = book_of(update(node(ROOT), node(CHILD, ROOT)), update(node(SECOND)))
-    assert set(plan([update(root=ROOT)], [(ROOT,)], book, shape=2).after) == {SECOND}
-    assert set(plan([update(root=ROOT)], [(CHILD,)], book, shape=2).after) == {ROOT, SECOND}
-    assert set(plan([update(root=GRANDCHILD)], [()], book, shape=2).after) == {ROOT, CHILD, SECOND}
-    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, shape=2).after) == {ROOT, CHILD, SECOND}
+    assert set(plan([update(root=ROOT)], [(ROOT,)], book, spec_generation=2).after) == {SECOND}
+    assert set(plan([update(root=ROOT)], [(CHILD,)], book, spec_generation=2).after) == {ROOT, SECOND}
+    assert set(plan([update(root=GRANDCHILD)], [()], book, spec_generation=2).after) == {ROOT, CHILD, SECOND}
+    assert set(plan([update(node(ROOT))], [(ROOT, SECOND)], book, spec_generation=2).after) == {ROOT, CHILD, SECOND}

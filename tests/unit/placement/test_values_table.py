@@ -1,4 +1,4 @@
-"""The small rules of the book, and single conditions of its decisions, as tables."""
+"""The small rules of placement, and single conditions of its decisions, as tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bus.contracts.placement import (
     ServerGroup,
 )
 from placement_worker.domain.refusal import caused
-from placement_worker.domain.report_group import ReportGroup, ReportSource
+from placement_worker.domain.report_group import LastReport, ReportGroup
 from placement_worker.domain.reports import Applied
 from placement_worker.domain.server_groups import (
     GroupCount,
-    held_by_class,
+    decisive_hosts,
     hosts_of,
-    hosts_that_matter,
     permitted,
+    usage_by_class,
     usage_changes,
     visible_members,
 )
@@ -53,13 +53,13 @@ from placement_worker.domain.values import (
     stored_inventory,
     suggestion,
 )
-from placement_worker.operations.export import BookExport, InvalidExport, checked
+from placement_worker.operations.export import InvalidExport, PlacementExport, checked
 from tests.unit.placement.test_claims import MIGRATION, VM, A, B, claim, holder, room, run
 from tests.unit.placement.test_claims import provider as holding_provider
 from tests.unit.placement.test_reports import ROOT, SECOND, node, update
 from tests.unit.placement_rest.test_decisions import CLASSES, inventory, provider
 
-# --- The small rules of the book, as tables: amounts, capacities, cells, names, groups, quotas and causes.
+# --- The small rules of placement, as tables: amounts, capacities, cells, names, groups, quotas and causes.
 
 
 RULES = InventoryUsage(10, 2, 8, 2, 0)
@@ -71,7 +71,7 @@ RULES = InventoryUsage(10, 2, 8, 2, 0)
         (4, RULES, 6, 4, Fit.FITS),
         (2, RULES, 0, 2, Fit.FITS),
         (8, RULES, 0, 8, Fit.FITS),
-        (4, RULES, 7, 4, Fit.FULL),
+        (4, RULES, 7, 4, Fit.NO_CAPACITY),
         (9, RULES, 99, 0, Fit.FITS),
         (9, None, 0, -1, Fit.FITS),
         (3, RULES, 9, 1, Fit.NOT_IN_UNITS),
@@ -103,13 +103,13 @@ def test_the_capacity_of_an_inventory(total: int, reserved: int, ratio: float, e
 def test_an_inventory_is_stored_with_its_capacity_and_published_whole() -> None:
     reported = Inventory(total=10, reserved=1, min_unit=2, max_unit=6, step_size=2, allocation_ratio=2.0)
     stored = stored_inventory(reported)
-    assert stored == StoredInventory(10, 1, 2, 6, 2, 2.0, 18) and not stored.stranded
+    assert stored == StoredInventory(10, 1, 2, 6, 2, 2.0, 18) and not stored.orphaned
     whole = replace(
         provider("a", inventories={"VCPU": stored}, used={"VCPU": 4, "DISK_GB": 0}, traits=("T",), aggregates=("g",)),
         parent="p", root="r",
     )  # fmt: skip
     assert state_of(whole) == ProviderState(
-        uuid="a", name="name-a", parent_uuid="p", root_uuid="r", generation=5, shape=5,
+        uuid="a", name="name-a", parent_uuid="p", root_uuid="r", generation=5, spec_generation=5,
         inventories={"VCPU": (18.0, 2, 6, 2, 10, 1, 2.0)}, used={"VCPU": 4}, traits=("T",), aggregates=("g",),
     )  # fmt: skip
     assert claimed_provider(whole) == ClaimedProvider(5, 5, {"VCPU": InventoryUsage(18, 2, 6, 2, 4)}, "r")
@@ -182,18 +182,18 @@ def asked(policy: str, *hosts: str | None, most: int = 1) -> Claim:
         (asked("soft-affinity", None), {}, "invalid"),
         (asked("affinity", "a"), {}, "claimed"),
         (asked("affinity", "a"), {"a": 3}, "claimed"),
-        (asked("affinity", "a"), {"b": 1}, "ruled_out"),
-        (asked("affinity", "a"), {"a": 1, "b": 1}, "ruled_out"),
-        (replace(asked("affinity", "a"), foreign=True), {}, "claimed"),
-        (replace(asked("affinity", "a"), foreign=True), {"b": 1}, "ruled_out"),
-        (replace(asked("affinity", "a"), foreign=True), {"a": 1, "b": 1}, "claimed"),
+        (asked("affinity", "a"), {"b": 1}, "policy_violated"),
+        (asked("affinity", "a"), {"a": 1, "b": 1}, "policy_violated"),
+        (replace(asked("affinity", "a"), external=True), {}, "claimed"),
+        (replace(asked("affinity", "a"), external=True), {"b": 1}, "policy_violated"),
+        (replace(asked("affinity", "a"), external=True), {"a": 1, "b": 1}, "claimed"),
         (asked("soft-affinity", "a"), {"b": 1}, "claimed"),
         (asked("soft-anti-affinity", "a"), {"a": 1}, "claimed"),
         (asked("anti-affinity", "a"), {}, "claimed"),
-        (asked("anti-affinity", "a"), {"a": 1}, "ruled_out"),
+        (asked("anti-affinity", "a"), {"a": 1}, "policy_violated"),
         (asked("anti-affinity", "a"), {"b": 1}, "claimed"),
         (asked("anti-affinity", "a", most=2), {"a": 1}, "claimed"),
-        (asked("anti-affinity", "a", most=2), {"a": 2}, "ruled_out"),
+        (asked("anti-affinity", "a", most=2), {"a": 2}, "policy_violated"),
     ],
 )
 def test_what_a_groups_policy_permits(claim: Claim, others: dict[str, int], expected: str) -> None:
@@ -201,8 +201,8 @@ def test_what_a_groups_policy_permits(claim: Claim, others: dict[str, int], expe
 
 
 def test_the_hosts_that_decide() -> None:
-    assert list(hosts_that_matter(asked("anti-affinity", "a", None, "b", "a")) or ()) == ["a", "b"]
-    assert hosts_that_matter(asked("affinity", "a")) is None
+    assert list(decisive_hosts(asked("anti-affinity", "a", None, "b", "a")) or ()) == ["a", "b"]
+    assert decisive_hosts(asked("affinity", "a")) is None
     assert visible_members({f"{n}": 1 for n in range(MAX_LOCATED_HOSTS + 1)}).keys() == set(
         map(str, range(MAX_LOCATED_HOSTS))
     )
@@ -258,7 +258,7 @@ TWO = {"a": {"VCPU": 2, "DISK_GB": 1}, "b": {"VCPU": 1}}
 )
 def test_the_usage_of_projects(before: ConsumerState | None, after: ConsumerState | None, changes: Any) -> None:
     assert usage_changes({"c": before} if before else {}, {"c": after}) == changes
-    assert held_by_class({}) == {}
+    assert usage_by_class({}) == {}
 
 
 # --- causes
@@ -289,7 +289,7 @@ def test_a_revert_of_an_instance_whose_fence_was_trimmed_makes_its_consumer_anew
     decision = run(revert, providers=HOSTS, consumers={MIGRATION: kept})
     (verdict,), after = decision.replies, decision.consumers[VM]
     assert (verdict.outcome, verdict.consumer_generation) == ("reverted", 1)
-    assert after is not None and (after.generation, after.attempt, after.holding) == (1, 3, HELD)
+    assert after is not None and (after.generation, after.attempt, after.allocations) == (1, 3, HELD)
 
 
 def test_a_migration_keeps_all_that_its_instance_held_and_not_what_the_move_was_told_alone() -> None:
@@ -298,7 +298,7 @@ def test_a_migration_keeps_all_that_its_instance_held_and_not_what_the_move_was_
     migration = Migration(uuid=MIGRATION, source=HELD)
     asked = claim(THERE, attempt=2, consumer_generation=1, migration=migration)
     kept = run(asked, providers=providers, consumers={VM: holder({A: {"VCPU": 4}})}).consumers[MIGRATION]
-    assert kept is not None and kept.holding == {A: {"VCPU": 4}}
+    assert kept is not None and kept.allocations == {A: {"VCPU": 4}}
 
 
 # --- reports
@@ -322,19 +322,19 @@ def test_a_flawed_report_of_another_cells_root_is_refused_for_its_flaw() -> None
 
 def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
     flawed = update(replace(node(ROOT), inventories={"nothing": Inventory(total=1)}))
-    both = group(flawed, update(node(SECOND)), sources={(SECOND, "s"): ReportSource(9, b"x", True, (SECOND,))})
+    both = group(flawed, update(node(SECOND)), sources={(SECOND, "s"): LastReport(9, b"x", True, (SECOND,))})
     both.refuse_invalid(())
-    both.sort_out_stale()
+    both.refuse_stale()
     assert set(both.results) == {0, 1}
 
 
 @pytest.mark.parametrize(("changed", "settled"), [(True, False), (False, True)])
 def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, settled: bool) -> None:
-    mine, others = (replace(update(node(ROOT)), source=source) for source in ("mine", "others"))
+    mine, others = (replace(update(node(ROOT)), reporter=source) for source in ("mine", "others"))
     both = group(mine, others)
-    done = [Applied(changed=is_changed, stranded=(), reported=()) for is_changed in (False, changed)]
-    both.settle([0, 1], done)
-    assert both.written()[ROOT, "mine"].settled is settled
+    done = [Applied(changed=is_changed, orphaned=(), reported=()) for is_changed in (False, changed)]
+    both.record_results([0, 1], done)
+    assert both.written()[ROOT, "mine"].complete is settled
 
 
 # --- writes of the REST API
@@ -342,15 +342,17 @@ def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(cha
 
 def trees(*providers: Any, reported: Any = ()) -> ProviderTrees:
     known = {one.uuid: one for one in providers}
-    return ProviderTrees(known, CLASSES, {"CUSTOM_T": 1, "CUSTOM_U": 2, "CUSTOM_V": 3}, shape=6, reported=reported)
+    return ProviderTrees(
+        known, CLASSES, {"CUSTOM_T": 1, "CUSTOM_U": 2, "CUSTOM_V": 3}, spec_generation=6, reported=reported
+    )
 
 
 def test_traits_that_a_client_sets_last_and_others_keep_their_mark() -> None:
-    before = provider(A, traits=("CUSTOM_T", "CUSTOM_U"), lasting=("CUSTOM_T",))
+    before = provider(A, traits=("CUSTOM_T", "CUSTOM_U"), own_traits=("CUSTOM_T",))
     after = trees(before).set_traits(
         before, SetTraits(uuid=A, traits=("CUSTOM_T", "CUSTOM_U", "CUSTOM_V"), generation=5)
     )
-    assert after.lasting == ("CUSTOM_T", "CUSTOM_V")  # type: ignore[union-attr]
+    assert after.own_traits == ("CUSTOM_T", "CUSTOM_V")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("generation", "is_written"), [(None, True), (5, True), (4, False)])
@@ -376,4 +378,4 @@ def test_a_book_whose_parents_go_round_in_a_circle_is_not_imported() -> None:
     """Each of these found itself again as its root. No walk up their tree would have ended afterwards."""
     both = [provider(one, parent=other, root=one) for one, other in ((ROOT, SECOND), (SECOND, ROOT))]
     with pytest.raises(InvalidExport, match="is not under its root"):
-        checked(BookExport(frozenset(), frozenset(), {one.uuid: one for one in both}, {}))
+        checked(PlacementExport(frozenset(), frozenset(), {one.uuid: one for one in both}, {}))

@@ -22,7 +22,7 @@ from bus.contracts.placement import ProviderState
 from bus.faults import BrokenInvariant
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import candidates
 from placement_worker.replica.request import CandidatesRequest, Group
 from placement_worker.rest import bodies
@@ -66,9 +66,9 @@ def allocations(**more: Any) -> bytes:
 
 def test_what_only_the_schema_takes_is_taken_too() -> None:
     body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(allocations={HOST: {"resources": {"VCPU": 1.0}}}))
-    assert consumer_write("c", body, UNNAMED).holding == {HOST: {"VCPU": 1}}
+    assert consumer_write("c", body, UNNAMED).allocations == {HOST: {"VCPU": 1}}
     body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(mappings={"!": 7, "": [HOST]}))
-    assert consumer_write("c", body, UNNAMED).holding == {HOST: {"VCPU": 1}}
+    assert consumer_write("c", body, UNNAMED).allocations == {HOST: {"VCPU": 1}}
     made = bodies.POST_PROVIDER_14.parse(b'{"name": "a", "uuid": "11111111111141118111111111111111"}')
     assert made.uuid == HOST
 
@@ -459,7 +459,7 @@ def state(rng: random.Random, number: int, generation: int) -> ProviderState:
         root_uuid=uuid(host),
         parent_uuid=parent,
         generation=generation,
-        shape=generation,
+        spec_generation=generation,
         inventories={name: (float(rng.randint(50, 60)), 1, 60, 1, 60, 0, 1.0) for name in names},
         used={name: rng.randint(0, 3) for name in names},
         traits=tuple(sorted(rng.sample(["HW_CPU_X86_AVX", "CUSTOM_X", "CUSTOM_Y"], rng.randint(0, 3)))),
@@ -469,7 +469,7 @@ def state(rng: random.Random, number: int, generation: int) -> ProviderState:
 @pytest.mark.parametrize("version", [16, 26, 28, 29, 39])
 def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
     rng = random.Random(version)
-    book = Book()
+    book = Replica()
     known = dict.fromkeys(range(120), 1)
     book.load([state(rng, number, 1) for number in known], 0)
     for round_ in range(60):
@@ -506,14 +506,14 @@ def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
 
 def test_a_class_that_is_used_without_inventory_is_not_announced() -> None:
     """A provider of the same classes that has inventory of it once lent it a capacity of 0."""
-    book = Book()
+    book = Replica()
     one, other = (
         ProviderState(
             uuid=uuid(number),
             name=f"p{number}",
             root_uuid=uuid(number),
             generation=1,
-            shape=1,
+            spec_generation=1,
             inventories=dict.fromkeys(names, (8.0, 1, 8, 1, 8, 0, 1.0)),
             used={"VCPU": 1, "CUSTOM_A": 1},
         )

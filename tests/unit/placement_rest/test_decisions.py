@@ -36,8 +36,8 @@ from placement_worker.domain.values import (
     StoredInventory,
     state_of,
 )
-from placement_worker.replica.book import Book
-from placement_worker.rest.groups import GATHER_S, MAX_ENTRIES, TRIES, Groups, TooMany
+from placement_worker.replica.book import Replica
+from placement_worker.rest.groups import BATCH_S, MAX_ENTRIES, TRIES, Groups, TooMany
 from tests.unit.replica.worlds import dump, loaded
 
 # --- The results of the REST API's writes, decided without a database: Placement's generations, capacity, and refusals.
@@ -70,7 +70,7 @@ def provider(uuid: str, **fields: Any) -> Provider:
         "parent": None,
         "root": uuid,
         "generation": 5,
-        "shape": 5,
+        "spec_generation": 5,
         "inventories": {},
         "used": {},
         "traits": (),
@@ -80,7 +80,7 @@ def provider(uuid: str, **fields: Any) -> Provider:
 
 
 def trees_of(*providers: Provider) -> ProviderTrees:
-    return ProviderTrees({p.uuid: p for p in providers}, CLASSES, TRAITS, shape=6)
+    return ProviderTrees({p.uuid: p for p in providers}, CLASSES, TRAITS, spec_generation=6)
 
 
 def why(outcome: object) -> Why | None:
@@ -93,15 +93,15 @@ def why(outcome: object) -> Why | None:
         (SetInventories("a", {"DISK_GB": inventory(1)}, 5), None),
         (SetInventories("a", {"DISK_GB": inventory(1)}), None),
         (SetInventories("a", {"DISK_GB": inventory(1)}, 4), Why.GENERATION),
-        (SetInventories("a", {"DISK_GB": inventory(1)}, 5, flaw="it is odd"), Why.BAD_INVENTORY),
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 5, problem="it is odd"), Why.BAD_INVENTORY),
         (SetInventories("a", {"CUSTOM_NONE": inventory(1)}, 5), Why.NO_SUCH),
         (WriteInventory("a", "DISK_GB", inventory(1)), None),
-        (WriteInventory("a", "DISK_GB", inventory(1), flaw="it is odd"), Why.BAD_INVENTORY),
+        (WriteInventory("a", "DISK_GB", inventory(1), problem="it is odd"), Why.BAD_INVENTORY),
         (WriteInventory("a", "CUSTOM_NONE", inventory(1)), Why.NO_SUCH),
         (WriteInventory("a", "VCPU", inventory(1)), Why.DUPLICATE),
         (WriteInventory("a", "VCPU", inventory(1), 5), None),
         (WriteInventory("a", "VCPU", inventory(1), 4), Why.GENERATION),
-        (WriteInventory("a", "VCPU", inventory(1), 5, flaw="it is odd"), Why.BAD_INVENTORY),
+        (WriteInventory("a", "VCPU", inventory(1), 5, problem="it is odd"), Why.BAD_INVENTORY),
         (WriteInventory("a", "DISK_GB", inventory(1), 5), Why.NO_INVENTORY),
         (WriteInventory("a", "CUSTOM_NONE", inventory(1), 5), Why.NO_SUCH),
         (DeleteInventory("a", "VCPU"), None),
@@ -164,7 +164,8 @@ def test_a_group_is_what_its_members_are_one_after_the_other(requested: list[tup
         assert decision.generations[uuid] == providers[uuid].generation
 
 
-# --- whatever the REST API writes in one group: the feed carries what the book then is, and shapes never come back
+# --- whatever the REST API writes in one group: the feed carries what placement then is, and spec_generations never
+# come back
 
 A, B = UUIDS = [f"{letter * 8}-0000-4000-8000-000000000000" for letter in "ab"]
 SOME = st.sampled_from(UUIDS)
@@ -199,10 +200,10 @@ GROUPS = st.lists(
 @given(GROUPS)
 def test_the_feed_carries_what_a_group_of_writes_comes_to(groups: list[list[TreeWrite]]) -> None:
     providers: Mapping[str, Provider] = {}
-    book = Book()
+    book = Replica()
     given: dict[str, set[int]] = {}
-    for shape, group in enumerate(groups, 1):
-        trees = ProviderTrees(providers, STOCK_CLASSES, STOCK_TRAITS, shape=shape)
+    for spec_generation, group in enumerate(groups, 1):
+        trees = ProviderTrees(providers, STOCK_CLASSES, STOCK_TRAITS, spec_generation=spec_generation)
         for write in group:
             trees.apply(write)
         changes = changes_of(providers, trees.providers)
@@ -210,9 +211,9 @@ def test_the_feed_carries_what_a_group_of_writes_comes_to(groups: list[list[Tree
         assert book.apply(published) is None
         assert dump(book) == dump(loaded(map(state_of, trees.providers.values())))
         for uuid, provider in trees.providers.items():
-            if uuid not in providers or providers[uuid].shape != provider.shape:
-                assert provider.shape not in given.setdefault(uuid, set())
-                given[uuid].add(provider.shape)
+            if uuid not in providers or providers[uuid].spec_generation != provider.spec_generation:
+                assert provider.spec_generation not in given.setdefault(uuid, set())
+                given[uuid].add(provider.spec_generation)
         providers = trees.providers
 
 
@@ -247,7 +248,7 @@ class Doubling:
         self.commits += 1
 
 
-def make(book: Doubling, *, gather_s: float = GATHER_S, **limits: int) -> Groups[int, int]:
+def make(book: Doubling, *, gather_s: float = BATCH_S, **limits: int) -> Groups[int, int]:
     limits = {"max_group": 4, "max_waiting": 8, **limits}
     return Groups("test", book.apply, committed=book.committed, gather_s=gather_s, **limits)
 

@@ -32,28 +32,28 @@ from placement_worker.domain.trees import (
     SetAggregates,
     SetInventories,
     SetTraits,
+    TreesToLock,
     TreeWrite,
     UpdateProvider,
-    WantedTrees,
     WriteInventory,
-    adopted_providers,
     classes_of_trees,
     deleted_trees,
     entries_of_tree,
     in_use,
+    reparented_providers,
     traits_of_trees,
-    wanted_trees,
+    trees_to_lock,
 )
-from placement_worker.domain.values import ConsumerState, Holding, Provider
+from placement_worker.domain.values import ConsumerState, Provider, ProviderAllocations
 from tests.unit.placement_rest.test_decisions import CLASSES, claimed, inventory, provider, why
 
 # --- What a group of REST allocation writes names, touches and refuses, as tables.
 
 
-HELD: Holding = {"a": {"VCPU": 2}}
+HELD: ProviderAllocations = {"a": {"VCPU": 2}}
 
 
-def wants(consumer: str, holding: Holding, **fields: Any) -> ConsumerWrite:
+def wants(consumer: str, holding: ProviderAllocations, **fields: Any) -> ConsumerWrite:
     return ConsumerWrite(consumer, holding, "p", "u", **fields)
 
 
@@ -106,7 +106,7 @@ def test_the_providers_that_a_write_touches(item: AllocationWrite, outcome: Any,
 KNOWN = {
     "held": ConsumerState(3, 0, "p", "u", "X", HELD),
     "tried": ConsumerState(4, 2, "p", "u", "X", HELD, "r"),
-    "fenced": ConsumerState(4, 2, "p", "u", "X", run="r"),
+    "fenced": ConsumerState(4, 2, "p", "u", "X", claim_owner="r"),
 }
 
 
@@ -153,12 +153,12 @@ def test_a_conflict_names_the_generation_of_what_is_held(consumer: str, generati
         ("tried", {"a": {"VCPU": 1}}, ConsumerState(5, 2, "p", "u", "X", {"a": {"VCPU": 1}}, "r")),
         ("fenced", {"a": {"VCPU": 1}}, ConsumerState(5, 2, "p", "u", "", {"a": {"VCPU": 1}})),
         ("held", {}, None),
-        ("tried", {}, ConsumerState(4, 2, "p", "u", "X", run="r")),
+        ("tried", {}, ConsumerState(4, 2, "p", "u", "X", claim_owner="r")),
         ("fenced", {}, "same"),
         ("new", {}, "same"),
     ],
 )
-def test_the_row_after_a_write(consumer: str, wanted: Holding, after: Any) -> None:
+def test_the_row_after_a_write(consumer: str, wanted: ProviderAllocations, after: Any) -> None:
     """A consumer whose attempts a claim has numbered stays as their fence. What is written over a fence is not the
     claim of its run: a late release by that run would give the room away.
     """
@@ -170,7 +170,7 @@ def test_the_row_after_a_write(consumer: str, wanted: Holding, after: Any) -> No
     ("consumer", "refused", "after"),
     [
         ("held", None, None),
-        ("tried", None, ConsumerState(4, 2, "p", "u", "X", run="r")),
+        ("tried", None, ConsumerState(4, 2, "p", "u", "X", claim_owner="r")),
         ("fenced", "fenced", None),
         ("new", "new", None),
     ],
@@ -196,15 +196,15 @@ SPLIT = {"a": (5, {"DISK_GB": inventory(8)}), "b": (7, {"VCPU": inventory(2)})}
 
 
 def test_the_rows_of_a_reshape() -> None:
-    done = reshape(Reshape(SPLIT, (MOVE,)), HOLDER, BOOK, CLASSES, shape=6)
+    done = reshape(Reshape(SPLIT, (MOVE,)), HOLDER, BOOK, CLASSES, spec_generation=6)
     assert isinstance(done, Reshaped)
-    interim = {u: (p.generation, p.shape, p.used, p.inventories) for u, p in done.interim.items()}
+    interim = {u: (p.generation, p.spec_generation, p.used, p.inventories) for u, p in done.interim.items()}
     assert interim == {
         "a": (5, 6, {"VCPU": 2, "DISK_GB": 0}, {"VCPU": inventory(4), "DISK_GB": inventory(8)}),
         "b": (7, 6, {}, {"VCPU": inventory(2)}),
     }
     assert done.decision.generations == {"a": 5, "b": 8}
-    assert {u: (p.generation, p.shape, p.used, p.inventories) for u, p in done.final.items()} == {
+    assert {u: (p.generation, p.spec_generation, p.used, p.inventories) for u, p in done.final.items()} == {
         "a": (7, 6, {}, {"DISK_GB": inventory(8)}),
         "b": (10, 6, {"VCPU": 2}, {"VCPU": inventory(2)}),
     }
@@ -238,7 +238,7 @@ def test_the_rows_of_a_reshape() -> None:
     ],
 )
 def test_the_end_of_a_reshape(inventories: dict[str, Any], writes: tuple[ConsumerWrite, ...], expected: Any) -> None:
-    done = reshape(Reshape(inventories, writes), HOLDER, BOOK, CLASSES, shape=6)
+    done = reshape(Reshape(inventories, writes), HOLDER, BOOK, CLASSES, spec_generation=6)
     if isinstance(done, WriteRefusal):
         assert (done.why, done.about) == expected
     else:
@@ -254,26 +254,26 @@ SIX = inventory(6)
 @pytest.mark.parametrize(
     ("write", "wanted", "entries", "named"),
     [
-        (CreateProvider("a", "n"), WantedTrees({"a"}, {"n"}, set(), ["a"]), 1, (set(), set(), [])),
-        (CreateProvider("a", "n", "p"), WantedTrees({"a", "p"}, {"n"}, set(), ["a"]), 1, (set(), set(), [])),
-        (UpdateProvider("a", "n"), WantedTrees({"a"}, {"n"}, {"a"}, []), 1, (set(), set(), [])),
-        (UpdateProvider("a", "n", None), WantedTrees({"a"}, {"n"}, {"a"}, []), 1, (set(), set(), [])),
-        (UpdateProvider("a", "n", "p"), WantedTrees({"a", "p"}, {"n"}, {"a", "p"}, []), 1, (set(), set(), ["a"])),
-        (DeleteProvider("a"), WantedTrees({"a"}, set(), {"a"}, []), 1, (set(), set(), [])),
-        (DeleteTree("a"), WantedTrees({"a"}, set(), {"a"}, []), 1, (set(), set(), [])),
-        (SetInventories("a", {"VCPU": SIX}), WantedTrees({"a"}, set(), set(), []), 2, ({"VCPU"}, set(), [])),
-        (WriteInventory("a", "VCPU", SIX), WantedTrees({"a"}, set(), set(), []), 1, ({"VCPU"}, set(), [])),
-        (DeleteInventory("a", "VCPU"), WantedTrees({"a"}, set(), set(), []), 1, (set(), set(), [])),
-        (SetTraits("a", ["T", "U"]), WantedTrees({"a"}, set(), set(), []), 3, (set(), {"T", "U"}, [])),
-        (SetAggregates("a", ["g"]), WantedTrees({"a"}, set(), set(), []), 2, (set(), set(), [])),
-        (ChangeMembership("a", "g", True), WantedTrees({"a"}, set(), set(), []), 1, (set(), set(), [])),
+        (CreateProvider("a", "n"), TreesToLock({"a"}, {"n"}, set(), ["a"]), 1, (set(), set(), [])),
+        (CreateProvider("a", "n", "p"), TreesToLock({"a", "p"}, {"n"}, set(), ["a"]), 1, (set(), set(), [])),
+        (UpdateProvider("a", "n"), TreesToLock({"a"}, {"n"}, {"a"}, []), 1, (set(), set(), [])),
+        (UpdateProvider("a", "n", None), TreesToLock({"a"}, {"n"}, {"a"}, []), 1, (set(), set(), [])),
+        (UpdateProvider("a", "n", "p"), TreesToLock({"a", "p"}, {"n"}, {"a", "p"}, []), 1, (set(), set(), ["a"])),
+        (DeleteProvider("a"), TreesToLock({"a"}, set(), {"a"}, []), 1, (set(), set(), [])),
+        (DeleteTree("a"), TreesToLock({"a"}, set(), {"a"}, []), 1, (set(), set(), [])),
+        (SetInventories("a", {"VCPU": SIX}), TreesToLock({"a"}, set(), set(), []), 2, ({"VCPU"}, set(), [])),
+        (WriteInventory("a", "VCPU", SIX), TreesToLock({"a"}, set(), set(), []), 1, ({"VCPU"}, set(), [])),
+        (DeleteInventory("a", "VCPU"), TreesToLock({"a"}, set(), set(), []), 1, (set(), set(), [])),
+        (SetTraits("a", ["T", "U"]), TreesToLock({"a"}, set(), set(), []), 3, (set(), {"T", "U"}, [])),
+        (SetAggregates("a", ["g"]), TreesToLock({"a"}, set(), set(), []), 2, (set(), set(), [])),
+        (ChangeMembership("a", "g", True), TreesToLock({"a"}, set(), set(), []), 1, (set(), set(), [])),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, TreeWrite) else "",
 )
-def test_what_a_write_of_providers_names(write: TreeWrite, wanted: WantedTrees, entries: int, named: Any) -> None:
-    assert wanted_trees([write]) == wanted
+def test_what_a_write_of_providers_names(write: TreeWrite, wanted: TreesToLock, entries: int, named: Any) -> None:
+    assert trees_to_lock([write]) == wanted
     assert entries_of_tree(write) == entries
-    assert (classes_of_trees([write]), traits_of_trees([write]), adopted_providers([write])) == named
+    assert (classes_of_trees([write]), traits_of_trees([write]), reparented_providers([write])) == named
 
 
 @pytest.mark.parametrize(("name", "words"), [("NONE", "No such resource class"), ("DISK_GB", "No inventory of class")])
@@ -291,13 +291,13 @@ def test_only_what_was_deleted_is_a_deleted_tree() -> None:
         deleted_trees(writes, [])
 
 
-BEFORE = provider("a", inventories={"VCPU": SIX}, aggregates=("g",), traits=("CUSTOM_T",), shape=5)
-NEXT = {"generation": 6, "shape": 9}
+BEFORE = provider("a", inventories={"VCPU": SIX}, aggregates=("g",), traits=("CUSTOM_T",), spec_generation=5)
+NEXT = {"generation": 6, "spec_generation": 9}
 
 
 def trees(*providers: Provider, reported: Any = ()) -> ProviderTrees:
     traits = {"CUSTOM_T": 1, "CUSTOM_U": 2}
-    return ProviderTrees({one.uuid: one for one in providers}, CLASSES, traits, shape=9, reported=reported)
+    return ProviderTrees({one.uuid: one for one in providers}, CLASSES, traits, spec_generation=9, reported=reported)
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,11 @@ def trees(*providers: Provider, reported: Any = ()) -> ProviderTrees:
         (WriteInventory("a", "VCPU", inventory(7), 5), {"inventories": {"VCPU": inventory(7)}, **NEXT}),
         (DeleteInventory("a", "VCPU"), {"inventories": {}, **NEXT}),
         (SetTraits("a", ["CUSTOM_T"], 5), None),
-        (SetTraits("a", ["CUSTOM_U"]), {"traits": ("CUSTOM_U",), "lasting": ("CUSTOM_U",), **NEXT}),
+        (SetTraits("a", ["CUSTOM_U"]), {"traits": ("CUSTOM_U",), "own_traits": ("CUSTOM_U",), **NEXT}),
         (SetTraits("a", [], 5), {"traits": (), **NEXT}),
         (SetAggregates("a", ["g"]), None),
         (SetAggregates("a", ["g"], 5), {"generation": 6}),
-        (SetAggregates("a", ["h", "g"]), {"aggregates": ("g", "h"), "shape": 9}),
+        (SetAggregates("a", ["h", "g"]), {"aggregates": ("g", "h"), "spec_generation": 9}),
         (SetAggregates("a", ["h"], 5), {"aggregates": ("h",), **NEXT}),
         (ChangeMembership("a", "g", True), None),
         (ChangeMembership("a", "h", False), None),
@@ -379,7 +379,7 @@ OTHER = provider("d")
     ],
 )
 def test_the_trees_after_a_write(write: TreeWrite, roots: Any) -> None:
-    """A provider has the new shape when its parent or root is another."""
+    """A provider has the new spec generation when its parent or root is another."""
     before = {one.uuid: one for one in (ROOT, CHILD, BELOW, OTHER)}
     book = trees(*before.values())
     outcome = book.apply(write)
@@ -391,14 +391,14 @@ def test_the_trees_after_a_write(write: TreeWrite, roots: Any) -> None:
     for uuid, one in book.providers.items():
         old = before.get(uuid)
         is_placed = old is None or (one.parent, one.root) != (old.parent, old.root)
-        assert (one.shape, one.generation) == (9 if is_placed else 5, 5 if old else 0)
+        assert (one.spec_generation, one.generation) == (9 if is_placed else 5, 5 if old else 0)
     assert outcome == (before if isinstance(write, DeleteProvider | DeleteTree) else book.providers)[write.uuid]
 
 
 def test_what_is_below_a_provider_that_moves_within_its_tree_stays_as_it_is() -> None:
     book = trees(ROOT, CHILD, BELOW, provider("e", parent="a", root="a"))
     book.apply(UpdateProvider("b", "name-b", "e", True))
-    assert book.providers["b"] == replace(CHILD, parent="e", shape=9) and book.providers["c"] is BELOW
+    assert book.providers["b"] == replace(CHILD, parent="e", spec_generation=9) and book.providers["c"] is BELOW
 
 
 @pytest.mark.parametrize(

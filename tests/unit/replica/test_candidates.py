@@ -16,7 +16,7 @@ from msgspec import structs
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import SWEEP_FROM, Book
+from placement_worker.replica.book import SWEEP_FROM, Replica
 from placement_worker.replica.candidates import MAX_CELLS, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
 from placement_worker.replica.request import CandidatesRequest, Group, QueryTooWide
@@ -61,10 +61,10 @@ def devices(count: int, *, each: int = 8, host: int = 0) -> list[ProviderState]:
 def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
     states = random_world(rng)
-    book = loaded(states)
+    replica = loaded(states)
     for _ in range(3):
         request = random_request(rng, states)
-        answer = candidates(book, request)
+        answer = candidates(replica, request)
         all_of_them = [found(candidate) for candidate in each_of(answer)]
         assert set(all_of_them) == all_candidates(states, request)
         assert len(set(all_of_them)) == len(all_of_them)
@@ -76,13 +76,13 @@ def test_stays_right_while_the_book_moves(seed: int) -> None:
     """Usage, traits, aggregates, providers that come and go: what is kept between searches must move along."""
     rng = random.Random(seed)
     states = {state.uuid: state for state in random_world(rng)}
-    book = loaded(list(states.values()))
+    replica = loaded(list(states.values()))
     requests = [random_request(rng, list(states.values())) for _ in range(3)]
     requests = [request for request in requests if not any(group.in_tree for group in request.groups)]
     for _ in range(6):
         one = rng.choice(sorted(states))
         if rng.random() < 0.2 and not any(state.parent_uuid == one for state in states.values()) and len(states) > 1:
-            book.apply([removed(book.sequence + 1, int(one[-12:]), states[one].generation + 1)])
+            replica.apply([removed(replica.sequence + 1, int(one[-12:]), states[one].generation + 1)])
             del states[one]
         else:
             other = rng.choice(random_world(rng))
@@ -94,27 +94,27 @@ def test_stays_right_while_the_book_moves(seed: int) -> None:
                 inventories=other.inventories,
                 used=other.used,
             )
-            book.apply([changed(book.sequence + 1, states[one])])
+            replica.apply([changed(replica.sequence + 1, states[one])])
         for request in requests:
-            answer = {found(candidate) for candidate in each_of(candidates(book, request))}
+            answer = {found(candidate) for candidate in each_of(candidates(replica, request))}
             assert answer == all_candidates(states.values(), request)
 
 
 def test_tables_follow_when_distinct_values_are_numbered_anew() -> None:
     states = [provider(number, inventories={"VCPU": 8}, traits=("CUSTOM_A",), aggregates=("a",)) for number in range(3)]
-    book = loaded(states)
+    replica = loaded(states)
     request = CandidatesRequest(
         groups=(Group(suffix="1", resources={"VCPU": 1}, required=(("CUSTOM_B",),), member_of=(("b",),)),)
     )
-    epoch = book.epoch
+    epoch = replica.epoch
     for turn in range(SWEEP_FROM):
         state = structs.replace(states[0], generation=2 + turn, traits=(f"CUSTOM_{turn}",), aggregates=(f"x{turn}",))
-        book.apply([changed(book.sequence + 1, state)])
-        assert turn % 500 or not len(candidates(book, request))
-    assert book.epoch > epoch
+        replica.apply([changed(replica.sequence + 1, state)])
+        assert turn % 500 or not len(candidates(replica, request))
+    assert replica.epoch > epoch
     found = structs.replace(states[1], generation=2, traits=("CUSTOM_B",), aggregates=("b",))
-    book.apply([changed(book.sequence + 1, found)])
-    assert candidates(book, request).columns() == [[uuid(1)]]
+    replica.apply([changed(replica.sequence + 1, found)])
+    assert candidates(replica, request).columns() == [[uuid(1)]]
 
 
 def test_trees_of_like_members_hung_differently_are_not_alike() -> None:
@@ -151,10 +151,10 @@ def test_like_members_with_unlike_children_are_not_alike() -> None:
 def test_a_limit_hides_no_root() -> None:
     states = [state for host in range(0, 200, 10) for state in devices(4, host=host)]
     request = numbered({"VF": 1}, {"VF": 1}, group_policy="isolate")
-    book = loaded(states)
+    replica = loaded(states)
     for limit in (1, 20, 30, 100, 1000):
-        answer = candidates(book, request, limit=limit)
-        roots = Counter(book.root_of(int(row)) for row in answer.rows[:, 0])
+        answer = candidates(replica, request, limit=limit)
+        roots = Counter(replica.root_of(int(row)) for row in answer.rows[:, 0])
         assert len(answer) == min(limit, 20 * 12)
         assert len(roots) == min(limit, 20)
         assert max(roots.values()) - min(roots.values()) <= 1
@@ -163,11 +163,11 @@ def test_a_limit_hides_no_root() -> None:
 
 def test_the_order_is_stable_and_a_longer_answer_begins_with_the_shorter() -> None:
     states = [state for host in range(0, 50, 10) for state in devices(3, host=host)]
-    book = loaded(states)
+    replica = loaded(states)
     request = numbered({"VF": 1}, {"VF": 2})
-    everything = candidates(book, request).rows.tolist()
+    everything = candidates(replica, request).rows.tolist()
     for limit in range(len(everything) + 2):
-        assert candidates(book, request, limit=limit).rows.tolist() == everything[:limit]
+        assert candidates(replica, request, limit=limit).rows.tolist() == everything[:limit]
 
 
 def test_those_with_most_room_come_first() -> None:
@@ -179,17 +179,17 @@ def test_those_with_most_room_come_first() -> None:
 
 
 def test_a_sample_is_drawn_from_all_candidates() -> None:
-    book = loaded([provider(number, inventories={"VCPU": 8}) for number in range(100)])
+    replica = loaded([provider(number, inventories={"VCPU": 8}) for number in range(100)])
     seen: Counter[int] = Counter()
     for seed in range(200):
-        answer = candidates(book, plain(VCPU=1), limit=10, rng=random.Random(seed))
+        answer = candidates(replica, plain(VCPU=1), limit=10, rng=random.Random(seed))
         assert len(set(answer.rows[:, 0].tolist())) == 10
         assert not answer.exhausted
         seen.update(answer.rows[:, 0].tolist())
     assert len(seen) == 100
-    again = candidates(book, plain(VCPU=1), limit=10, rng=random.Random(199))
+    again = candidates(replica, plain(VCPU=1), limit=10, rng=random.Random(199))
     assert again.rows.tolist() == answer.rows.tolist()
-    assert candidates(book, plain(VCPU=1), rng=random.Random(1)).exhausted
+    assert candidates(replica, plain(VCPU=1), rng=random.Random(1)).exhausted
 
 
 # --- no explosion
@@ -236,10 +236,10 @@ def test_a_budget_that_ends_the_search_is_admitted_and_hides_no_other_root() -> 
     assert (len(cut), cut.exhausted) == (0, False)
     whole = candidates(loaded(hard), request)
     assert (len(whole), whole.exhausted) == (0, True)
-    book = loaded([*hard, *easy])
-    both = candidates(book, request, limit=5, budget=100)
+    replica = loaded([*hard, *easy])
+    both = candidates(replica, request, limit=5, budget=100)
     assert len(both) == 5
-    assert {book.root_of(int(row)) for row in both.rows[:, 0]} == {book.row_of(uuid(100))}
+    assert {replica.root_of(int(row)) for row in both.rows[:, 0]} == {replica.row_of(uuid(100))}
     assert not both.exhausted
 
 
@@ -277,7 +277,7 @@ def calls_of_a_first_asking(hosts: int) -> int:
         )
         for number in range(hosts)
     ]
-    book = loaded(states)
+    replica = loaded(states)
     requested = Group(resources={"VCPU": 1, "MEMORY_MB": 1}, required=(("CUSTOM_A",),), forbidden=("CUSTOM_B",))
     calls = 0
 
@@ -292,7 +292,7 @@ def calls_of_a_first_asking(hosts: int) -> int:
         calls = 0
         sys.setprofile(count)
         try:
-            found = candidates(book, request, limit=10)
+            found = candidates(replica, request, limit=10)
         finally:
             sys.setprofile(None)
         assert len(found) == 10
@@ -310,11 +310,11 @@ def test_amounts_never_requested_before_cost_no_call_per_inventory() -> None:
 def test_a_sharing_provider_that_gives_everything_is_one_candidate() -> None:
     pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2, 3)]
-    book = loaded([pool, *hosts])
-    answer = candidates(book, plain(DISK_GB=1))
+    replica = loaded([pool, *hosts])
+    answer = candidates(replica, plain(DISK_GB=1))
     assert answer.columns() == [[uuid(0)]]
-    assert len(candidates(book, plain(DISK_GB=1, VCPU=1))) == 3
-    assert candidates(book, plain(DISK_GB=1, VCPU=1)).touched().tolist() == [0, 1, 2, 3]
+    assert len(candidates(replica, plain(DISK_GB=1, VCPU=1))) == 3
+    assert candidates(replica, plain(DISK_GB=1, VCPU=1)).touched().tolist() == [0, 1, 2, 3]
 
 
 def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
@@ -336,7 +336,7 @@ def test_a_sharing_provider_alone_is_anchored_at_every_tree_it_serves() -> None:
 
 
 def test_mappings_and_merged_amounts() -> None:
-    book = loaded(devices(1))
+    replica = loaded(devices(1))
     request = CandidatesRequest(
         groups=(
             Group(resources={"VF": 1, "VCPU": 1}),
@@ -346,14 +346,14 @@ def test_mappings_and_merged_amounts() -> None:
         same_subtree=(("_A", "_B"),),
         group_policy="isolate",
     )
-    (one,) = each_of(candidates(book, request))
+    (one,) = each_of(candidates(replica, request))
     assert one.allocations == {uuid(0): {"VCPU": 1}, uuid(1): {"VF": 3}}
     assert one.mappings == {
         "": [uuid(0), uuid(1)],
         "_A": [uuid(1)],
         "_B": [uuid(0)],
     }
-    assert one.shapes == {uuid(0): 1, uuid(1): 1}
+    assert one.spec_generations == {uuid(0): 1, uuid(1): 1}
 
 
 def test_merged_amounts_keep_to_max_unit_but_not_to_step_or_min() -> None:
@@ -383,41 +383,41 @@ def test_in_tree_holds_for_a_group_without_resources(required: tuple[tuple[str, 
 def test_an_aggregate_on_the_root_counts_for_the_unnumbered_group_only() -> None:
     states = devices(1)
     states[0] = structs.replace(states[0], aggregates=("a",))
-    book = loaded(states)
+    replica = loaded(states)
     member = {"resources": {"VF": 1}, "member_of": (("a",),)}
-    assert len(candidates(book, CandidatesRequest(groups=(Group(**member),)))) == 1  # type: ignore[arg-type]
-    assert len(candidates(book, CandidatesRequest(groups=(Group(suffix="1", **member),)))) == 0  # type: ignore[arg-type]
+    assert len(candidates(replica, CandidatesRequest(groups=(Group(**member),)))) == 1  # type: ignore[arg-type]
+    assert len(candidates(replica, CandidatesRequest(groups=(Group(suffix="1", **member),)))) == 0  # type: ignore[arg-type]
 
 
 def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
-    book = loaded(devices(1))
+    replica = loaded(devices(1))
     request = plain(VCPU=1, VF=1)
-    assert len(candidates(book, request)) == 1
-    assert len(candidates(book, structs.replace(request, one_per_tree=True))) == 0
+    assert len(candidates(replica, request)) == 1
+    assert len(candidates(replica, structs.replace(request, one_per_tree=True))) == 0
     flat = structs.replace(plain(VF=1), one_per_tree=True)
-    assert candidates(book, flat).touched().tolist() == [1]
+    assert candidates(replica, flat).touched().tolist() == [1]
 
 
 def test_before_trees_each_of_like_children_may_be_the_one_that_gives() -> None:
     both = {"VCPU": 8, "VF": 8}
-    book = loaded([provider(0), *(provider(n, root=0, parent=0, inventories=both) for n in (1, 2, 3))])
-    answer = candidates(book, structs.replace(plain(VCPU=1, VF=1), one_per_tree=True))
+    replica = loaded([provider(0), *(provider(n, root=0, parent=0, inventories=both) for n in (1, 2, 3))])
+    answer = candidates(replica, structs.replace(plain(VCPU=1, VF=1), one_per_tree=True))
     assert [len(candidate.allocations) for candidate in each_of(answer)] == [1, 1, 1]
 
 
 def test_claims_in_flight_count() -> None:
-    book = loaded(devices(1, each=2))
-    assert len(candidates(book, numbered({"VF": 2}))) == 1
-    book.assume("k", {uuid(1): {"VF": 1}})
-    assert len(candidates(book, numbered({"VF": 2}))) == 0
-    book.apply([used(book.sequence + 1, 0, 2, {"VCPU": 1})])
-    book.forget("k")
-    assert len(candidates(book, numbered({"VF": 2}))) == 1
+    replica = loaded(devices(1, each=2))
+    assert len(candidates(replica, numbered({"VF": 2}))) == 1
+    replica.assume("k", {uuid(1): {"VF": 1}})
+    assert len(candidates(replica, numbered({"VF": 2}))) == 0
+    replica.apply([used(replica.sequence + 1, 0, 2, {"VCPU": 1})])
+    replica.drop_assumed("k")
+    assert len(candidates(replica, numbered({"VF": 2}))) == 1
 
 
 def test_nothing_requested_and_an_empty_book_find_nothing() -> None:
-    assert len(candidates(Book(), plain(VCPU=1))) == 0
-    assert candidates(Book(), plain(VCPU=1)).exhausted
+    assert len(candidates(Replica(), plain(VCPU=1))) == 0
+    assert candidates(Replica(), plain(VCPU=1)).exhausted
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=(Group(),)))) == 0
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=()))) == 0
 
@@ -463,7 +463,7 @@ def test_a_long_chain_moves_up_by_one() -> None:
     assert not can_match([*chain, 1, 1])
 
 
-# --- a copy of a book keeps its answers while the book moves on; a search ends when its time budget is used up
+# --- a copy of a replica keeps its answers while placement moves on; a search ends when its time budget is used up
 
 INVENTORY = (8.0, 1, 8, 1, 8, 0, 1.0)
 
@@ -476,7 +476,7 @@ def state(number: int, parent: int | None = None, *, generation: int = 1, **amou
         root_uuid=uuid(root),
         parent_uuid=None if parent is None else uuid(parent),
         generation=generation,
-        shape=generation,
+        spec_generation=generation,
         inventories=dict.fromkeys(amounts, INVENTORY),
         used=amounts,
         traits=(f"CUSTOM_{number % 3}",),
@@ -484,9 +484,9 @@ def state(number: int, parent: int | None = None, *, generation: int = 1, **amou
     )
 
 
-def book() -> Book:
+def replica() -> Replica:
     """Forty hosts with a device each; one class is rare."""
-    made = Book()
+    made = Replica()
     states = [state(number, VCPU=number % 5) for number in range(40)]
     states += [state(100 + number, number, VGPU=number % 3) for number in range(40)]
     made.load([*states, state(200, CUSTOM_RARE=1)], 1)
@@ -501,19 +501,19 @@ REQUEST = CandidatesRequest(
 )
 
 
-def answers(book: Book) -> list[object]:
-    rows = [book.row_of(uuid(number)) for number in (*range(40), *range(100, 140), 200)]
-    inventories = [None if row is None else (book.inventory_of(row), book.traits_of(row)) for row in rows]
+def answers(replica: Replica) -> list[object]:
+    rows = [replica.row_of(uuid(number)) for number in (*range(40), *range(100, 140), 200)]
+    inventories = [None if row is None else (replica.inventory_of(row), replica.traits_of(row)) for row in rows]
     return [
-        [candidate.allocations for candidate in each_of(candidates(book, REQUEST))],
+        [candidate.allocations for candidate in each_of(candidates(replica, REQUEST))],
         inventories,
-        [book.uuids_of(book.members(book.rows_of_roots())[0])],
-        len(book),
+        [replica.uuids_of(replica.members(replica.rows_of_roots())[0])],
+        len(replica),
     ]
 
 
 def test_a_copy_keeps_its_answers_while_the_book_moves_on() -> None:
-    made = book()
+    made = replica()
     before = answers(made)
     assert before[0]
     copy = copy_of(made)
@@ -532,7 +532,7 @@ def test_a_copy_keeps_its_answers_while_the_book_moves_on() -> None:
 
 
 def test_a_search_over_its_time_budget_returns_what_it_has_or_nothing() -> None:
-    made = book()
+    made = replica()
     times = iter(range(10**6))
     whole = len(candidates(made, REQUEST))
     short = TimeBudget(lambda: float(next(times)), 8, keeps_partial=True)

@@ -14,12 +14,12 @@ from msgspec import structs
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica import book as book_module
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.request import Group, Query
 from placement_worker.replica.search import options, search
 from tests.unit.replica.worlds import Assignment, changed, inventory, provider, removed, used, uuid, ways
 
-# --- the search against Placement's rules tried out one by one, while the book moves under it
+# --- the search against Placement's rules tried out one by one, while placement moves under it
 
 CLASSES = ("VCPU", "MEMORY_MB", "VGPU")
 TRAITS = ("T1", "T2", "T3", "T4")
@@ -29,10 +29,10 @@ TREES = 3
 
 
 class World:
-    """A book, and the same things written plainly."""
+    """A replica, and the same things written plainly."""
 
     def __init__(self) -> None:
-        self.book = Book()
+        self.book = Replica()
         self.states: dict[str, ProviderState] = {}
         self.claims: dict[str, dict[str, dict[str, int]]] = {}
 
@@ -61,7 +61,7 @@ class World:
             self.claims[key] = claim
         elif kind == "fail" and self.claims:
             key = rng.choice(sorted(self.claims))
-            self.book.forget(key)
+            self.book.drop_assumed(key)
             del self.claims[key]
         elif kind == "land" and self.claims:
             self.land(rng.choice(sorted(self.claims)), rng)
@@ -90,13 +90,13 @@ class World:
         claim = {one: share for one, share in self.claims.pop(key).items() if one in self.states}
         generations = {one: self.states[one].generation + 1 for one in claim}
         if rng.random() < 0.5:
-            self.book.settle(key, generations)
+            self.book.confirm(key, generations)
         for one, share in claim.items():
             state = self.states[one]
             amounts = {name: state.used.get(name, 0) + amount for name, amount in share.items()}
             self.book.apply([used(self.book.sequence + 1, int(one[-12:]), generations[one], amounts)])
             self.states[one] = structs.replace(state, generation=generations[one], used={**state.used, **amounts})
-        self.book.settle(key, generations)
+        self.book.confirm(key, generations)
 
     def pick(self, rng: random.Random) -> str:
         return rng.choice(sorted(self.states))
@@ -115,7 +115,7 @@ class World:
             root_uuid=uuid(root),
             parent_uuid=uuid(root) if member else None,
             generation=1 if old is None else old.generation + 1,
-            shape=1 if old is None else old.shape + 1,
+            spec_generation=1 if old is None else old.spec_generation + 1,
             inventories={
                 name: inventory(
                     rng.randint(0, 8), low=rng.randint(1, 2), high=rng.randint(2, 8), step=rng.randint(1, 2)
@@ -155,11 +155,13 @@ QUERIES = st.builds(
 
 
 def compare(world: World, query: Query) -> None:
-    book = world.book
+    replica = world.book
     expected = ways(world.states, world.assumed, query)
     for explain in (False, True):
-        found = search(book, query, explain=explain)
-        assert [book.uuid_of(row) for row in found.roots] == sorted(expected, key=lambda one: book.row_of(one) or 0)
+        found = search(replica, query, explain=explain)
+        assert [replica.uuid_of(row) for row in found.roots] == sorted(
+            expected, key=lambda one: replica.row_of(one) or 0
+        )
     steps = found.funnel
     assert steps[-1].remaining == len(expected)
     for before, after in pairwise(steps):
@@ -174,7 +176,7 @@ def check_options(world: World, query: Query, root: str, all_ways: set[Assignmen
     offered = options(world.book, query, row, limit=64)
     reasons = []
     for option in offered:
-        assert option.shapes == {one: world.states[one].shape for one in option.allocations}
+        assert option.spec_generations == {one: world.states[one].spec_generation for one in option.allocations}
         reasons.append(tuple(sorted((name, one) for one, share in option.allocations.items() for name in share)))
         for share in option.allocations.values():
             assert all(query.resources[name] == amount for name, amount in share.items())
@@ -185,20 +187,20 @@ def check_options(world: World, query: Query, root: str, all_ways: set[Assignmen
 
 
 def check_columns(world: World) -> None:
-    book = world.book
-    assert len(book) == len(world.states)
-    assert sorted(book.uuid_of(row) for row in book.rows_of_roots()) == sorted(
+    replica = world.book
+    assert len(replica) == len(world.states)
+    assert sorted(replica.uuid_of(row) for row in replica.rows_of_roots()) == sorted(
         one for one, state in world.states.items() if state.root_uuid == one
     )
-    roots = book.rows_of_roots()
+    roots = replica.rows_of_roots()
     for name in CLASSES:
         for place, root in enumerate(roots):
-            members = [state for state in world.states.values() if state.root_uuid == book.uuid_of(root)]
+            members = [state for state in world.states.values() if state.root_uuid == replica.uuid_of(root)]
             rooms = [room(world, state, name) for state in members]
-            assert book.free(name, roots)[place] == sum(max(0, free) for _, free in rooms)
-            assert book.totals(name, roots)[place] == sum(capacity for capacity, _ in rooms)
-            assert book.usage(name, roots)[place] == sum(capacity - free for capacity, free in rooms)
-            assert sorted(map(book.uuid_of, book.members(np.array([root]))[0])) == sorted(
+            assert replica.free(name, roots)[place] == sum(max(0, free) for _, free in rooms)
+            assert replica.totals(name, roots)[place] == sum(capacity for capacity, _ in rooms)
+            assert replica.usage(name, roots)[place] == sum(capacity - free for capacity, free in rooms)
+            assert sorted(map(replica.uuid_of, replica.members(np.array([root]))[0])) == sorted(
                 state.uuid for state in members
             )
 
@@ -385,7 +387,7 @@ CASES: dict[str, tuple[list[ProviderState], Query, dict[str, dict[str, int]]]] =
 def test_item_22_a_host_is_rejected_for_the_first_reason_that_applies(
     states: list[ProviderState], query: Query, expected: dict[str, dict[str, int]]
 ) -> None:
-    book = Book()
-    book.load(states, 0)
-    funnel = search(book, query, explain=True).funnel[1:]
+    replica = Replica()
+    replica.load(states, 0)
+    funnel = search(replica, query, explain=True).funnel[1:]
     assert [(one.step, one.rejected) for one in funnel] == list(expected.items())

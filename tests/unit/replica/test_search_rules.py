@@ -13,9 +13,9 @@ from msgspec import structs
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
 from placement_worker.replica import compiled
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.request import Group, Query, request_of, total_resources
-from placement_worker.replica.search import QUERIES_KEPT, VerdictsCache, options, search, verdicts_of
+from placement_worker.replica.search import QUERIES_KEPT, ResultsCache, options, results_of, search
 from tests.unit.replica.worlds import (
     AGGREGATES,
     TRAITS,
@@ -35,21 +35,23 @@ from tests.unit.replica.worlds import (
 # --- placement's rules for un-numbered requests, one by one (microversion 1.31, microversion 1.35), and the funnel
 
 
-def book_of(*states: ProviderState) -> Book:
-    book = Book()
-    book.load(states, 0)
-    return book
+def book_of(*states: ProviderState) -> Replica:
+    replica = Replica()
+    replica.load(states, 0)
+    return replica
 
 
-def found(book: Book, query: Query) -> list[str]:
-    return [book.name_of(row) for row in search(book, query).roots]
+def found(replica: Replica, query: Query) -> list[str]:
+    return [replica.name_of(row) for row in search(replica, query).roots]
 
 
-def ways(book: Book, query: Query, root: int = 0, limit: int = 64) -> list[dict[str, dict[str, int]]]:
-    row = book.row_of(uuid(root))
+def ways(replica: Replica, query: Query, root: int = 0, limit: int = 64) -> list[dict[str, dict[str, int]]]:
+    row = replica.row_of(uuid(root))
     assert row is not None
-    named = options(book, query, row, limit=limit)
-    return [{book.name_of(book.row_of(one) or 0): share for one, share in way.allocations.items()} for way in named]
+    named = options(replica, query, row, limit=limit)
+    return [
+        {replica.name_of(replica.row_of(one) or 0): share for one, share in way.allocations.items()} for way in named
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,100 +64,102 @@ def test_an_amount_is_within_min_max_step_and_room(amount: int, fits: bool) -> N
 
 def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
     """The trait on a bystander is no use."""
-    book = book_of(
+    replica = book_of(
         provider(0, inventories={"VCPU": 8}),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("GOOD",)),
     )
     query = Query(resources={"VCPU": 1}, required=(("GOOD",),))
-    assert found(book, query) == []
-    assert search(book, query, explain=True).funnel[-1].remaining == 0
-    assert found(book, structs.replace(query, resources={"VCPU": 1, "VGPU": 1})) == ["p0"]
+    assert found(replica, query) == []
+    assert search(replica, query, explain=True).funnel[-1].remaining == 0
+    assert found(replica, structs.replace(query, resources={"VCPU": 1, "VGPU": 1})) == ["p0"]
 
 
 def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> None:
     left = provider(1, root=0, parent=0, inventories={"VGPU": 1}, traits=("A",))
     right = provider(2, root=0, parent=0, inventories={"VGPU": 1}, traits=("B",))
-    book = book_of(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
+    replica = book_of(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
     both = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A",), ("B",)))
-    assert found(book, both) == []
+    assert found(replica, both) == []
     one = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("C",), ("B",)))
-    assert ways(book, one) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
+    assert ways(replica, one) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
     either = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A", "B"),))
-    assert len(ways(book, either)) == 2
+    assert len(ways(replica, either)) == 2
 
 
 def test_the_provider_with_most_of_the_traits_is_not_always_the_one() -> None:
     """Taking the richest provider first would leave T3 unmet."""
-    book = book_of(
+    replica = book_of(
         provider(0),
         provider(1, root=0, parent=0, inventories={"A": 1}, traits=("T1", "T2")),
         provider(2, root=0, parent=0, inventories={"A": 1}, traits=("T3",)),
         provider(3, root=0, parent=0, inventories={"B": 1}, traits=("T1", "T2")),
     )
     query = Query(resources={"A": 1, "B": 1}, required=(("T1",), ("T2",), ("T3",)))
-    assert found(book, query) == ["p0"]
-    assert ways(book, query) == [{"p2": {"A": 1}, "p3": {"B": 1}}]
+    assert found(replica, query) == ["p0"]
+    assert ways(replica, query) == [{"p2": {"A": 1}, "p3": {"B": 1}}]
 
 
 def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
     bad = provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("BAD",))
     good = provider(2, root=0, parent=0, inventories={"VGPU": 1})
-    book = book_of(provider(0, inventories={"VCPU": 8}), bad, good)
+    replica = book_of(provider(0, inventories={"VCPU": 8}), bad, good)
     query = Query(resources={"VCPU": 1, "VGPU": 1}, forbidden=("BAD",))
-    assert ways(book, query) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
-    assert found(book, structs.replace(query, resources={"VGPU": 2})) == []
+    assert ways(replica, query) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
+    assert found(replica, structs.replace(query, resources={"VGPU": 2})) == []
 
 
 def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> None:
     """Membership in an aggregate, required and forbidden."""
-    book = book_of(
+    replica = book_of(
         provider(0, inventories={"VCPU": 8}, aggregates=("wide",)),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, aggregates=("narrow",)),
     )
     both = {"VCPU": 1, "VGPU": 1}
-    assert found(book, Query(resources=both, member_of=(("wide",),))) == ["p0"]
-    assert found(book, Query(resources=both, member_of=(("narrow",),))) == []
-    assert found(book, Query(resources={"VGPU": 1}, member_of=(("narrow",),))) == ["p0"]
+    assert found(replica, Query(resources=both, member_of=(("wide",),))) == ["p0"]
+    assert found(replica, Query(resources=both, member_of=(("narrow",),))) == []
+    assert found(replica, Query(resources={"VGPU": 1}, member_of=(("narrow",),))) == ["p0"]
     # Both at once must be met by one provider, not by the root and the child together.
-    assert found(book, Query(resources={"VGPU": 1}, member_of=(("narrow",), ("wide",)))) == []
-    assert found(book, Query(resources={"VGPU": 1}, forbidden_aggregates=("wide",))) == []
-    assert found(book, Query(resources=both, forbidden_aggregates=("narrow",))) == []
-    assert found(book, Query(resources={"VCPU": 1}, forbidden_aggregates=("narrow",))) == ["p0"]
+    assert found(replica, Query(resources={"VGPU": 1}, member_of=(("narrow",), ("wide",)))) == []
+    assert found(replica, Query(resources={"VGPU": 1}, forbidden_aggregates=("wide",))) == []
+    assert found(replica, Query(resources=both, forbidden_aggregates=("narrow",))) == []
+    assert found(replica, Query(resources={"VCPU": 1}, forbidden_aggregates=("narrow",))) == ["p0"]
 
 
 def test_root_traits_are_the_roots_own() -> None:
-    book = book_of(
+    replica = book_of(
         provider(0, inventories={"VCPU": 8}, traits=("COMPUTE_STATUS_DISABLED",)),
         provider(1, inventories={"VCPU": 8}),
         provider(2, root=1, parent=1, inventories={"VGPU": 1}, traits=("COMPUTE_STATUS_DISABLED", "X")),
     )
-    assert found(book, Query(resources={"VCPU": 1}, root_forbidden=("COMPUTE_STATUS_DISABLED",))) == ["p1"]
-    assert found(book, Query(resources={"VGPU": 1}, root_required=(("X",),))) == []
+    assert found(replica, Query(resources={"VCPU": 1}, root_forbidden=("COMPUTE_STATUS_DISABLED",))) == ["p1"]
+    assert found(replica, Query(resources={"VGPU": 1}, root_required=(("X",),))) == []
 
 
 def test_each_class_comes_from_one_provider_whole() -> None:
     cells = [provider(number, root=0, parent=0, inventories={"VCPU": 4}) for number in (1, 2)]
-    book = book_of(provider(0), *cells)
-    assert found(book, Query(resources={"VCPU": 5})) == []
-    assert book.free("VCPU", book.rows_of_roots()).tolist() == [8]
+    replica = book_of(provider(0), *cells)
+    assert found(replica, Query(resources={"VCPU": 5})) == []
+    assert replica.free("VCPU", replica.rows_of_roots()).tolist() == [8]
 
 
 def test_pins() -> None:
-    book = book_of(*(provider(number, inventories={"VCPU": 8}) for number in range(4)), provider(9, root=2, parent=2))
+    replica = book_of(
+        *(provider(number, inventories={"VCPU": 8}) for number in range(4)), provider(9, root=2, parent=2)
+    )
     requested = {"VCPU": 1}
-    assert found(book, Query(resources=requested, in_tree=uuid(9))) == ["p2"]
-    assert found(book, Query(resources=requested, in_tree=uuid(77))) == []
-    assert found(book, Query(resources=requested, only_roots=(uuid(3), uuid(1), uuid(77), uuid(9)))) == ["p1", "p3"]
-    assert found(book, Query(resources=requested, only_roots=(uuid(77),))) == []
-    assert found(book, Query(resources=requested, ignore_roots=(uuid(0), uuid(77)))) == ["p1", "p2", "p3"]
-    assert found(book, Query(resources=requested, only_roots=(uuid(0), uuid(1)), ignore_roots=(uuid(0),))) == ["p1"]
+    assert found(replica, Query(resources=requested, in_tree=uuid(9))) == ["p2"]
+    assert found(replica, Query(resources=requested, in_tree=uuid(77))) == []
+    assert found(replica, Query(resources=requested, only_roots=(uuid(3), uuid(1), uuid(77), uuid(9)))) == ["p1", "p3"]
+    assert found(replica, Query(resources=requested, only_roots=(uuid(77),))) == []
+    assert found(replica, Query(resources=requested, ignore_roots=(uuid(0), uuid(77)))) == ["p1", "p2", "p3"]
+    assert found(replica, Query(resources=requested, only_roots=(uuid(0), uuid(1)), ignore_roots=(uuid(0),))) == ["p1"]
 
 
 def test_a_class_requested_with_nothing_is_not_searched() -> None:
-    book = book_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
+    replica = book_of(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
     query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
-    assert ways(book, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
-    nothing = search(book, Query(resources={"VCPU": 0}), explain=True)
+    assert ways(replica, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
+    nothing = search(replica, Query(resources={"VCPU": 0}), explain=True)
     assert (len(nothing.roots), nothing.funnel[-1].rejected) == (0, {"nothing is requested": 1})
 
 
@@ -165,11 +169,11 @@ def test_options_are_near_roomy_and_real_alternatives() -> None:
         provider(1, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}, used={"VCPU": 4}),
         provider(2, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}),
     ]
-    book = book_of(provider(0), *cells)
-    requested = ways(book, Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
+    replica = book_of(provider(0), *cells)
+    requested = ways(replica, Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
     assert [list(way) for way in requested[:2]] == [["p2"], ["p1"]]
     assert [len(way) for way in requested] == [1, 1, 2, 2]
-    assert ways(book, Query(resources={"VCPU": 2}))[0] == {"p2": {"VCPU": 2}}
+    assert ways(replica, Query(resources={"VCPU": 2}))[0] == {"p2": {"VCPU": 2}}
 
 
 def test_a_provider_that_gives_more_classes_comes_before_one_that_has_more_room() -> None:
@@ -183,8 +187,8 @@ def test_a_provider_that_gives_more_classes_comes_before_one_that_has_more_room(
 
 def test_many_like_children_do_not_explode() -> None:
     devices = [provider(number, root=0, parent=0, inventories={"VGPU": 1, "FPGA": 1}) for number in range(1, 201)]
-    book = book_of(provider(0, inventories={"VCPU": 8}), *devices)
-    requested = ways(book, Query(resources={"VCPU": 1, "VGPU": 1, "FPGA": 1}), limit=4)
+    replica = book_of(provider(0, inventories={"VCPU": 8}), *devices)
+    requested = ways(replica, Query(resources={"VCPU": 1, "VGPU": 1, "FPGA": 1}), limit=4)
     assert len(requested) == 4
     assert len({name for way in requested for name in way}) == 5  # the root and four different devices
 
@@ -198,14 +202,14 @@ def test_a_root_past_the_budget_is_called_unknown_and_hides_no_other(monkeypatch
     everything = tuple(f"T{number}" for number in range(1, 9))
     states = [provider(0), *members, provider(100, inventories=owned, traits=everything)]
     query = Query(resources=owned, required=tuple((name,) for name in everything))
-    book = book_of(*states)
-    answer = search(book, query, explain=True)
-    assert [book.name_of(row) for row in answer.roots] == ["p100"]
+    replica = book_of(*states)
+    answer = search(replica, query, explain=True)
+    assert [replica.name_of(row) for row in answer.roots] == ["p100"]
     assert answer.funnel[-1].rejected == {"too many combinations to try": 1}
 
 
 def test_the_funnel_gives_the_reasons() -> None:
-    book = book_of(
+    replica = book_of(
         provider(0, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",), aggregates=("az1",)),
         provider(1, inventories={"VCPU": 8, "MEMORY_MB": 64}, aggregates=("az1",)),
         provider(2, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",)),
@@ -223,7 +227,7 @@ def test_the_funnel_gives_the_reasons() -> None:
         member_of=(("az1", "az2"),),
         ignore_roots=(uuid(0),),
     )
-    funnel = search(book, query, explain=True).funnel
+    funnel = search(replica, query, explain=True).funnel
     assert [(step.step, step.remaining, step.rejected) for step in funnel] == [
         ("providers", 6, {"ignored": 1}),
         ("traits", 4, {"has OLD": 1, "lacks SSD": 1}),
@@ -248,8 +252,8 @@ CHILD = provider(1, root=0, parent=0, inventories={"VCPU": 8}, traits=("CUSTOM_O
 )
 def test_what_is_forbidden_on_a_child_is_not_called_absent(query: dict[str, object], step: str, reason: str) -> None:
     """The host has VCPU: a trait or an aggregate stands in the way. It was reported to have none."""
-    book = book_of(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
-    funnel = search(book, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
+    replica = book_of(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
+    funnel = search(replica, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
     assert [(one.step, one.rejected) for one in funnel if one.rejected] == [(step, {reason: 1})]
 
 
@@ -268,14 +272,14 @@ def test_the_only_child_with_the_trait_is_full() -> None:
 def test_a_reason_moves_with_the_host() -> None:
     """Reasons are worked out when they are asked for: one that was must not stay when the host has changed."""
     host = provider(0, inventories={"VCPU": 4}, used={"VCPU": 4})
-    book = book_of(host)
+    replica = book_of(host)
     query = Query(resources={"VCPU": 2})
-    assert search(book, query, explain=True).funnel[-1].rejected == {"in use": 1}
-    smaller = structs.replace(host, generation=2, shape=2, inventories={"VCPU": inventory(1)}, used={})
-    book.apply([changed(1, smaller)])
-    assert search(book, query, explain=True).funnel[-1].rejected == {"capacity too small": 1}
-    book.apply([removed(2, 0, 3)])
-    assert search(book, query, explain=True).funnel[-1].rejected == {}
+    assert search(replica, query, explain=True).funnel[-1].rejected == {"in use": 1}
+    smaller = structs.replace(host, generation=2, spec_generation=2, inventories={"VCPU": inventory(1)}, used={})
+    replica.apply([changed(1, smaller)])
+    assert search(replica, query, explain=True).funnel[-1].rejected == {"capacity too small": 1}
+    replica.apply([removed(2, 0, 3)])
+    assert search(replica, query, explain=True).funnel[-1].rejected == {}
 
 
 def test_what_is_held_back_is_not_called_too_small() -> None:
@@ -286,34 +290,34 @@ def test_what_is_held_back_is_not_called_too_small() -> None:
 
 
 def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
-    book = book_of(provider(0, inventories={"VCPU": 2 * QUERIES_KEPT}))
+    replica = book_of(provider(0, inventories={"VCPU": 2 * QUERIES_KEPT}))
     for _ in range(2):
         for amount in range(1, 2 * QUERIES_KEPT + 1):
-            assert found(book, Query(resources={"VCPU": amount})) == ["p0"]
-            assert len(book.cache(VerdictsCache)) <= QUERIES_KEPT
-        book.apply([used(1, 0, 2, {"VCPU": 0})])
+            assert found(replica, Query(resources={"VCPU": amount})) == ["p0"]
+            assert len(replica.cache(ResultsCache)) <= QUERIES_KEPT
+        replica.apply([used(1, 0, 2, {"VCPU": 0})])
 
 
 def test_inventories_are_read_anew_after_a_sweep() -> None:
     """A sweep numbers distinct inventories anew: what was known by number must not stay."""
-    book = book_of(provider(0, inventories={"VCPU": 1}), provider(1, inventories={"VCPU": 8}))
+    replica = book_of(provider(0, inventories={"VCPU": 1}), provider(1, inventories={"VCPU": 8}))
     query = Query(resources={"VCPU": 4})
-    assert found(book, query) == ["p1"]
-    book._sweep_at, epoch = 1, book.epoch
-    book.apply([changed(1, provider(0, generation=2, shape=2, inventories={"VCPU": 8}))])
-    assert book.epoch == epoch + 1
-    assert found(book, query) == ["p0", "p1"]
+    assert found(replica, query) == ["p1"]
+    replica._sweep_at, epoch = 1, replica.epoch
+    replica.apply([changed(1, provider(0, generation=2, spec_generation=2, inventories={"VCPU": 8}))])
+    assert replica.epoch == epoch + 1
+    assert found(replica, query) == ["p0", "p1"]
 
 
 def test_a_class_that_appears_later_is_found() -> None:
-    book = book_of(provider(0))
+    replica = book_of(provider(0))
     query = Query(resources={"CUSTOM_NEW": 1})
-    assert found(book, query) == []
-    book.load([provider(0, inventories={"CUSTOM_NEW": 1})], 5)
-    assert found(book, query) == ["p0"]
+    assert found(replica, query) == []
+    replica.load([provider(0, inventories={"CUSTOM_NEW": 1})], 5)
+    assert found(replica, query) == ["p0"]
 
 
-# --- searching for hosts with numbered groups and sharing providers: complete, and right while the book moves
+# --- searching for hosts with numbered groups and sharing providers: complete, and right while placement moves
 
 
 def random_query(rng: random.Random, states: list[ProviderState]) -> Query:
@@ -361,27 +365,27 @@ def by_root(states: list[ProviderState], query: Query) -> dict[str, set[frozense
     return found
 
 
-def check(book: Book, states: list[ProviderState], query: Query) -> None:
+def check(replica: Replica, states: list[ProviderState], query: Query) -> None:
     wanted = by_root(states, query)
     if query.in_tree is not None:
         tree = next((state.root_uuid for state in states if state.uuid == query.in_tree), None)
         wanted = {root: ways for root, ways in wanted.items() if root == tree}
-    answer = search(book, query, explain=True)
-    assert {book.uuid_of(int(row)) for row in answer.roots} == set(wanted)
-    assert answer.funnel[0].remaining + sum(answer.funnel[0].rejected.values()) == len(book.rows_of_roots())
+    answer = search(replica, query, explain=True)
+    assert {replica.uuid_of(int(row)) for row in answer.roots} == set(wanted)
+    assert answer.funnel[0].remaining + sum(answer.funnel[0].rejected.values()) == len(replica.rows_of_roots())
     assert answer.funnel[-1].remaining == len(wanted)
-    verdicts = verdicts_of(book, query)
-    assert verdicts.reasons.unknown not in verdicts.verdicts
-    assert verdicts.reasons.unexplained not in verdicts.verdicts
+    results = results_of(replica, query)
+    assert results.reasons.unknown not in results.results
+    assert results.reasons.unexplained not in results.results
     for row in answer.roots.tolist():
         found = [
             frozenset((one, name, n) for one, given in option.allocations.items() for name, n in given.items())
-            for option in options(book, query, row, limit=1000)
+            for option in options(replica, query, row, limit=1000)
         ]
         assert found
-        assert set(found) <= wanted[book.uuid_of(row)]
+        assert set(found) <= wanted[replica.uuid_of(row)]
         if len(found) < 64:
-            assert set(found) == wanted[book.uuid_of(row)]
+            assert set(found) == wanted[replica.uuid_of(row)]
 
 
 @given(st.integers(0, 2**32))
@@ -389,28 +393,28 @@ def check(book: Book, states: list[ProviderState], query: Query) -> None:
 def test_finds_every_host_and_claims_only_what_the_rules_allow(seed: int) -> None:
     rng = random.Random(seed)
     states = random_world(rng)
-    book = loaded(states)
+    replica = loaded(states)
     for _ in range(3):
-        check(book, states, random_query(rng, states))
+        check(replica, states, random_query(rng, states))
 
 
 @given(st.integers(0, 2**32))
 def test_stays_right_while_usage_shapes_and_claims_move(seed: int) -> None:
     rng = random.Random(seed)
     world = {state.uuid: state for state in [*random_world(rng), *(provider(n) for n in range(50, 62))]}
-    book = loaded(list(world.values()))
+    replica = loaded(list(world.values()))
     queries = [random_query(rng, list(world.values())) for _ in range(3)]
     queries = [q for q in queries if q.in_tree is None and all(group.in_tree is None for group in q.groups)]
     for _ in range(8):
         one = rng.choice(sorted(uuid for uuid in world if int(uuid[-12:]) < 50) or sorted(world))
         old, number = world[one], int(one[-12:])
-        kind = rng.choice(("use", "use", "use", "shape", "remove"))
+        kind = rng.choice(("use", "use", "use", "spec_generation", "remove"))
         has_children = any(state.parent_uuid == one for state in world.values())
         if kind == "use" and old.inventories:
             amounts = {rng.choice(sorted(old.inventories)): rng.randint(0, 4)}
-            book.apply([used(book.sequence + 1, number, old.generation + 1, amounts)])
+            replica.apply([used(replica.sequence + 1, number, old.generation + 1, amounts)])
             world[one] = structs.replace(old, generation=old.generation + 1, used={**old.used, **amounts})
-        elif kind == "shape":
+        elif kind == "spec_generation":
             other = rng.choice(random_world(rng))
             world[one] = structs.replace(
                 old,
@@ -420,39 +424,39 @@ def test_stays_right_while_usage_shapes_and_claims_move(seed: int) -> None:
                 inventories=other.inventories,
                 used=other.used,
             )
-            book.apply([changed(book.sequence + 1, world[one])])
+            replica.apply([changed(replica.sequence + 1, world[one])])
         elif kind == "remove" and not has_children:
-            book.apply([removed(book.sequence + 1, number, old.generation + 1)])
+            replica.apply([removed(replica.sequence + 1, number, old.generation + 1)])
             del world[one]
         for query in queries:
-            check(book, list(world.values()), query)
+            check(replica, list(world.values()), query)
 
 
 def test_a_shared_pool_that_fills_up_takes_its_hosts_along() -> None:
     pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
-    book = loaded([pool, *hosts])
+    replica = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4})
-    assert len(search(book, query).roots) == 39
-    (option,) = options(book, query, int(search(book, query).roots[0]))
+    assert len(search(replica, query).roots) == 39
+    (option,) = options(replica, query, int(search(replica, query).roots[0]))
     assert option.allocations == {uuid(0): {"DISK_GB": 4}, uuid(1): {"VCPU": 1}}
-    assert option.shapes == {uuid(0): 1, uuid(1): 1}
-    book.assume("k", option.allocations)
-    assert len(search(book, query).roots) == 39
-    book.assume("l", option.allocations)
-    assert len(search(book, query).roots) == 0
-    book.forget("k")
-    assert len(search(book, query).roots) == 39
+    assert option.spec_generations == {uuid(0): 1, uuid(1): 1}
+    replica.assume("k", option.allocations)
+    assert len(search(replica, query).roots) == 39
+    replica.assume("l", option.allocations)
+    assert len(search(replica, query).roots) == 0
+    replica.drop_assumed("k")
+    assert len(search(replica, query).roots) == 39
 
 
 def test_a_pool_that_leaves_the_aggregate_leaves_its_hosts() -> None:
     pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING,), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
-    book = loaded([pool, *hosts])
+    replica = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4})
-    assert len(search(book, query).roots) == 39
-    book.apply([changed(book.sequence + 1, structs.replace(pool, generation=2, aggregates=("b",)))])
-    assert len(search(book, query).roots) == 0
+    assert len(search(replica, query).roots) == 39
+    replica.apply([changed(replica.sequence + 1, structs.replace(pool, generation=2, aggregates=("b",)))])
+    assert len(search(replica, query).roots) == 0
 
 
 @pytest.mark.parametrize(
@@ -467,19 +471,19 @@ def test_the_funnel_names_the_group_that_no_provider_satisfies(
     change: dict[str, object], step: str, reason: str
 ) -> None:
     device = provider(1, root=0, parent=0, inventories={"VF": 4}, traits=("CUSTOM_FAST",))
-    book = loaded([provider(0, inventories={"VCPU": 8}), structs.replace(device, **change)])
+    replica = loaded([provider(0, inventories={"VCPU": 8}), structs.replace(device, **change)])
     group = Group(suffix="_NET", resources={"VF": 1}, required=(("CUSTOM_FAST",),))
-    answer = search(book, Query(resources={"VCPU": 1}, groups=(group,)), explain=True)
+    answer = search(replica, Query(resources={"VCPU": 1}, groups=(group,)), explain=True)
     assert not len(answer.roots)
     assert [(s.step, s.rejected) for s in answer.funnel if s.rejected] == [(step, {reason: 1})]
 
 
 def test_groups_that_fit_alone_but_not_together() -> None:
     device = provider(1, root=0, parent=0, inventories={"VF": 4})
-    book = loaded([provider(0, inventories={"VCPU": 8}), device])
+    replica = loaded([provider(0, inventories={"VCPU": 8}), device])
     groups = tuple(Group(suffix=f"_{n}", resources={"VF": 3}) for n in range(2))
     query = Query(resources={"VCPU": 1}, groups=groups, group_policy="none")
-    assert search(book, query, explain=True).funnel[-1].rejected == {"groups do not fit together": 1}
+    assert search(replica, query, explain=True).funnel[-1].rejected == {"groups do not fit together": 1}
     assert total_resources(query) == {"VCPU": 1, "VF": 6}
 
 
@@ -492,21 +496,21 @@ def test_what_one_claim_takes_the_next_search_sees() -> None:
             provider(host + 1, root=host, parent=host, inventories={"VF": 2}),
         )
     ]
-    book = loaded(states)
+    replica = loaded(states)
     query = Query(resources={"VCPU": 1}, groups=(Group(suffix="1", resources={"VF": 2}),))
     for taken in range(40):
-        roots = search(book, query).roots
+        roots = search(replica, query).roots
         assert len(roots) == 40 - taken
-        (option,) = options(book, query, int(roots[0]))
-        book.assume(f"k{taken}", option.allocations)
-    assert not np.any(search(book, query).roots)
+        (option,) = options(replica, query, int(roots[0]))
+        replica.assume(f"k{taken}", option.allocations)
+    assert not np.any(search(replica, query).roots)
 
 
 def test_a_pool_that_loses_a_trait_loses_the_requests_for_it() -> None:
     pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING, "CUSTOM_SSD"), aggregates=("a",))
     hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
-    book = loaded([pool, *hosts])
+    replica = loaded([pool, *hosts])
     query = Query(resources={"VCPU": 1, "DISK_GB": 4}, required=(("CUSTOM_SSD",),))
-    assert len(search(book, query).roots) == 39
-    book.apply([changed(book.sequence + 1, structs.replace(pool, generation=2, traits=(SHARING,)))])
-    assert len(search(book, query).roots) == 0
+    assert len(search(replica, query).roots) == 39
+    replica.apply([changed(replica.sequence + 1, structs.replace(pool, generation=2, traits=(SHARING,)))])
+    assert len(search(replica, query).roots) == 0

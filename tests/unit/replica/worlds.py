@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from placement_worker.replica.candidates import CandidateSet
 from placement_worker.replica.request import CandidatesRequest, Group, Query
 from placement_worker.replica.trees import NO_ROW
@@ -35,7 +35,7 @@ def provider(
     root: int | None = None,
     parent: int | None = None,
     generation: int = 1,
-    shape: int = 1,
+    spec_generation: int = 1,
     inventories: dict[str, int] | None = None,
     used: dict[str, int] | None = None,
     traits: tuple[str, ...] = (),
@@ -47,7 +47,7 @@ def provider(
         root_uuid=uuid(number if root is None else root),
         parent_uuid=None if parent is None else uuid(parent),
         generation=generation,
-        shape=shape,
+        spec_generation=spec_generation,
         inventories={name: inventory(capacity) for name, capacity in (inventories or {}).items()},
         used=used or {},
         traits=traits,
@@ -132,7 +132,7 @@ def _member(
         root_uuid=uuid(number) if root is None else root.uuid,
         parent_uuid=None if parent is None else parent.uuid,
         generation=1,
-        shape=number,
+        spec_generation=number,
         inventories=has,
         used={name: rng.randint(1, 2) for name in has if rng.random() < 0.3},
         traits=tuple(traits),
@@ -181,11 +181,11 @@ def _group(rng: random.Random, suffix: str, states: list[ProviderState], *, may_
     )
 
 
-def loaded(states: Iterable[ProviderState]) -> Book:
-    """A book of these providers."""
-    book = Book()
-    book.load(list(states), 1)
-    return book
+def loaded(states: Iterable[ProviderState]) -> Replica:
+    """A replica of these providers."""
+    replica = Replica()
+    replica.load(list(states), 1)
+    return replica
 
 
 # --- placement's rules for granular requests, written slowly: every choice of providers is tried
@@ -198,24 +198,24 @@ class AllocationCandidate(Struct, frozen=True):
 
     allocations: dict[str, dict[str, int]]
     mappings: dict[str, list[str]]
-    shapes: dict[str, int]
+    spec_generations: dict[str, int]
 
 
 def each_of(answer: CandidateSet) -> list[AllocationCandidate]:
     """The candidates of an answer, one by one."""
     listed = []
-    book = answer._book
+    replica = answer._replica
     for rows in answer.rows.tolist():
         one = AllocationCandidate({}, {}, {})
         for slot, row in zip(answer.slots, rows, strict=True):
-            provider = book.uuid_of(row)
+            provider = replica.uuid_of(row)
             mapped = one.mappings.setdefault(slot.suffix, [])
             if provider not in mapped:
                 mapped.append(provider)
             for name, amount in slot.resources.items():
                 given = one.allocations.setdefault(provider, {})
                 given[name] = given.get(name, 0) + amount
-                one.shapes[provider] = book.shape_of(row)
+                one.spec_generations[provider] = replica.spec_generation_of(row)
         listed.append(one)
     return listed
 
@@ -348,30 +348,30 @@ def _merged(request: CandidatesRequest, choice: tuple[Assignment, ...]) -> Found
     return gives, frozenset(mapped)
 
 
-# --- the content of a book for every provider, for comparing two of them
+# --- the content of a replica for every provider, for comparing two of them
 
 
-def dump(book: Book) -> dict[str, object]:
-    """{provider: everything the book holds of it}, of providers that hang under a root."""
-    rows = book.members(book.rows_of_roots())[0].tolist()
-    return {book.uuid_of(row): _row(book, row) for row in rows}
+def dump(replica: Replica) -> dict[str, object]:
+    """{provider: everything placement holds of it}, of providers that hang under a root."""
+    rows = replica.members(replica.rows_of_roots())[0].tolist()
+    return {replica.uuid_of(row): _row(replica, row) for row in rows}
 
 
-def _row(book: Book, row: int) -> tuple[object, ...]:
-    parent = int(book.parent[row])
+def _row(replica: Replica, row: int) -> tuple[object, ...]:
+    parent = int(replica.parent[row])
     return (
-        book.name_of(row),
-        book.generation[row],
-        book.shape_of(row),
-        book.traits_of(row),
-        book.aggregates_of(row),
-        book.inventory_of(row),
-        None if parent == NO_ROW else book.uuid_of(parent),
-        book.uuid_of(book.root_of(row)),
+        replica.name_of(row),
+        replica.generation[row],
+        replica.spec_generation_of(row),
+        replica.traits_of(row),
+        replica.aggregates_of(row),
+        replica.inventory_of(row),
+        None if parent == NO_ROW else replica.uuid_of(parent),
+        replica.uuid_of(replica.root_of(row)),
     )
 
 
-# --- placement's rules written slowly: every combination of providers is tried. The book that the replica is compared
+# --- placement's rules written slowly: every combination of providers is tried. Placement that the replica is compared
 # with
 
 Way = tuple[tuple[str, str], ...]  # ((class, provider), ...), by class

@@ -1,4 +1,4 @@
-"""A book and a host table to decide on, made by hand."""
+"""A replica and a host table to decide on, made by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker import plugins
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.flavors import parse
@@ -42,15 +42,15 @@ class Hosts:
         self.rng = random.Random(seed)
         self.config = config or SchedulerConfig()
         self.uuids = [new_uuid(self.rng) for _ in amounts]
-        self.book, self.table = Book(), HostTable()
+        self.replica, self.table = Replica(), HostTable()
         self.states = [
             self._state(at, dict(mine), [a for a, rows in (members or {}).items() if at in rows])
             for at, mine in enumerate(amounts)
         ]
-        self.book.load(self.states, 0)
+        self.replica.load(self.states, 0)
         self.announce(cells or ["c1"] * len(amounts), reports or {})
         self.selector = Selector(
-            self.book,
+            self.replica,
             self.table,
             self.config,
             flavors={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
@@ -64,7 +64,7 @@ class Hosts:
             name=f"h{at}",
             root_uuid=self.uuids[at],
             generation=1,
-            shape=1,
+            spec_generation=1,
             inventories={name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts.items()},
             aggregates=tuple(aggregates),
         )
@@ -99,16 +99,16 @@ class Hosts:
         return spec
 
     def view(self) -> HostsView:
-        rows = np.array([self.book.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
+        rows = np.array([self.replica.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
         index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
         down = self.table.down()
         metrics = self.selector.metrics
         return HostsView(
-            self.book, self.table, self.selector.membership, rows=rows, index=index, down=down, metrics=metrics
+            self.replica, self.table, self.selector.membership, rows=rows, index=index, down=down, metrics=metrics
         )
 
     def name(self, row: int) -> str:
-        return self.book.name_of(row)
+        return self.replica.name_of(row)
 
 
 def aggregate(name: str, **metadata: str) -> Aggregate:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import EXPIRED_WAITING, Done, Received, Wait
+from bus.consuming.outcome import EXPIRED_WAITING, Done, Received, RetryWhenAvailable
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, TimelineEntry
 from bus.contracts.objects import GroupDefinition
-from bus.contracts.placement import GroupPolicy, ReleaseRun, ServerGroup
-from bus.contracts.stages import Stamps
+from bus.contracts.placement import GroupPolicy, ReleaseByOwner, ServerGroup
+from bus.contracts.stages import StageTimes
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import (
     Answered,
@@ -20,18 +20,18 @@ from scheduler_worker.domain.admission import (
     PendingBuild,
     Start,
     admit,
-    admit_known,
-    admit_unwanted,
-    clash,
-    in_passes,
-    is_clash_of_first,
-    members_of,
+    admit_expired,
+    admit_recorded,
+    conflict_with,
+    conflicts_with_first,
+    expand_gang,
+    in_batches,
     pending_build,
 )
 from scheduler_worker.domain.builds import ACCEPTED as ACCEPTED_NUMBER
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Author, Gang, RecordedBuild, releases_of
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, Actor, Gang, RecordedBuild, releases_of
 from scheduler_worker.domain.placement import HostClaimed
-from scheduler_worker.domain.requests import RequestDelivery, delivery_of, refused_build
+from scheduler_worker.domain.requests import RequestDelivery, classify_delivery, refused_build
 from scheduler_worker.domain.selector import Selector
 from tests.unit.scheduler.hosts import Hosts
 
@@ -64,13 +64,13 @@ def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
 
 
 def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> None:
-    gang = members_of(taken(replace(REQUEST, count=2)), start=0)
+    gang = expand_gang(taken(replace(REQUEST, count=2)), start=0)
     other = taken(replace(REQUEST, count=3))
     firsts, later = {one.instance_uuid: one for one in gang}, gang[1]
-    assert not is_clash_of_first(later, firsts, {})
-    assert not is_clash_of_first(later, firsts, {UUID: on_record(gang[0])})
-    assert is_clash_of_first(later, firsts, {UUID: on_record(other)})
-    assert not is_clash_of_first(later, firsts, {UUID: on_record(other, digest=b"")})
+    assert not conflicts_with_first(later, firsts, {})
+    assert not conflicts_with_first(later, firsts, {UUID: on_record(gang[0])})
+    assert conflicts_with_first(later, firsts, {UUID: on_record(other)})
+    assert not conflicts_with_first(later, firsts, {UUID: on_record(other, digest=b"")})
 
 
 ACCEPTED = BuildAccepted(instance_uuid=UUID)
@@ -81,7 +81,7 @@ REPEATED = {"label": "repeated", "reply": ACCEPTED}
     ("state", "more", "answer"),
     [
         (None, {}, {"waits": "request.concurrent"}),
-        (BuildState.ACCEPTED, {"run": "r"}, Continue("r")),
+        (BuildState.ACCEPTED, {"claim_owner": "r"}, Continue("r")),
         (BuildState.SCHEDULED, {}, REPEATED | {"ends": True}),
         (BuildState.ACTIVE, {}, REPEATED | {"ends": True}),
         (BuildState.FAILED, {}, REPEATED | {"ends": True}),
@@ -110,22 +110,22 @@ def test_how_a_request_goes_on_that_is_on_record(
     """What it would be refused for now counts where it is not on record alone: its flavor may have been deleted."""
     pending = taken(replace(REQUEST, flavor=flavor))
     known = None if state is None else on_record(pending, state, **more)
-    found = admit_known(pending, known)
+    found = admit_recorded(pending, known)
     if isinstance(answer, Continue):
         assert found == answer
         return
     assert isinstance(found, Answered)
     if answer == "request.duplicate":
-        why = Refusal(code="request.duplicate", reason="this instance_uuid is on record with other content")
-        assert found == clash(refused_build(UUID, "p", why, 1000.0), why)
-        assert (found.outcome, found.label) == (Done(reply=why), "duplicate")
+        refusal = Refusal(code="request.duplicate", reason="this instance_uuid is on record with other content")
+        assert found == conflict_with(refused_build(UUID, "p", refusal, 1000.0), refusal)
+        assert (found.outcome, found.label) == (Done(reply=refusal), "duplicate")
         return
     assert found.label == answer.get("label", "")
     assert found.build is (known if found.label else None)
-    released = releases_of(known, pending.run) if known is not None and answer.get("ends") else []
+    released = releases_of(known, pending.claim_owner) if known is not None and answer.get("ends") else []
     assert list(found.messages) == released
     if "waits" in answer:
-        assert isinstance(found.outcome, Wait) and found.outcome.code == answer["waits"]
+        assert isinstance(found.outcome, RetryWhenAvailable) and found.outcome.code == answer["waits"]
     else:
         assert found.outcome == Done(reply=answer["reply"])
 
@@ -138,7 +138,7 @@ def test_a_new_request_is_begun_or_refused(refusal: Refusal | None) -> None:
 
 
 def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
-    gang, other = members_of(taken(replace(REQUEST, count=2)), start=0), taken(replace(REQUEST, flavor="m1.large"))
+    gang, other = expand_gang(taken(replace(REQUEST, count=2)), start=0), taken(replace(REQUEST, flavor="m1.large"))
     first, later = gang
     firsts = {UUID: other, later.instance_uuid: later}
     alone = [admit(one, firsts, [UUID, later.instance_uuid], {}) for one in (later, first)]
@@ -147,11 +147,11 @@ def test_a_later_member_is_refused_beside_its_first_without_an_event() -> None:
     assert admit(later, {one.instance_uuid: one for one in gang}, [later.instance_uuid], {}) == Start()
 
 
-EXHAUSTED, UNKNOWN = (Refusal(code=code, reason="") for code in ("delivery.exhausted", "flavor.unknown"))
+EXHAUSTED, UNKNOWN = (Refusal(code=code, reason="") for code in ("delivery.limit_reached", "flavor.unknown"))
 
 
 @pytest.mark.parametrize(
-    ("begun", "is_late", "has_requester", "ended", "why"),
+    ("begun", "is_late", "has_requester", "ended", "refusal"),
     [
         ("recorded", True, True, {}, None),
         ("recorded", True, False, {}, None),
@@ -169,28 +169,28 @@ EXHAUSTED, UNKNOWN = (Refusal(code=code, reason="") for code in ("delivery.exhau
     ],
 )
 def test_a_request_that_is_not_to_be_begun_goes_on_if_it_may_be_begun(
-    begun: str, is_late: bool, has_requester: bool, ended: dict[str, Refusal], why: Any
+    begun: str, is_late: bool, has_requester: bool, ended: dict[str, Refusal], refusal: Any
 ) -> None:
-    delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, why=ended.get("why"))
+    delivery = RequestDelivery(is_late=lambda: is_late, has_requester=has_requester, refusal=ended.get("why"))
     pending = replace(taken(delivery=delivery), refusal=ended.get("refusal"))
-    found = admit_unwanted(pending, is_recorded=begun == "recorded", is_held=begun == "held")
-    if why == "left":
+    found = admit_expired(pending, is_recorded=begun == "recorded", is_held=begun == "held")
+    if refusal == "left":
         assert found == Done()
     else:
-        assert isinstance(found, PendingBuild) and (found.delivery.why, found.refusal) == (why, None)
+        assert isinstance(found, PendingBuild) and (found.delivery.refusal, found.refusal) == (refusal, None)
         assert found.delivery.is_late() is (is_late and not begun)
 
 
 def test_a_refused_build_is_looked_for_where_an_earlier_delivery_may_have_begun_it() -> None:
     found = [
-        replace(taken(), refusal=refusal, attempt=attempt).is_unwanted
+        replace(taken(), refusal=refusal, attempt=attempt).is_expired
         for refusal in (None, UNKNOWN)
         for attempt in (0, 1)
     ]
     assert found == [False, False, False, True]
     refused = replace(taken(), refusal=UNKNOWN, attempt=1)
-    assert admit_unwanted(refused, is_recorded=False, is_held=False) == refused
-    assert refused.first_record(Author("s", 1.0)).build.attempt == 1
+    assert admit_expired(refused, is_recorded=False, is_held=False) == refused
+    assert refused.first_record(Actor("s", 1.0)).build.attempt == 1
 
 
 def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:
@@ -256,11 +256,11 @@ def test_why_a_request_is_refused_at_once(
 @pytest.mark.parametrize(("sent_at", "requested_at"), [(0.0, 1000.0), (990.0, 990.0), (1010.0, 1010.0)])
 def test_a_request_that_was_received_and_its_first_record(sent_at: float, requested_at: float) -> None:
     pending = taken(sent_at=sent_at)
-    assert (pending.position, pending.requested_at, pending.taken_at) == (0, requested_at, 1000.0)
+    assert (pending.batch_index, pending.requested_at, pending.taken_at) == (0, requested_at, 1000.0)
     why = Refusal(code="x.y", reason="why")
     for refusal in (None, why):
-        new = replace(pending, refusal=refusal).first_record(Author("s", 1001.0))
-        first = TimelineEntry(at=min(requested_at, 1001.0), who="s", what="requested", detail="m1.small for p")
+        new = replace(pending, refusal=refusal).first_record(Actor("s", 1001.0))
+        first = TimelineEntry(at=min(requested_at, 1001.0), actor="s", what="requested", detail="m1.small for p")
         assert (new.request, new.gang, new.timeline[0]) == (pending.request, None, first)
         build = RecordedBuild(
             instance_uuid=UUID,
@@ -268,27 +268,27 @@ def test_a_request_that_was_received_and_its_first_record(sent_at: float, reques
             digest=pending.digest,
             state=BuildState.ACCEPTED,
             sequence=ACCEPTED_NUMBER,
-            run=pending.run,
+            claim_owner=pending.claim_owner,
         )
         if refusal is None:
             assert (new.build, new.timeline[1:]) == (build, ())
         else:
             refused = {"sequence": FAILED_OR_REFUSED, "terminal": True, "code": "x.y", "reason": "why"}
             assert new.build == replace(build, state=BuildState.REFUSED, **refused)
-            assert new.timeline[1:] == (TimelineEntry(at=1001.0, who="s", what="refused", detail="why"),)
+            assert new.timeline[1:] == (TimelineEntry(at=1001.0, actor="s", what="refused", detail="why"),)
 
 
 def test_the_record_of_a_member_names_its_gang() -> None:
-    new = members_of(taken(replace(REQUEST, count=2)), start=0)[1].first_record(Author("s", 1000.0))
+    new = expand_gang(taken(replace(REQUEST, count=2)), start=0)[1].first_record(Actor("s", 1000.0))
     assert new.gang == Gang(uuid=UUID, size=2, min_count=2)
     assert new.timeline[0].detail == f"m1.small for p, one of 2 of gang {UUID}"
 
 
 def test_all_deliveries_of_a_message_are_one_run() -> None:
     """If its record is lost, a later one owns what was claimed for it by a process that is dead (seed 4950352)."""
-    runs = [taken(id=message, now=now).run for message in ("m", "n", "") for now in (1.0, 2.0)]
+    runs = [taken(id=message, now=now).claim_owner for message in ("m", "n", "") for now in (1.0, 2.0)]
     assert len({*runs}) == 3 and runs[::2] == runs[1::2]
-    assert taken(replace(REQUEST, name="x"), id="").run != taken(id="").run
+    assert taken(replace(REQUEST, name="x"), id="").claim_owner != taken(id="").claim_owner
 
 
 @pytest.mark.parametrize(
@@ -297,20 +297,20 @@ def test_all_deliveries_of_a_message_are_one_run() -> None:
         ("scheduler.requests", False, 0, 0),
         ("scheduler.requests", True, 0, 1),
         ("scheduler.requests", False, 1, 1),
-        ("scheduler.given_up", False, 0, 1),
+        ("scheduler.dead_letters", False, 0, 1),
     ],
 )
 def test_an_earlier_delivery_may_have_claimed(queue: str, redelivered: bool, retried: int, attempt: int) -> None:
-    received = Received(REQUEST, Meta(id="m", attempt=retried), "api", queue, redelivered)
-    assert pending_build(received, delivery_of(received), now=1.0, flavors=SELECTOR).attempt == attempt
+    received = Received(REQUEST, Meta(id="m", delivery_attempt=retried), "api", queue, redelivered)
+    assert pending_build(received, classify_delivery(received), now=1.0, flavors=SELECTOR).attempt == attempt
 
 
 def test_a_run_that_finds_its_request_ended_under_another_is_released_with_it() -> None:
     pending = taken()
-    found = admit_known(pending, on_record(pending, BuildState.FAILED, run="another"))
+    found = admit_recorded(pending, on_record(pending, BuildState.FAILED, claim_owner="another"))
     assert isinstance(found, Answered)
-    released = [one.message.by for one in found.messages if isinstance(one.message, ReleaseRun)]
-    assert released == ["another", pending.run]
+    released = [one.message.owner for one in found.messages if isinstance(one.message, ReleaseByOwner)]
+    assert released == ["another", pending.claim_owner]
 
 
 def test_a_copy_that_may_have_claimed_under_a_run_of_its_own_is_looked_at_after_the_other() -> None:
@@ -321,8 +321,8 @@ def test_a_copy_that_may_have_claimed_under_a_run_of_its_own_is_looked_at_after_
     firsts = {UUID: first}
     assert isinstance(admit(copy, firsts, {UUID}, {}), Answered), "a client's repeat has claimed nothing"
     again = admit(replace(copy, attempt=1), firsts, {UUID}, {})
-    assert isinstance(again, Answered) and isinstance(again.outcome, Wait)
-    delivered = admit(replace(copy, attempt=1, run=first.run), firsts, {UUID}, {})
+    assert isinstance(again, Answered) and isinstance(again.outcome, RetryWhenAvailable)
+    delivered = admit(replace(copy, attempt=1, claim_owner=first.claim_owner), firsts, {UUID}, {})
     assert isinstance(delivered, Answered) and isinstance(delivered.outcome, Done)
 
 
@@ -334,7 +334,7 @@ def test_a_copy_that_may_have_claimed_under_a_run_of_its_own_is_looked_at_after_
             cell="c",
             selections=(),
             consumer_generation=1,
-            passed=1,
+            passing_hosts=1,
             score=0.0,
             claims=1,
             decided_at=3.0,
@@ -344,8 +344,8 @@ def test_a_copy_that_may_have_claimed_under_a_run_of_its_own_is_looked_at_after_
 )
 def test_when_each_stage_has_ended(claimed: HostClaimed | None) -> None:
     decided, at = (9.0, 0.0) if claimed is None else (3.0, 4.0)
-    stamps = taken(sent_at=1.0, now=2.0).stamps(claimed, 9.0)
-    assert stamps == Stamps(requested=1.0, queued=2.0, decided=decided, claimed=at)
+    stage_times = taken(sent_at=1.0, now=2.0).stage_times(claimed, 9.0)
+    assert stage_times == StageTimes(requested=1.0, queued=2.0, decided=decided, claimed=at)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +360,6 @@ def test_when_each_stage_has_ended(claimed: HostClaimed | None) -> None:
 )
 def test_a_batch_is_divided_by_machines_and_never_within_one_request(machines: list[int], parts: list[int]) -> None:
     requests = {at: taken(replace(REQUEST, count=count)) for at, count in enumerate(machines)}
-    passes = in_passes(requests)
+    passes = in_batches(requests)
     assert [len(one) for one in passes] == parts
     assert [pair for one in passes for pair in one.items()] == list(requests.items())

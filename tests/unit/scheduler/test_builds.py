@@ -18,26 +18,26 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
 from bus.contracts.operations import FenceState, HostFence
-from bus.contracts.placement import ReleaseRun
-from bus.contracts.stages import Stamps
+from bus.contracts.placement import ReleaseByOwner
+from bus.contracts.stages import StageTimes
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.wire import Malformed
-from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
+from scheduler_worker.announcements import CellEventHandler, CellEventRecorder
 from scheduler_worker.domain.builds import (
-    STRANDED,
-    Author,
+    UNLOCATABLE,
+    Actor,
     NewBuild,
     RecordedBuild,
-    announced_build,
+    apply_build_event,
     effects,
-    is_early,
     is_known,
+    is_out_of_order,
     is_search,
     releases_of,
 )
-from scheduler_worker.domain.recorded_moves import ANNOUNCED, AppliedEvent
+from scheduler_worker.domain.recorded_moves import APPLIED, AppliedEvent
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -63,7 +63,7 @@ states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAI
 def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
     build, published, sequence = AT, [], AT.sequence
     for one in events:
-        build, announced = announced_build(build, one)
+        build, announced = apply_build_event(build, one)
         if announced is not None:
             assert announced.sequence > sequence
             sequence = announced.sequence
@@ -144,7 +144,7 @@ async def written_states(store: Counting) -> dict[str, BuildState]:
     return {cell: locked[uuid_of(cell)].state for cell in CELLS}
 
 
-async def gathered(store: Counting, writer: AnnouncementWriter) -> list[Sequence[AppliedEvent] | BaseException]:
+async def gathered(store: Counting, writer: CellEventRecorder) -> list[Sequence[AppliedEvent] | BaseException]:
     """The first cell's batch is under way when the others come."""
     tasks = [asyncio.create_task(writer.write("c1", [active("c1")]))]
     await store.begun.wait()
@@ -157,17 +157,17 @@ async def gathered(store: Counting, writer: AnnouncementWriter) -> list[Sequence
 
 
 async def test_what_comes_while_one_cell_is_written_is_one_transaction(store: Counting) -> None:
-    found = await gathered(store, AnnouncementWriter(store, clock=SystemClock()))
-    assert [[(it.verdict, it.event.cell) for it in one] for one in found] == [[(ANNOUNCED, cell)] for cell in CELLS]  # type: ignore[union-attr]
+    found = await gathered(store, CellEventRecorder(store, clock=SystemClock()))
+    assert [[(it.outcome, it.event.cell) for it in one] for one in found] == [[(APPLIED, cell)] for cell in CELLS]  # type: ignore[union-attr]
     assert store.units == 2
     assert await written_states(store) == dict.fromkeys(CELLS, BuildState.ACTIVE)
 
 
 async def test_a_cell_may_not_end_the_build_of_another(store: Counting) -> None:
     store.go_on.set()
-    writer = AnnouncementWriter(store, clock=SystemClock())
+    writer = CellEventRecorder(store, clock=SystemClock())
     found = await asyncio.gather(writer.write("c1", [active("c2")]), writer.write("c3", [active("c3")]))
-    assert [it.verdict for one in found for it in one] == ["foreign", ANNOUNCED]
+    assert [it.outcome for one in found for it in one] == ["foreign", APPLIED]
     assert (await written_states(store))["c2"] is BuildState.SCHEDULED
 
 
@@ -177,7 +177,7 @@ async def test_a_batch_that_cannot_be_written_fails_alone(store: Counting) -> No
             raise BrokenInvariant("c3")
 
     store.before = broken
-    found = await gathered(store, AnnouncementWriter(store, clock=SystemClock()))
+    found = await gathered(store, CellEventRecorder(store, clock=SystemClock()))
     assert [isinstance(one, BrokenInvariant) for one in found] == [False, False, True, False]
     store.before = lambda _: None
     assert (await written_states(store)) == {**dict.fromkeys(CELLS, BuildState.ACTIVE), "c3": BuildState.SCHEDULED}
@@ -188,7 +188,7 @@ async def test_an_outage_is_every_cells_own_to_wait_for(store: Counting) -> None
         raise DatabaseUnavailable("away")
 
     store.before = unavailable
-    writer = AnnouncementWriter(store, clock=SystemClock())
+    writer = CellEventRecorder(store, clock=SystemClock())
     found = await gathered(store, writer)
     assert [type(one) for one in found] == [DatabaseUnavailable] * 4
     store.before = lambda _: None
@@ -197,7 +197,7 @@ async def test_an_outage_is_every_cells_own_to_wait_for(store: Counting) -> None
 
 
 async def test_a_writer_that_is_cancelled_leaves_the_others_to_themselves(store: Counting) -> None:
-    writer = AnnouncementWriter(store, clock=SystemClock())
+    writer = CellEventRecorder(store, clock=SystemClock())
     first = asyncio.create_task(writer.write("c1", [active("c1")]))
     await store.begun.wait()
     second = asyncio.create_task(writer.write("c2", [active("c2")]))
@@ -205,7 +205,7 @@ async def test_a_writer_that_is_cancelled_leaves_the_others_to_themselves(store:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     store.go_on.set()
-    assert [(one.verdict, one.event.cell) for one in await second] == [(ANNOUNCED, "c2")]
+    assert [(one.outcome, one.event.cell) for one in await second] == [(APPLIED, "c2")]
     assert (await written_states(store))["c1"] is BuildState.SCHEDULED
 
 
@@ -216,12 +216,12 @@ async def test_what_a_crash_took_after_its_commit_is_not_acknowledged() -> None:
     await store.open()
 
     async def crashes(_: Sequence[HostFence]) -> None:
-        session.cut()
+        session.disconnect()
 
-    handler = AnnouncementHandler(
-        store, AnnouncementWriter(store, clock=SystemClock()), "c1", clock=SystemClock(), on_fences=crashes
+    handler = CellEventHandler(
+        store, CellEventRecorder(store, clock=SystemClock()), "c1", clock=SystemClock(), on_fences=crashes
     )
-    fence = HostFence(cell="c1", host_uuid=UUID, version=1, state=FenceState.FENCED, losses=0)
+    fence = HostFence(cell="c1", host_uuid=UUID, version=1, state=FenceState.FENCED, stale_machines=0)
     (done,) = await handler([Received(message=fence, meta=Meta(id="m1"), bus="c1", queue="q")])
     assert isinstance(done, Done) and done.after is not None
     with pytest.raises(DatabaseUnavailable):
@@ -237,10 +237,10 @@ CELL, SOURCE, TARGET = "c1", "host-1", "host-2"
 HOSTS = {name: f"{name[-1]}0000000-0000-4000-8000-000000000000" for name in (SOURCE, TARGET, "host-3")}
 
 
-def announced(state: MoveState, sequence: int, *, terminal: bool = False) -> MoveEvent:
+def announced(state: ActionState, sequence: int, *, terminal: bool = False) -> ActionEvent:
     condition = Condition.MOVING if sequence < 12 else Condition.ACTIVE
-    return MoveEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.LIVE_MIGRATE, state=state, sequence=sequence,
+    return ActionEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.LIVE_MIGRATE, state=state, sequence=sequence,
         terminal=terminal, condition=condition, host=TARGET, host_uuid=HOSTS[TARGET],
         flavor="large" if terminal else "",
     )  # fmt: skip
@@ -261,7 +261,7 @@ FAILED, REFUSED, DELETING, DELETED = BuildState.FAILED, BuildState.REFUSED, Buil
 TRIED = (AttemptRecord(attempt=1, host="h", outcome="failed"),)
 BUILD = RecordedBuild(
     instance_uuid=INSTANCE, project_id="p", state=BUILDING, sequence=9, cell="c1", attempt=2, host="h", host_uuid=HOST,
-    code="x", reason="why", history=TRIED, run="mine",
+    code="x", reason="why", history=TRIED, claim_owner="mine",
 )  # fmt: skip
 
 
@@ -276,8 +276,8 @@ def test_a_query_by_a_column_without_an_index_is_a_search(name: str) -> None:
 
 
 def test_a_line_is_written_by_its_author_at_that_time() -> None:
-    line = Author("me", 7.0).entry("what", "detail")
-    assert (line.at, line.who, line.what, line.detail) == (7.0, "me", "what", "detail")
+    line = Actor("me", 7.0).entry("what", "detail")
+    assert (line.at, line.actor, line.what, line.detail) == (7.0, "me", "what", "detail")
 
 
 @pytest.mark.parametrize("state", BuildState)
@@ -316,7 +316,7 @@ def test_an_announcement_by_what_is_on_record(
 ) -> None:
     """after: state and number on record, terminal as it is published, and on record."""
     before = replace(BUILD, **build)
-    found, published = announced_build(before, announced)
+    found, published = apply_build_event(before, announced)
     if after is None:
         assert (found, published) == (before, None)
         return
@@ -333,10 +333,10 @@ OF_EVENT: dict[str, Any] = {"host": "g", "host_uuid": OTHER, "attempt": 3, "hist
 @pytest.mark.parametrize("named", [(), *((name,) for name in OF_EVENT), tuple(OF_EVENT)])
 def test_what_an_announcement_does_not_name_stays_on_record_but_for_its_reason(named: tuple[str, ...]) -> None:
     more = {name: OF_EVENT[name] for name in named}
-    after, _ = announced_build(BUILD, announcement(BUILDING, **more))
+    after, _ = apply_build_event(BUILD, announcement(BUILDING, **more))
     assert after == replace(BUILD, sequence=10, code="", reason="", **more)
     empty = replace(BUILD, host=None, host_uuid=None, attempt=0, history=())
-    after, _ = announced_build(empty, announcement(BUILDING, code="y", reason="z", **more))
+    after, _ = apply_build_event(empty, announcement(BUILDING, code="y", reason="z", **more))
     assert after == replace(empty, sequence=10, code="y", reason="z", **more)
 
 
@@ -360,7 +360,7 @@ def test_an_announcement_that_changes_its_number_alone_is_known() -> None:
 def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
     build: dict[str, Any], announced: BuildEvent, early: bool
 ) -> None:
-    assert is_early(replace(BUILD, **build), announced) is early
+    assert is_out_of_order(replace(BUILD, **build), announced) is early
 
 
 # --- the messages of a change
@@ -371,7 +371,7 @@ COMMAND = CellBuild(
     consumer_generation=1,
 )
 NO_CELL: dict[str, Any] = {"cell": None}
-STAMPS, FUNNEL = Stamps(requested=1.0), (FunnelStep(step="s", remaining=1),)
+STAMPS, FUNNEL = StageTimes(requested=1.0), (FunnelStep(step="s", remaining=1),)
 
 
 @pytest.mark.parametrize(
@@ -389,13 +389,13 @@ STAMPS, FUNNEL = Stamps(requested=1.0), (FunnelStep(step="s", remaining=1),)
         (ACCEPTED, FAILED, NO_CELL, None, ["event", "release"]),
         (ACCEPTED, FAILED, NO_CELL | {"attempt": 0}, None, ["event"]),
         (ACCEPTED, FAILED, {}, None, ["event"]),
-        (ACCEPTED, FAILED, NO_CELL | {"code": STRANDED}, None, ["event"]),
+        (ACCEPTED, FAILED, NO_CELL | {"code": UNLOCATABLE}, None, ["event"]),
         (ACCEPTED, REFUSED, NO_CELL, None, ["event", "release"]),
         (ACCEPTED, DELETED, NO_CELL, None, ["event", "release"]),
         (FAILED, DELETED, NO_CELL, None, ["event"]),
         (REFUSED, DELETED, NO_CELL, None, ["event"]),
-        (FAILED, DELETED, NO_CELL | {"code": STRANDED}, None, ["event", "release"]),
-        (ACCEPTED, DELETED, NO_CELL | {"run": ""}, None, ["event"]),
+        (FAILED, DELETED, NO_CELL | {"code": UNLOCATABLE}, None, ["event", "release"]),
+        (ACCEPTED, DELETED, NO_CELL | {"claim_owner": ""}, None, ["event"]),
         (DELETING, DELETED, {}, None, ["event"]),
     ],
 )
@@ -409,9 +409,9 @@ def test_the_messages_of_a_change(
         bus, word = API, "event"
         if isinstance(message, CellDelete):
             assert message.project_id == "p"
-            bus, word = "c1", "delete begun" if message.begun else "delete"
-        elif isinstance(message, ReleaseRun):
-            assert (message.consumer, message.attempt, message.project_id, message.by) == (INSTANCE, 1, "p", "mine")
+            bus, word = "c1", "delete begun" if message.may_have_started else "delete"
+        elif isinstance(message, ReleaseByOwner):
+            assert (message.consumer, message.attempt, message.project_id, message.owner) == (INSTANCE, 1, "p", "mine")
             word = "release"
         elif message is command:
             bus, word = "c1", "command"
@@ -421,7 +421,7 @@ def test_the_messages_of_a_change(
 
 
 @pytest.mark.parametrize(
-    ("state", "more", "attempt", "code", "stamps"),
+    ("state", "more", "attempt", "code", "stage_times"),
     [
         (SCHEDULED, {}, 2, "x", None),
         (SCHEDULED, {"host": None}, 0, "x", None),
@@ -430,19 +430,30 @@ def test_the_messages_of_a_change(
     ],
 )
 def test_the_event_of_a_change(
-    state: BuildState, more: dict[str, Any], attempt: int, code: str, stamps: Stamps | None
+    state: BuildState, more: dict[str, Any], attempt: int, code: str, stage_times: StageTimes | None
 ) -> None:
     build = replace(BUILD, state=state, **more)
-    (sent,) = effects(ACCEPTED, build, 7.0, stamps=STAMPS, funnel=FUNNEL)
+    (sent,) = effects(ACCEPTED, build, 7.0, stage_times=STAMPS, funnel=FUNNEL)
     assert sent.message == BuildEvent(
-        instance_uuid=INSTANCE, project_id="p", state=state, sequence=9, terminal=build.terminal, cell="c1",
-        host=build.host, attempt=attempt, code=code, reason="why" if code else "", funnel=FUNNEL, at=7.0, stamps=stamps,
-    )  # fmt: skip
+        instance_uuid=INSTANCE,
+        project_id="p",
+        state=state,
+        sequence=9,
+        terminal=build.terminal,
+        cell="c1",
+        host=build.host,
+        attempt=attempt,
+        code=code,
+        reason="why" if code else "",
+        funnel=FUNNEL,
+        at=7.0,
+        stage_times=stage_times,
+    )
 
 
 @pytest.mark.parametrize("state", BuildState)
 def test_no_claim_is_granted_any_more_of_a_run_that_ended_without_a_cell(state: BuildState) -> None:
     build = replace(BUILD, state=state, cell=None)
     assert len(releases_of(build)) == (state in (FAILED, REFUSED, DELETED))
-    assert releases_of(replace(build, run="")) == releases_of(replace(build, cell="c1")) == []
-    assert len(releases_of(replace(build, code=STRANDED))) == (state is DELETED)
+    assert releases_of(replace(build, claim_owner="")) == releases_of(replace(build, cell="c1")) == []
+    assert len(releases_of(replace(build, code=UNLOCATABLE))) == (state is DELETED)

@@ -22,24 +22,24 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import ClaimAll, ClaimAllResult, GroupPolicy, ProviderState, ServerGroup
 from bus.faults import Fault
 from placement_worker.domain.values import SHARING
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import Replica
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, BuildUpdate, Gang
+from scheduler_worker.domain.builds import Actor, BuildUpdate, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
     PlacementRequest,
     PlacementState,
-    initial_state,
+    new_placement_state,
 )
-from scheduler_worker.domain.ranking import CellRuns
+from scheduler_worker.domain.ranking import CellBatching
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, room_for
+from scheduler_worker.domain.view import HostsView, RelatedInstances, RequestSpec, member_capacity
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE, BUILDS_AT_ONCE
@@ -118,7 +118,7 @@ async def test_item_16_a_gang_that_fits_on_no_host_tries_the_one_with_most_room(
     assert {one.placed for one in incomplete} == {90}
     assert sum(isinstance(one, NoValidHost) for one in placed) == 10
     assert calls.total("choose") <= 2 * (GANG + 1), "one host a round, of two rounds"
-    assert not list(cluster.hosts.book.assumptions.keys())
+    assert not list(cluster.hosts.replica.assumptions.keys())
 
 
 async def test_item_16_the_one_host_with_room_for_a_gang_is_found_behind_any_number_of_others(
@@ -163,21 +163,21 @@ async def test_members_of_several_flavors_are_on_one_host_without_those_that_fit
 def test_a_class_that_another_tree_shares_does_not_bound_a_gang() -> None:
     hosts = Hosts([{"VCPU": 8, "MEMORY_MB": 8 * 2048, "DISK_GB": 20}] * 2, members={"shared": [0]})
     query = hosts.spec().query
-    assert room_for([query] * 9, hosts.view()).tolist() == [1, 1]
+    assert member_capacity([query] * 9, hosts.view()).tolist() == [1, 1]
     uuid = new_uuid(hosts.rng)
     shares = ProviderState(
         uuid=uuid,
         name="nfs",
         root_uuid=uuid,
         generation=1,
-        shape=1,
+        spec_generation=1,
         inventories={"DISK_GB": (9000, 0, 1, 9000, 1, 0, 1.0)},
         traits=(SHARING,),
         aggregates=("shared",),
     )
-    assert isinstance(hosts.book, Book)
-    hosts.book.load([*hosts.states, shares], 0)
-    assert room_for([query] * 9, hosts.view()).tolist() == [8, 8]
+    assert isinstance(hosts.replica, Replica)
+    hosts.replica.load([*hosts.states, shares], 0)
+    assert member_capacity([query] * 9, hosts.view()).tolist() == [8, 8]
 
 
 # --- A long pass of decisions lets others run: bounds by count, and what may change between two parts of it.
@@ -242,7 +242,7 @@ async def test_item_16_a_part_ends_between_the_hosts_that_are_tried_for_a_gang(
     def unbounded(members: Sequence[object], view: HostsView) -> Any:
         return np.full(len(view), len(members), dtype=np.intp)
 
-    monkeypatch.setattr(decision_round, "room_for", unbounded)
+    monkeypatch.setattr(decision_round, "member_capacity", unbounded)
     cluster = cluster_of([{"VCPU": 60, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}] * 20)
     async with turns.counting():
         placed = await cluster.placer.place(gang_of(cluster, GroupPolicy.AFFINITY, least=60))
@@ -265,17 +265,18 @@ async def test_item_16_a_gang_whose_members_are_ranked_apart_is_decided_in_parts
 
 
 async def test_a_host_that_leaves_between_two_parts_is_not_chosen_any_more() -> None:
-    """One leaves the book, then one is closed by its service."""
+    """One leaves placement, then one is closed by its service."""
     cluster = cluster_of([WIDE] * 3)
     hosts = cluster.hosts
     states = [
-        initial_state(PlacementRequest(request=hosts.request(), spec=hosts.spec()), hosts.selector) for _ in range(300)
+        new_placement_state(PlacementRequest(request=hosts.request(), spec=hosts.spec()), hosts.selector)
+        for _ in range(300)
     ]
     round_, decided, seen = DecisionRound(hosts.selector, hosts.rng, subset=1), [], list[int]()
     for part, _ in enumerate(round_.in_parts(states, decided)):
         seen.append(len(decided))
         if part == 0:
-            hosts.book.apply([Change(sequence=1, provider=hosts.uuids[0], generation=2, removed=True)])
+            hosts.replica.apply([Change(sequence=1, provider=hosts.uuids[0], generation=2, removed=True)])
         if part == 1:
             hosts.announce(["c0", "c1", "c2"], {1: {"enabled": False}}, sequence=2)
     uuids = [one.choice.selected.uuid for one in decided if one.choice is not None]
@@ -292,12 +293,12 @@ async def test_a_pass_that_is_cancelled_between_two_parts_leaves_nothing_assumed
     assumed = 0
     while not assumed:
         await asyncio.sleep(0)
-        assumed = len(list(cluster.hosts.book.assumptions.keys()))
+        assumed = len(list(cluster.hosts.replica.assumptions.keys()))
     assert 0 < assumed <= MOST_CHOICES
     placing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await placing
-    assert not list(cluster.hosts.book.assumptions.keys()) and not cluster.claims
+    assert not list(cluster.hosts.replica.assumptions.keys()) and not cluster.claims
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed), "the next pass is not kept waiting"
 
@@ -319,7 +320,7 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     28 ms when they were put on record.
     """
     cluster = cluster_of([WIDE] * 8)
-    counted = ("first_record", "effects", "conclude", "messages_of")
+    counted = ("first_record", "effects", "conclude", "outbox_messages")
     owners = (PendingBuild, engine_module, placing, placing)
     steps = Turns(monkeypatch, *zip(owners, counted, strict=True), (engine_module, "admit"))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
@@ -334,7 +335,7 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
         rng=random.Random(7),
         config=cluster.hosts.config,
     )
-    builds = [replace(cluster.pending(cluster.hosts.request()), position=at) for at in range(BATCH)]
+    builds = [replace(cluster.pending(cluster.hosts.request()), batch_index=at) for at in range(BATCH)]
     async with steps.counting():
         outcomes, _ = await engine.process(builds, [])
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
@@ -354,7 +355,7 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         async def process(
             self, builds: Sequence[PendingBuild], _deletes: object
         ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
-            return {one.position: Done() for one in builds}, {}
+            return {one.batch_index: Done() for one in builds}, {}
 
     class NoMoves:
         async def process(self, _moves: object) -> dict[int, Outcome]:
@@ -386,8 +387,8 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
 async def test_item_16_rows_are_made_so_many_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statements of 512 requests or decisions: their values were made in one turn of up to 19 ms."""
     cluster = cluster_of([WIDE])
-    author = Author("scheduler", 1.0)
-    builds = [cluster.pending(cluster.hosts.request()).first_record(author) for _ in range(BATCH)]
+    actor = Actor("scheduler", 1.0)
+    builds = [cluster.pending(cluster.hosts.request()).first_record(actor) for _ in range(BATCH)]
     decided = [BuildUpdate(build=one.build, timeline=one.timeline) for one in builds]
     steps = Turns(monkeypatch, (tables, "timeline_text"))
     async with steps.counting():
@@ -419,18 +420,18 @@ class CountedCalls:
         self.count += event in {"call", "c_call"}
 
 
-def decide(hosts: Hosts, runs: CellRuns) -> None:
+def decide(hosts: Hosts, runs: CellBatching) -> None:
     """One request in a round of its own, as it comes at a low rate."""
     request = hosts.request()
     spec = hosts.selector.request_spec(request)
     assert isinstance(spec, RequestSpec)
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=runs)
-    state = initial_state(PlacementRequest(request=request, spec=spec), hosts.selector)
+    state = new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector)
     assert round_.decide(state).choice is not None
 
 
 def test_one_request_alone_is_decided_within_so_many_calls() -> None:
-    hosts, runs = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellRuns()
+    hosts, runs = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4)), CellBatching()
     for _ in range(len(hosts.table.cells) + 1):  # what is kept from decision to decision is there
         decide(hosts, runs)
     calls = CountedCalls()
@@ -445,14 +446,14 @@ def test_one_request_alone_is_decided_within_so_many_calls() -> None:
 def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
     """A batch of members of one anti-affinity group that has so many others, on hosts that are as good as any."""
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
-    peers = Peers(server_group=group, members=dict.fromkeys(hosts.uuids[:members], 1))
+    related = RelatedInstances(server_group=group, members=dict.fromkeys(hosts.uuids[:members], 1))
     states: list[PlacementState] = []
     for _ in range(COUNTED):
         request = hosts.request(server_group=group)
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        spec = spec.with_peers(peers, request.instance_uuid)
-        states.append(initial_state(PlacementRequest(request=request, spec=spec), hosts.selector))
+        spec = spec.with_related(related, request.instance_uuid)
+        states.append(new_placement_state(PlacementRequest(request=request, spec=spec), hosts.selector))
     return states
 
 
@@ -460,7 +461,7 @@ def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
 def test_a_member_of_a_large_group_is_decided_within_as_many_calls(members: int) -> None:
     hosts = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4))
     states = of_group(hosts, members)
-    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=CellRuns())
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=CellBatching())
     calls = CountedCalls()
     sys.setprofile(calls)
     try:
@@ -481,6 +482,8 @@ def test_hosts_that_are_full_for_one_group_are_there_for_all_others() -> None:
     assert {one.choice.selected.uuid for one in first if one.choice} == set(hosts.uuids[4:])
     assert {one.choice.selected.uuid for one in second if one.choice} == set(hosts.uuids)
     spec = hosts.spec()
-    plain = [initial_state(PlacementRequest(request=hosts.request(), spec=spec), hosts.selector) for _ in range(40)]
+    plain = [
+        new_placement_state(PlacementRequest(request=hosts.request(), spec=spec), hosts.selector) for _ in range(40)
+    ]
     assert {one.choice.selected.uuid for one in map(round_.decide, plain) if one.choice} == set(hosts.uuids)
     assert len(round_.rankings) == 1

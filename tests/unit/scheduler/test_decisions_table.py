@@ -12,27 +12,27 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellBuildQuery, Selection
 from bus.contracts.operations import EvacuationPolicy
-from bus.contracts.stages import Stamps
+from bus.contracts.stages import StageTimes
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, Gang, RecordedBuild
+from scheduler_worker.domain.builds import Actor, Gang, RecordedBuild
 from scheduler_worker.domain.decisions import (
     DecidedBuild,
     PlacedBuild,
+    add_stage_times,
     build_query,
-    by_request,
     cell_build,
     conclude,
-    ended_where_held,
+    conclude_unplaced,
+    end_at_claimed_cell,
+    group_by_request,
     instance_spec,
-    messages_of,
-    not_placed,
-    with_stages,
+    outbox_messages,
 )
-from scheduler_worker.domain.explain import ClaimLoss
+from scheduler_worker.domain.explain import FailedClaim
 from scheduler_worker.domain.placement import (
     ClaimsContended,
-    ClaimStranded,
+    ClaimUnlocatable,
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
@@ -45,7 +45,7 @@ from scheduler_worker.domain.view import Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 UUID, HOST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
-AUTHOR = Author("scheduler", 7.0)
+AUTHOR = Actor("scheduler", 7.0)
 HOSTS = Hosts([PLENTY])
 CLAIMED = HostClaimed(
     cell="c1",
@@ -54,21 +54,28 @@ CLAIMED = HostClaimed(
         for host in ("h0", "h1", "h2")
     ),
     consumer_generation=4,
-    passed=9,
+    passing_hosts=9,
     score=0.5,
     claims=2,
     attempt=3,
     limits={"INSTANCES": 2},  # an offloaded instance is one more
 )
-EARLY = NoValidHost((FunnelStep(step="x", remaining=0),), unannounced=1)
+EARLY = NoValidHost((FunnelStep(step="x", remaining=0),), not_reported=1)
 NONE = NoValidHost((FunnelStep(step="x", remaining=0, rejected={"y": 1}),))
-STRANDED = ClaimStranded("why", "c1", HOST, 2)
+STRANDED = ClaimUnlocatable("why", "c1", HOST, 2)
 
 
 def pending(position: int = 0, gang: Gang | None = None, **more: Any) -> PendingBuild:
     request = HOSTS.request(user_id="u")
     return PendingBuild(
-        position=position, request=request, digest=b"", requested_at=1.0, taken_at=2.0, gang=gang, run="r", **more
+        batch_index=position,
+        request=request,
+        digest=b"",
+        requested_at=1.0,
+        taken_at=2.0,
+        gang=gang,
+        claim_owner="r",
+        **more,
     )
 
 
@@ -84,7 +91,7 @@ def outcome(concluded: Any) -> Any:
     if not isinstance(concluded, DecidedBuild):
         return concluded.code
     build = concluded.decision.build
-    assert build.run == "r" and build.terminal is (build.state is BuildState.FAILED)
+    assert build.claim_owner == "r" and build.terminal is (build.state is BuildState.FAILED)
     return build.state.value, build.code, build.cell, build.host_uuid, build.attempt
 
 
@@ -104,10 +111,14 @@ FAILED, SCHEDULED = "failed", "scheduled"
         (ClaimsContended(3), {"last": True}, (FAILED, "claims.contended", None, None, 1)),
         (STRANDED, {"awaits_hosts": True}, "hosts.unknown"),
         (STRANDED, {}, (SCHEDULED, "", "c1", HOST, 2)),
-        (ClaimStranded("why"), {}, "claim.stranded"),
-        (ClaimStranded("why"), {"last": True}, "accepted"),
-        (ClaimStranded("why"), {"last": True, "has_letter": False}, (FAILED, "claim.stranded", None, None, 0)),
-        (ClaimsContended(3), {"last": True, "has_letter": False}, (FAILED, "claims.contended", None, None, 1)),
+        (ClaimUnlocatable("why"), {}, "claim.unlocatable"),
+        (ClaimUnlocatable("why"), {"last": True}, "accepted"),
+        (
+            ClaimUnlocatable("why"),
+            {"last": True, "has_dead_letter": False},
+            (FAILED, "claim.unlocatable", None, None, 0),
+        ),
+        (ClaimsContended(3), {"last": True, "has_dead_letter": False}, (FAILED, "claims.contended", None, None, 1)),
         (PlacementRefused("x.y", "why"), {}, (FAILED, "x.y", None, None, 0)),
         (PlacementRefused("x.y", "why", claims=1), {}, (FAILED, "x.y", None, None, 1)),
         (GangIncomplete(Gang(uuid=UUID, size=3, min_count=2), 1, 1), {}, (FAILED, "gang.incomplete", None, None, 1)),
@@ -120,7 +131,7 @@ def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any,
     if isinstance(concluded, DecidedBuild):
         assert concluded.claimed is (result if result is CLAIMED else None)
         assert concluded.decision.funnel == getattr(result, "funnel", ())
-        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True, has_letter=False)], AUTHOR)
+        ((_, again),) = conclude([placed(result, pending(attempt=1), last=True, has_dead_letter=False)], AUTHOR)
         assert outcome(again)[-1] == (expected[-1] or 1), "an earlier delivery may have claimed"
 
 
@@ -136,10 +147,10 @@ def test_what_follows_from_the_result_of_a_placement(result: Any, delivery: Any,
         ([NONE, ClaimsContended(1)], 1, {}, ["claims.contended"] * 2),
         ([CLAIMED, PlacementUnavailable("away")], 1, {}, ["placement.unavailable"] * 2),
         ([NONE, NONE], 1, {}, [FAILED, FAILED]),
-        ([CLAIMED, ClaimStranded("why")], 2, {"last": True}, ["accepted"] * 2),
-        ([CLAIMED, ClaimStranded("why")], 1, {}, [SCHEDULED, "claim.stranded"]),
-        ([CLAIMED, ClaimStranded("why")], 1, {"last": True}, [SCHEDULED, "accepted"]),
-        ([CLAIMED, ClaimStranded("why")], 1, {"last": True, "has_letter": False}, [SCHEDULED, FAILED]),
+        ([CLAIMED, ClaimUnlocatable("why")], 2, {"last": True}, ["accepted"] * 2),
+        ([CLAIMED, ClaimUnlocatable("why")], 1, {}, [SCHEDULED, "claim.unlocatable"]),
+        ([CLAIMED, ClaimUnlocatable("why")], 1, {"last": True}, [SCHEDULED, "accepted"]),
+        ([CLAIMED, ClaimUnlocatable("why")], 1, {"last": True, "has_dead_letter": False}, [SCHEDULED, FAILED]),
         ([CLAIMED, STRANDED], 1, {"awaits_hosts": True}, [SCHEDULED, "hosts.unknown"]),
     ],
 )
@@ -160,7 +171,7 @@ def test_what_follows_for_the_members_of_a_gang(
 @pytest.mark.parametrize(
     ("request_of", "delivery", "expected"),
     [
-        ({}, {"why": Refusal(code="given.up", reason="r")}, (FAILED, "given.up", None, None, 0)),
+        ({}, {"refusal": Refusal(code="given.up", reason="r")}, (FAILED, "given.up", None, None, 0)),
         ({"host": "nowhere"}, {"awaits_hosts": True}, "hosts.unknown"),
         ({"host": "nowhere"}, {}, (FAILED, "no_valid_host", None, None, 0)),
         ({"availability_zone": "moon"}, {"awaits_hosts": True}, (FAILED, "no_valid_host", None, None, 0)),
@@ -169,7 +180,7 @@ def test_what_follows_for_the_members_of_a_gang(
 def test_what_becomes_of_a_build_that_is_not_placed(request_of: Any, delivery: Any, expected: Any) -> None:
     one = replace(pending(), request=HOSTS.request(**request_of), delivery=RequestDelivery(**delivery))
     spec = HOSTS.selector.request_spec(one.request)
-    concluded = not_placed(one, spec if isinstance(spec, Unsatisfiable) else None, HOSTS.selector, AUTHOR)
+    concluded = conclude_unplaced(one, spec if isinstance(spec, Unsatisfiable) else None, HOSTS.selector, AUTHOR)
     assert outcome(concluded) == expected
     if isinstance(concluded, DecidedBuild) and expected[1] == "no_valid_host":
         assert [(s.remaining, sum(s.rejected.values())) for s in concluded.decision.funnel] == [(0, 1)]
@@ -179,25 +190,25 @@ def test_the_members_of_a_gang_are_concluded_together() -> None:
     first, second = (Gang(uuid=uuid, size=2, min_count=1) for uuid in (UUID, HOST))
     alone = [placed(CLAIMED, pending()) for _ in range(2)]
     gangs = [placed(CLAIMED, pending(0, gang)) for gang in (first, first, second)]
-    assert [len(one) for one in by_request([*alone, *gangs])] == [1, 1, 2, 1]
+    assert [len(one) for one in group_by_request([*alone, *gangs])] == [1, 1, 2, 1]
 
 
 def test_the_timeline_of_a_decision() -> None:
-    lost = (ClaimLoss("h9: full"),)
+    lost = (FailedClaim("h9: no_capacity"),)
     ((_, concluded),) = conclude([placed(replace(CLAIMED, lost=lost))], AUTHOR)
     assert isinstance(concluded, DecidedBuild)
     lines = {one.what: one.detail for one in concluded.decision.timeline}
     assert list(lines) == ["not_claimed", "chosen", "claimed", "dispatched"]
-    assert lines["not_claimed"] == "h9: full" and lines["claimed"].endswith("h1, h2")
+    assert lines["not_claimed"] == "h9: no_capacity" and lines["claimed"].endswith("h1, h2")
     assert lines["chosen"].startswith("h0 of 9") and lines["claimed"].startswith("h0 at try 2")
-    stamped = with_stages(concluded.decision, Stamps(requested=1.0)).timeline
-    assert [one.stamps and one.stamps.requested for one in stamped] == [None, None, None, 1.0]
+    stamped = add_stage_times(concluded.decision, StageTimes(requested=1.0)).timeline
+    assert [one.stage_times and one.stage_times.requested for one in stamped] == [None, None, None, 1.0]
     ((_, alone),) = conclude([placed(replace(CLAIMED, selections=CLAIMED.selections[:1]))], AUTHOR)
     assert isinstance(alone, DecidedBuild) and alone.decision.timeline[1].detail.endswith("none")
-    held = ended_where_held(pending(), STRANDED, AUTHOR)
+    held = end_at_claimed_cell(pending(), STRANDED, AUTHOR)
     assert isinstance(held, DecidedBuild) and held.claimed is None
     assert outcome(held) == (SCHEDULED, "", "c1", HOST, 2)
-    assert outcome(ended_where_held(pending(), ClaimStranded("why"), AUTHOR)) == "claim.stranded"
+    assert outcome(end_at_claimed_cell(pending(), ClaimUnlocatable("why"), AUTHOR)) == "claim.unlocatable"
     ((_, long),) = conclude([placed(PlacementRefused("x", "y" * 9999))], AUTHOR)
     assert isinstance(long, DecidedBuild) and long.decision.build.reason == "y" * MAX_REASON
 
@@ -213,7 +224,7 @@ def test_the_timeline_of_a_decision() -> None:
 def test_the_messages_of_a_decision(result: Any, kinds: list[type]) -> None:
     ((_, one),) = conclude([placed(result, last=True)], AUTHOR)
     assert isinstance(one, DecidedBuild)
-    messages = messages_of(one, one.decision, 5.0, Stamps(), HOSTS.config)
+    messages = outbox_messages(one, one.decision, 5.0, StageTimes(), HOSTS.config)
     assert [type(message.message) for message in messages] == kinds
 
 
@@ -233,15 +244,15 @@ def test_what_a_cell_needs_of_a_request() -> None:
     assert (spec.user_id, spec.name, spec.on_host_failure) == ("u", "n", EvacuationPolicy.RESTART)
     gone = instance_spec(replace(request, flavor="gone"), config)
     assert (gone.traits, gone.root_gb, gone.on_host_failure) == ((), 0, None)
-    stamps = Stamps(requested=1.0, lost_claims=0)
-    lost = (ClaimLoss("h9: full"),) * 2
+    stage_times = StageTimes(requested=1.0, lost_claims=0)
+    lost = (FailedClaim("h9: no_capacity"),) * 2
     for claimed, count in ((CLAIMED, 0), (replace(CLAIMED, lost=lost), 2)):
-        command = cell_build(request, claimed, 5.0, stamps, config)
+        command = cell_build(request, claimed, 5.0, stage_times, config)
         assert (command.attempt, command.consumer_generation, command.limits) == (3, 4, {"INSTANCES": 2})
-        assert command.stamps == replace(stamps, lost_claims=count)
+        assert command.stage_times == replace(stage_times, lost_claims=count)
         assert command.build_timeout_s == 30.0 and command.selections == CLAIMED.selections
     own = replace(request, build_timeout_s=40.0)
-    assert cell_build(own, CLAIMED, 5.0, stamps, config).build_timeout_s == 40.0
+    assert cell_build(own, CLAIMED, 5.0, stage_times, config).build_timeout_s == 40.0
     build = RecordedBuild(instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2)
     for attempt, expected in ((0, 1), (2, 2)):
         query = build_query(own, replace(build, attempt=attempt), 5.0, config)

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import SystemClock, new_uuid
-from bus.consuming.outcome import Done, Outcome, Retry, Wait
+from bus.consuming.outcome import Done, Outcome, Retry, RetryWhenAvailable
 from bus.contracts.base import Refusal
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.contracts.placement import (
@@ -24,18 +24,18 @@ from bus.contracts.placement import (
     GroupPolicy,
     LocatePage,
     LocateRequest,
-    ReleaseRun,
+    ReleaseByOwner,
     ServerGroup,
 )
 from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.claims import HeldClaims
+from scheduler_worker.claims import ClaimOwnership
 from scheduler_worker.domain.admission import PendingBuild
-from scheduler_worker.domain.builds import Author, Gang, NewBuild, ProjectsBuild, RecordedBuild
+from scheduler_worker.domain.builds import Actor, Gang, NewBuild, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, answer_unknown, plan_deletes, tombstones
 from scheduler_worker.domain.placement import (
-    CONSUMER_CHANGED,
-    ClaimStranded,
+    CONSUMER_CONFLICT,
+    ClaimUnlocatable,
     HostClaimed,
     PlacementRefused,
     PlacementUnavailable,
@@ -47,7 +47,7 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Dispatcher
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
-from tests.kit.claims import BookClaims
+from tests.kit.claims import PlacementClaims
 from tests.kit.sent import Sent
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import CONFIG, RUN, Cluster, cluster, nowhere
@@ -59,7 +59,7 @@ UUID = "00000000-0000-4000-8000-000000000001"
 
 
 def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
-    return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, run="mine")
+    return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, claim_owner="mine")
 
 
 # --- What the instance of a request that found no host holds already: it is asked, and the build goes there.
@@ -79,13 +79,13 @@ def hold(
     """Their instances hold something on this host."""
     uuid = cluster.hosts.uuids[on] if on >= 0 else "gone"
     for one in requests:
-        cluster.port.held[one.instance_uuid] = HeldAllocation(
+        cluster.port.held[one.instance_uuid] = ConsumerRecord(
             consumer=one.instance_uuid,
             project_id=one.project_id,
-            run=run,
+            claim_owner=run,
             attempt=attempt,
             consumer_generation=2,
-            holding={uuid: {"VCPU": 1}},
+            allocations={uuid: {"VCPU": 1}},
             hosts=(uuid,),
             cell=cell,
         )
@@ -109,28 +109,28 @@ async def test_members_of_a_gang_that_no_host_can_take_are_looked_up_before_they
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Cluster, *, is_announced: bool) -> None:
     """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
-    ruled_out = nowhere(cluster)
-    (failed,) = await cluster.place(ruled_out)
+    policy_violated = nowhere(cluster)
+    (failed,) = await cluster.place(policy_violated)
     assert isinstance(failed, NoValidHost) and cluster.claims == []
-    assert cluster.port.asked == [ruled_out.instance_uuid]
-    hold(cluster, ruled_out, on=4 if is_announced else -1)
-    (found,) = await cluster.place(ruled_out)
-    assert isinstance(found, HostClaimed if is_announced else ClaimStranded)
-    taken = [(one.by, one.takes_over, one.attempt, one.options[0].allocations) for one in cluster.claims]
-    holding = cluster.port.held[ruled_out.instance_uuid].holding
+    assert cluster.port.asked == [policy_violated.instance_uuid]
+    hold(cluster, policy_violated, on=4 if is_announced else -1)
+    (found,) = await cluster.place(policy_violated)
+    assert isinstance(found, HostClaimed if is_announced else ClaimUnlocatable)
+    taken = [(one.owner, one.transfers_from, one.attempt, one.options[0].allocations) for one in cluster.claims]
+    holding = cluster.port.held[policy_violated.instance_uuid].allocations
     assert taken == [(RUN, "another", 1, holding)], "a late Release of the other run releases nothing"
-    hold(cluster, ruled_out, attempt=0)
-    (foreign,) = await cluster.place(ruled_out)
-    assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED
+    hold(cluster, policy_violated, attempt=0)
+    (foreign,) = await cluster.place(policy_violated)
+    assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CONFLICT
     cluster.port.unavailable = True
-    (unanswered,) = await cluster.place(ruled_out)
+    (unanswered,) = await cluster.place(policy_violated)
     assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
 
 
 async def test_a_boot_is_one_round_trip_and_what_found_no_host_is_looked_up_in_one_more(cluster: Cluster) -> None:
     requests = [cluster.hosts.request() for _ in range(3)]
     await cluster.place(*requests)
-    assert [(claim.consumer, claim.by) for claim in cluster.claims] == [(one.instance_uuid, RUN) for one in requests]
+    assert [(claim.consumer, claim.owner) for claim in cluster.claims] == [(one.instance_uuid, RUN) for one in requests]
     assert cluster.port.asked == []
     await cluster.place(nowhere(cluster), nowhere(cluster))
     assert len(cluster.port.asked) == 2 and len(cluster.claims) == 3
@@ -139,7 +139,7 @@ async def test_a_boot_is_one_round_trip_and_what_found_no_host_is_looked_up_in_o
 async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one(cluster: Cluster) -> None:
     hosts = cluster.hosts
     for at, uuid in enumerate(hosts.uuids):
-        hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
+        hosts.replica.assume(f"full {at}", {uuid: {"VCPU": 16}})
     (nothing,) = await cluster.place(hosts.request())
     assert isinstance(nothing, NoValidHost) and cluster.claims == []
     request = hosts.request()
@@ -157,7 +157,7 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
     hold(cluster, request, on=0, run=RUN)
     holding = {hosts.uuids[0]: {"VCPU": 1}}
-    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, allocations=holding)
 
     async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
@@ -172,7 +172,7 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
 async def test_whoever_has_claimed_and_ends_without_a_host_is_looked_up_too(cluster: Cluster, attempt: int) -> None:
     """Another scheduler has claimed for it meanwhile. Only an end without any claim was looked up."""
     request = cluster.hosts.request()
-    over = ClaimResult(outcome=ClaimOutcome.OVER_LIMIT, reason="VCPU")
+    over = ClaimResult(outcome=ClaimOutcome.OVER_QUOTA, reason="VCPU")
     hold(cluster, request, run=RUN, attempt=attempt)
     cluster.answer = lambda _: over
     (placed,) = await cluster.place(request)
@@ -185,14 +185,14 @@ async def test_what_is_held_on_a_host_that_nothing_announces_is_left_to_the_cell
     request = nowhere(cluster)
     hold(cluster, request, on=-1, run=RUN, cell="c7")
     (placed,) = await cluster.place(request)
-    assert isinstance(placed, ClaimStranded)
+    assert isinstance(placed, ClaimUnlocatable)
     assert (placed.cell, placed.host_uuid, placed.attempt) == ("c7", "gone", 1) and cluster.claims == []
 
 
 async def test_what_cannot_be_taken_over_is_tried_again(cluster: Cluster) -> None:
     request = nowhere(cluster)
     hold(cluster, request)
-    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     (placed,) = await cluster.place(request)
     assert isinstance(placed, PlacementUnavailable)
 
@@ -210,7 +210,9 @@ async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_reco
     store, request = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), cluster.hosts.request()
     store.publish_through(Sent())  # type: ignore[arg-type]
     uuid, project = request.instance_uuid, request.project_id
-    anew = RecordedBuild(instance_uuid=uuid, project_id=project, state=BuildState.ACCEPTED, sequence=1, run="newer")
+    anew = RecordedBuild(
+        instance_uuid=uuid, project_id=project, state=BuildState.ACCEPTED, sequence=1, claim_owner="newer"
+    )
     async with store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=anew)], 1.0)
     cluster.on_record[request.instance_uuid] = "newer"
@@ -220,13 +222,13 @@ async def test_a_claim_of_a_run_whose_record_was_made_anew_is_given_to_that_reco
         return cluster.claimed(claim)
 
     cluster.answer = claimed
-    held = HeldClaims(cluster.port, cluster.hosts.table.last_cell_of, cluster.runs_on_record)
+    held = ClaimOwnership(cluster.port, cluster.hosts.table.last_cell_of, cluster.recorded_owners)
     dispatcher = Dispatcher(
         store, held, cluster.placer, cluster.hosts.selector, clock=SystemClock(), process="scheduler s0"
     )
-    pending = PendingBuild(position=0, request=request, digest=b"1", requested_at=1.0, taken_at=1.0, run=RUN)
+    pending = PendingBuild(batch_index=0, request=request, digest=b"1", requested_at=1.0, taken_at=1.0, claim_owner=RUN)
     await dispatcher.dispatch([pending])
-    assert [(one.by, one.takes_over) for one in cluster.claims] == [(RUN, None), ("newer", RUN)]
+    assert [(one.owner, one.transfers_from) for one in cluster.claims] == [(RUN, None), ("newer", RUN)]
 
 
 # --- what one delete of a batch waits for keeps no other delete from being carried out
@@ -236,7 +238,7 @@ ABSENT = "00000000-0000-4000-8000-000000000002"
 
 
 async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_does_not_answer_for_another() -> None:
-    store, sent, port = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), Sent(), BookClaims()
+    store, sent, port = MemoryBuilds(MemoryBuildTable(SystemClock()).session()), Sent(), PlacementClaims()
     store.publish_through(sent)  # type: ignore[arg-type]
     build = replace(recorded(BuildState.ACTIVE, "c1"), sequence=12)
     request = BuildRequest(instance_uuid=UUID, project_id="p", flavor="f")
@@ -265,7 +267,7 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
     )
     for _ in range(2):
         _, outcomes = await engine.process([], deletes)
-        assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], Wait)
+        assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], RetryWhenAvailable)
     assert [type(one.message) for _, batch in sent.rows for one in batch] == [CellDelete]
     async with store.unit() as unit:
         assert (await unit.lock([UUID]))[UUID].state is BuildState.DELETING
@@ -275,12 +277,12 @@ async def test_a_delete_of_a_built_instance_goes_to_its_cell_while_placement_doe
 
 
 BUILD, OTHER, HOST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "abc")
-AUTHOR = Author("me", 7.0)
+AUTHOR = Actor("me", 7.0)
 ACCEPTED, SCHEDULED, ACTIVE = BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.ACTIVE
 FAILED, REFUSED, DELETING, DELETED = BuildState.FAILED, BuildState.REFUSED, BuildState.DELETING, BuildState.DELETED
-UNKNOWN, STRANDED = "instance.unknown", "claim.stranded"
+UNKNOWN, STRANDED = "instance.unknown", "claim.unlocatable"
 RECORD = RecordedBuild(
-    instance_uuid=BUILD, project_id="p", state=ACTIVE, sequence=9, attempt=2, code="x", reason="why", run="mine"
+    instance_uuid=BUILD, project_id="p", state=ACTIVE, sequence=9, attempt=2, code="x", reason="why", claim_owner="mine"
 )
 EARLY, LATE = RequestDelivery(attempt=OVERTAKES - 1), RequestDelivery(attempt=OVERTAKES)
 STARTING = replace(LATE, awaits_hosts=True)
@@ -297,9 +299,9 @@ def record(state: BuildState, cell: str | None = None, **more: Any) -> RecordedB
     return replace(RECORD, state=state, cell=cell, **more)
 
 
-def held(cell: str | None, project: str = "p") -> dict[ProjectsBuild, HeldAllocation]:
-    one = HeldAllocation(
-        consumer=BUILD, project_id=project, attempt=1, consumer_generation=1, holding={}, hosts=(), cell=cell
+def held(cell: str | None, project: str = "p") -> dict[ProjectsBuild, ConsumerRecord]:
+    one = ConsumerRecord(
+        consumer=BUILD, project_id=project, attempt=1, consumer_generation=1, allocations={}, hosts=(), cell=cell
     )
     return {(BUILD, project): one}
 
@@ -328,10 +330,10 @@ def words(messages: Iterable[OutboxMessage]) -> list[str]:
             case BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=number, code=code):
                 assert (one.bus, uuid) == (API, BUILD)
                 found.append(f"{state.value} {number} {code}".strip())
-            case CellDelete(instance_uuid=uuid, project_id="p", begun=begun):
+            case CellDelete(instance_uuid=uuid, project_id="p", may_have_started=begun):
                 assert uuid == BUILD
                 found.append(f"{one.bus} deletes" + (" what was begun" if begun else ""))
-            case ReleaseRun(by="mine"):
+            case ReleaseByOwner(owner="mine"):
                 found.append("release")
             case other:
                 raise AssertionError(other)
@@ -340,7 +342,7 @@ def words(messages: Iterable[OutboxMessage]) -> list[str]:
 
 # --- of what is on record
 
-Row = tuple[RecordedBuild, dict[ProjectsBuild, HeldAllocation], str, RecordedBuild | None, list[str]]
+Row = tuple[RecordedBuild, dict[ProjectsBuild, ConsumerRecord], str, RecordedBuild | None, list[str]]
 C1, NOWHERE = held("c1"), held(None)
 TAKEN = ["c1 deletes what was begun"]
 ROWS: list[Row] = [
@@ -371,27 +373,27 @@ ROWS: list[Row] = [
 @pytest.mark.parametrize(("build", "kept", "outcome", "after", "sent"), ROWS)
 def test_a_delete_by_its_record_and_by_what_its_instance_holds(
     build: RecordedBuild,
-    kept: dict[ProjectsBuild, HeldAllocation],
+    kept: dict[ProjectsBuild, ConsumerRecord],
     outcome: str,
     after: RecordedBuild | None,
     sent: list[str],
 ) -> None:
     planned = plan_deletes([deleted(4, LAST), deleted(5, LAST)], {BUILD: build}, AUTHOR, kept)
     assert {at: word(one) for at, one in planned.outcomes.items()} == {4: outcome, 5: outcome}
-    assert (planned.accepted, planned.unbuilt, planned.unknown) == ({BUILD}, [], [])
+    assert (planned.accepted, planned.without_cell, planned.unknown) == ({BUILD}, [], [])
     assert [one.build for one in planned.updates] == (
         [] if after is None else [replace(after, reason=planned.updates[0].build.reason)]
     )
-    assert [(line.at, line.who) for one in planned.updates for line in one.timeline] == [(7.0, "me")] * (
+    assert [(line.at, line.actor) for one in planned.updates for line in one.timeline] == [(7.0, "me")] * (
         after is not None
     )
     assert words(planned.messages) == sent
     unasked = plan_deletes([deleted(4, LAST), deleted(5, LAST)], {BUILD: build}, AUTHOR)
     if build.cell is None and build.state is not DELETED:
-        assert [one.position for one in unasked.unbuilt] == [4, 5]
+        assert [one.position for one in unasked.without_cell] == [4, 5]
         assert (unasked.outcomes, unasked.updates, unasked.messages, unasked.accepted) == ({}, [], [], set())
     else:
-        assert (unasked.unbuilt, unasked.updates, unasked.messages) == ([], planned.updates, planned.messages)
+        assert (unasked.without_cell, unasked.updates, unasked.messages) == ([], planned.updates, planned.messages)
 
 
 @pytest.mark.parametrize(
@@ -433,14 +435,14 @@ def test_a_delete_has_its_line_in_the_timeline(build: RecordedBuild, line: str) 
 def test_a_delete_without_a_record(
     build: RecordedBuild | None,
     delivery: RequestDelivery,
-    kept: dict[ProjectsBuild, HeldAllocation] | None,
+    kept: dict[ProjectsBuild, ConsumerRecord] | None,
     outcome: str,
     left: str,
 ) -> None:
     pending = deleted(delivery=delivery)
     planned = plan_deletes([pending], {} if build is None else {BUILD: build}, AUTHOR, kept)
     assert word(planned.outcomes[4]) == outcome
-    assert (planned.unbuilt, planned.unknown) == ([pending] * (left == "unbuilt"), [pending] * (left == "unknown"))
+    assert (planned.without_cell, planned.unknown) == ([pending] * (left == "unbuilt"), [pending] * (left == "unknown"))
     assert (planned.accepted, planned.updates) == (set(), [])
     assert words(planned.messages) == ([f"refused 0 {STRANDED}"] if outcome == f"answered {STRANDED}" else [])
 
@@ -470,7 +472,7 @@ def test_a_delete_whose_time_is_over_ends(
 ) -> None:
     planned = plan_deletes([deleted(delivery=delivery)], {} if build is None else {BUILD: build}, AUTHOR, C1)
     assert (word(planned.outcomes[4]), words(planned.messages)) == ("done", sent)
-    assert (planned.accepted, planned.updates, planned.unknown, planned.unbuilt) == (set(), [], [], [])
+    assert (planned.accepted, planned.updates, planned.unknown, planned.without_cell) == (set(), [], [], [])
 
 
 # --- tombstones
@@ -501,10 +503,10 @@ def test_a_tombstone_is_the_record_of_a_build_that_was_deleted_before_it_came() 
     ],
 )
 def test_a_delete_of_an_unknown_instance_is_refused_unless_it_holds_something_which_its_cell_deletes(
-    build: RecordedBuild | None, kept: dict[ProjectsBuild, HeldAllocation], outcome: str, sent: list[str]
+    build: RecordedBuild | None, kept: dict[ProjectsBuild, ConsumerRecord], outcome: str, sent: list[str]
 ) -> None:
     """Nothing watched the delete of what an instance without a record holds: lost by its cell, it had no end."""
-    answered = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[deleted()], unbuilt=[])
+    answered = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[deleted()], without_cell=[])
     answer_unknown(answered, {} if build is None else {BUILD: build}, AUTHOR, kept)
     assert (word(answered.outcomes.get(4)), words(answered.messages)) == (outcome, sent)
     assert {update.build.project_id for update in answered.updates} <= {"p"}

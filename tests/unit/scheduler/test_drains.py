@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from bus.clock import CLOCKS_APART_S, SystemClock
 from bus.contracts.base import MAX_REASON, Message, Refusal
-from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeHolder
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery, TreeConsumer
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainAction, DrainCommand, DrainQuery, DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import Condition, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import ActionKind, ActionRequest, ActionState, Condition
 from bus.contracts.objects import HostDecision
 from bus.contracts.operations import AdminState
 from bus.faults import Fault, RequestRefused, RequestTimeout
@@ -26,13 +26,13 @@ from scheduler_worker.domain.drains import (
     BegunMoves,
     DrainedHost,
     EndedRequest,
-    HeldInstance,
+    InstanceOnHost,
     WaitingInstance,
     commanded,
     drained,
     end_of,
     evacuating,
-    held_on,
+    instances_on,
     is_down,
     is_migration,
     level_of,
@@ -41,9 +41,9 @@ from scheduler_worker.domain.drains import (
 )
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.placement import PlacementUnavailable
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import PAGE_HOSTS, PAGES, DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.drain_plan import PAGE_HOSTS, PAGES, DrainInventory, DrainPlanner, MadePlan
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -58,7 +58,7 @@ B, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "be")
 NOW = 1000.0
 DRAINED = DrainedHost(HOST, "h1", drain=DRAIN)
 DOWN = replace(DRAINED, code="service.down")
-RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
+RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=ActionKind.LIVE_MIGRATE, by="ann")
 LEVEL, IDLE = level_of(RECORD, NOW), BegunMoves()
 EVACUATING = evacuating(100)
 
@@ -69,35 +69,35 @@ def context(
     condition: Condition = Condition.ACTIVE,
     under_way: str | None = None,
     host_uuid: str | None = None,
-) -> MoveContext:
+) -> ActionContext:
     uuid = host_uuid or {"h1": HOST, "h2": H2}.get(host or "")
     build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell="c", host=host, host_uuid=uuid)
-    return MoveContext(build=replace(build, instance=SinceBuild(condition=condition, under_way=under_way)))
+    return ActionContext(build=replace(build, instance=SinceBuild(condition=condition, under_way=under_way)))
 
 
-ACTIVE = HeldInstance(instance_uuid=A, project_id="p", source=DRAINED, known=context())
-HELD = replace(ACTIVE, code="instance.building", reason="its build", known=MoveContext())
+ACTIVE = InstanceOnHost(instance_uuid=A, project_id="p", source=DRAINED, known=context())
+HELD = replace(ACTIVE, code="instance.building", reason="its build", known=ActionContext())
 BUSY = replace(ACTIVE, known=context(under_way=R))
 ON_DOWN = replace(ACTIVE, source=DOWN)
 KEPT = replace(HELD, code="instance.unconfirmed")
 
 
-def request(**more: Any) -> RecordedMove:
+def request(**more: Any) -> RecordedAction:
     fields = {
-        "kind": MoveKind.MIGRATE,
-        "state": MoveState.DONE,
+        "kind": ActionKind.MIGRATE,
+        "state": ActionState.DONE,
         "terminal": True,
         "cell": "c",
         "host": "h1",
         "host_uuid": HOST,
         **more,
     }
-    return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
+    return RecordedAction(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
 
 
 def ended(ago_s: float, code: str = "no_valid_host", **more: Any) -> EndedRequest:
     """A request of the drain that has ended so long ago."""
-    fields = {"state": MoveState.FAILED if code else MoveState.DONE, "drain": DRAIN, "reason": "why", **more}
+    fields = {"state": ActionState.FAILED if code else ActionState.DONE, "drain": DRAIN, "reason": "why", **more}
     number = int(ago_s * 100)
     return EndedRequest(request_id=f"{number:08}{A[8:]}", instance_uuid=A, code=code, updated_at=NOW - ago_s, **fields)
 
@@ -107,8 +107,8 @@ def tries(*ago_s: float, **more: Any) -> list[EndedRequest]:
 
 
 def decided(
-    one: HeldInstance, requests: Sequence[EndedRequest] = (), level: Any = LEVEL
-) -> MoveRequest | WaitingInstance:
+    one: InstanceOnHost, requests: Sequence[EndedRequest] = (), level: Any = LEVEL
+) -> ActionRequest | WaitingInstance:
     """What is next of one instance."""
     found = next_moves(level, [one], {A: requests}, IDLE, NOW)
     assert len(found.moves) + len(found.waiting) == 1
@@ -118,17 +118,17 @@ def decided(
 def test_the_request_of_a_move() -> None:
     """The same from every scheduler; a cold one is confirmed at once, and those of a cell may leave it."""
     live, again = decided(ACTIVE), decided(ACTIVE)
-    assert isinstance(live, MoveRequest) and live == again
-    assert (live.kind, live.host, live.user_id, live.auto_confirm_s) == (MoveKind.LIVE_MIGRATE, None, "drain", None)
+    assert isinstance(live, ActionRequest) and live == again
+    assert (live.kind, live.host, live.user_id, live.auto_confirm_s) == (ActionKind.LIVE_MIGRATE, None, "drain", None)
     assert (live.project_id, live.instance_uuid, live.request_id) == ("p", A, request_id(DRAIN, A))
-    cold = decided(ACTIVE, level=level_of(replace(RECORD, kind=MoveKind.MIGRATE), NOW))
-    assert isinstance(cold, MoveRequest) and (cold.kind, cold.auto_confirm_s) == (MoveKind.MIGRATE, 0.0)
+    cold = decided(ACTIVE, level=level_of(replace(RECORD, kind=ActionKind.MIGRATE), NOW))
+    assert isinstance(cold, ActionRequest) and (cold.kind, cold.auto_confirm_s) == (ActionKind.MIGRATE, 0.0)
     of_cell = decided(ACTIVE, level=level_of(replace(RECORD, target=DrainTarget.CELL), NOW))
-    assert isinstance(of_cell, MoveRequest)
-    assert (of_cell.kind, of_cell.user_id) == (MoveKind.MIGRATE, "cell-drain")
+    assert isinstance(of_cell, ActionRequest)
+    assert (of_cell.kind, of_cell.user_id) == (ActionKind.MIGRATE, "cell-drain")
     evacuated = decided(ACTIVE, level=EVACUATING)
-    assert evacuated == MoveRequest(
-        request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", kind=MoveKind.EVACUATE
+    assert evacuated == ActionRequest(
+        request_id=live.request_id, instance_uuid=A, project_id="p", user_id="evacuation", kind=ActionKind.EVACUATE
     )
 
 
@@ -136,13 +136,13 @@ def test_the_request_of_a_move() -> None:
 def test_its_requests_can_be_read(target: DrainTarget) -> None:
     """The user of those of a cell was no word."""
     made = decided(ACTIVE, level=level_of(replace(RECORD, target=target), NOW))
-    assert msgspec.json.decode(msgspec.json.encode(made), type=MoveRequest) == made
+    assert msgspec.json.decode(msgspec.json.encode(made), type=ActionRequest) == made
 
 
 def test_the_id_of_a_try_follows_from_the_newest_request_that_has_ended() -> None:
     """Also a client's: a request that is on record is never made again."""
     ids = [
-        cast("MoveRequest", decided(ACTIVE, requests)).request_id
+        cast("ActionRequest", decided(ACTIVE, requests)).request_id
         for requests in ([], tries(99), tries(98, 99), [ended(9, "", drain=None), *tries(99)])
     ]
     assert len({*ids, request_id(H9, A), request_id(DRAIN, B)}) == 6
@@ -157,10 +157,10 @@ def test_a_request_that_a_late_clock_has_made_is_newer_than_that_which_it_follow
     second = replace(ended(7, "no_valid_host"), request_id=request_id(DRAIN, A, first.request_id))
     for requests in ([client, first], [client, first, second]):
         found = decided(ACTIVE, requests)
-        assert isinstance(found, MoveRequest)
+        assert isinstance(found, ActionRequest)
         assert found.request_id == request_id(DRAIN, A, requests[-1].request_id)
         is_cold = requests[-1].code == "instance.not_running"
-        assert found.kind is (MoveKind.MIGRATE if is_cold else MoveKind.LIVE_MIGRATE)
+        assert found.kind is (ActionKind.MIGRATE if is_cold else ActionKind.LIVE_MIGRATE)
 
 
 STILL, STUCK = {"is_stuck": False}, {"is_stuck": True}
@@ -174,27 +174,29 @@ NOT_LIVE = ended(0.1, "instance.not_running")
 @pytest.mark.parametrize(
     ("one", "requests", "after"),
     [
-        pytest.param(ACTIVE, [], MoveKind.LIVE_MIGRATE, id="it is active"),
+        pytest.param(ACTIVE, [], ActionKind.LIVE_MIGRATE, id="it is active"),
         pytest.param(ACTIVE, tries(1.9), REFUSED | STILL, id="refused a moment ago"),
-        pytest.param(ACTIVE, tries(2.0), MoveKind.LIVE_MIGRATE, id="the first pause is over"),
+        pytest.param(ACTIVE, tries(2.0), ActionKind.LIVE_MIGRATE, id="the first pause is over"),
         pytest.param(ACTIVE, tries(3.9, 99), REFUSED | STILL, id="refused twice"),
-        pytest.param(ACTIVE, tries(4.0, 99), MoveKind.LIVE_MIGRATE, id="the second pause is over"),
+        pytest.param(ACTIVE, tries(4.0, 99), ActionKind.LIVE_MIGRATE, id="the second pause is over"),
         pytest.param(ACTIVE, tries(7.9, 98, 99), REFUSED | STUCK, id="refused three times"),
-        pytest.param(ACTIVE, tries(8.0, 98, 99), MoveKind.LIVE_MIGRATE, id="it is tried again all the same"),
+        pytest.param(ACTIVE, tries(8.0, 98, 99), ActionKind.LIVE_MIGRATE, id="it is tried again all the same"),
         pytest.param(ACTIVE, tries(59.9, *range(90, 99)), REFUSED | STUCK, id="the longest pause"),
-        pytest.param(ACTIVE, tries(60.0, *range(90, 99)), MoveKind.LIVE_MIGRATE, id="and for ever"),
+        pytest.param(ACTIVE, tries(60.0, *range(90, 99)), ActionKind.LIVE_MIGRATE, id="and for ever"),
         pytest.param(ACTIVE, tries(899.9, *range(901, 930)), REFUSED | STUCK, id="but rarely after many"),
-        pytest.param(ACTIVE, tries(900.0, *range(901, 930)), MoveKind.LIVE_MIGRATE, id="four times an hour"),
-        pytest.param(ACTIVE, tries(60.0, *range(90, 99), *range(901, 920)), MoveKind.LIVE_MIGRATE, id="not yet rarely"),
+        pytest.param(ACTIVE, tries(900.0, *range(901, 930)), ActionKind.LIVE_MIGRATE, id="four times an hour"),
+        pytest.param(
+            ACTIVE, tries(60.0, *range(90, 99), *range(901, 920)), ActionKind.LIVE_MIGRATE, id="not yet rarely"
+        ),
         pytest.param(ACTIVE, tries(-CLOCKS_APART_S), REFUSED | STILL, id="by another scheduler's clock"),
-        pytest.param(ACTIVE, tries(-9999.0), MoveKind.LIVE_MIGRATE, id="before the clock was set back"),
-        pytest.param(ACTIVE, [UNTIL_DONE, *tries(97, 98, 99)], MoveKind.LIVE_MIGRATE, id="it has come back"),
-        pytest.param(ACTIVE, tries(0.1, drain=None), MoveKind.LIVE_MIGRATE, id="a client was refused"),
-        pytest.param(ACTIVE, tries(0.1, drain=H9), MoveKind.LIVE_MIGRATE, id="another drain was"),
+        pytest.param(ACTIVE, tries(-9999.0), ActionKind.LIVE_MIGRATE, id="before the clock was set back"),
+        pytest.param(ACTIVE, [UNTIL_DONE, *tries(97, 98, 99)], ActionKind.LIVE_MIGRATE, id="it has come back"),
+        pytest.param(ACTIVE, tries(0.1, drain=None), ActionKind.LIVE_MIGRATE, id="a client was refused"),
+        pytest.param(ACTIVE, tries(0.1, drain=H9), ActionKind.LIVE_MIGRATE, id="another drain was"),
         pytest.param(ACTIVE, tries(1.0, 98, 99, code="instance.busy"), {"code": "instance.busy"} | STILL, id="busy"),
-        pytest.param(ACTIVE, [NOT_LIVE], MoveKind.MIGRATE, id="it does not run, so it moves cold, at once"),
+        pytest.param(ACTIVE, [NOT_LIVE], ActionKind.MIGRATE, id="it does not run, so it moves cold, at once"),
         pytest.param(ACTIVE, [ended(0.1), NOT_LIVE], REFUSED | STILL, id="the cold move was refused, too"),
-        pytest.param(ACTIVE, [ended(9), NOT_LIVE], MoveKind.LIVE_MIGRATE, id="it may run by now"),
+        pytest.param(ACTIVE, [ended(9), NOT_LIVE], ActionKind.LIVE_MIGRATE, id="it may run by now"),
         pytest.param(BUSY, [], IS_BUSY | STILL, id="a client's request is under way"),
         pytest.param(BUSY, tries(97, 98, 99), IS_BUSY | STILL, id="whatever was before"),
         pytest.param(HELD, [], TOLD | STILL, id="it is being built"),
@@ -205,7 +207,10 @@ NOT_LIVE = ended(0.1, "instance.not_running")
         pytest.param(replace(HELD, code="instance.misplaced"), [], {"code": "instance.misplaced"} | STUCK, id="lost"),
         pytest.param(ON_DOWN, [], {"code": "service.down", "reason": DOWN.reason} | STUCK, id="its service is down"),
         pytest.param(
-            replace(HELD, source=DOWN), [], TOLD | {"reason": "its build; h1: service.down"} | STUCK, id="and down",
+            replace(HELD, source=DOWN),
+            [],
+            TOLD | {"reason": "its build; h1: service.down"} | STUCK,
+            id="and down",
         ),
         pytest.param(replace(BUSY, source=DOWN), [], IS_BUSY | STUCK, id="its service is down while it is busy"),
         *(
@@ -213,13 +218,13 @@ NOT_LIVE = ended(0.1, "instance.not_running")
             for one in (Condition.SHELVED, Condition.RESCUED, Condition.RESIZED)
         ),
     ],
-)  # fmt: skip
-def test_what_is_next_of_an_instance(one: HeldInstance, requests: list[EndedRequest], after: Any) -> None:
+)
+def test_what_is_next_of_an_instance(one: InstanceOnHost, requests: list[EndedRequest], after: Any) -> None:
     found = decided(one, requests)
-    if isinstance(after, MoveKind):
-        assert isinstance(found, MoveRequest) and found.kind is after
+    if isinstance(after, ActionKind):
+        assert isinstance(found, ActionRequest) and found.kind is after
     else:
-        assert isinstance(found, WaitingInstance) and found.held == one
+        assert isinstance(found, WaitingInstance) and found.instance == one
         assert {name: getattr(found, name) for name in after} == after
 
 
@@ -233,25 +238,25 @@ def test_an_evacuation_moves_what_is_shelved_and_is_given_up_after_many_refusals
     24 were refused, and then none was made any more.
     """
     shelved = replace(ACTIVE, known=context(condition=Condition.SHELVED))
-    assert isinstance(decided(shelved, level=EVACUATING), MoveRequest)
+    assert isinstance(decided(shelved, level=EVACUATING), ActionRequest)
     most = [*range(1000, 1000 + MAX_REFUSALS)]
     found = decided(ACTIVE, tries(*most), EVACUATING)
     assert isinstance(found, WaitingInstance) and found.is_last and found.is_stuck
-    assert isinstance(decided(ACTIVE, tries(*most[1:]), EVACUATING), MoveRequest)
+    assert isinstance(decided(ACTIVE, tries(*most[1:]), EVACUATING), ActionRequest)
     busy = [*tries(*most, code="instance.busy"), *tries(2000)]
-    assert isinstance(decided(ACTIVE, busy, EVACUATING), MoveRequest)
+    assert isinstance(decided(ACTIVE, busy, EVACUATING), ActionRequest)
     paused = [decided(ACTIVE, tries(pause_s - 0.1, *most[: count - 1]), EVACUATING) for count, pause_s in
               ((1, 2), (2, 4), (8, 256), (10, 600), (23, 600))]  # fmt: skip
     assert all(isinstance(one, WaitingInstance) and not one.is_last for one in paused)
 
 
-@pytest.mark.parametrize("record", [{"kind": MoveKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
+@pytest.mark.parametrize("record", [{"kind": ActionKind.MIGRATE}, {"target": DrainTarget.CELL}], ids=["cold", "a cell"])
 @pytest.mark.parametrize(
     ("state", "count", "is_last"),
-    [(MoveState.FAILED, 2, False), (MoveState.FAILED, 3, True), (MoveState.REFUSED, 29, False)],
+    [(ActionState.FAILED, 2, False), (ActionState.FAILED, 3, True), (ActionState.REFUSED, 29, False)],
 )
 def test_a_cold_move_that_began_and_failed_is_tried_three_times(
-    record: dict[str, Any], state: MoveState, count: int, is_last: bool
+    record: dict[str, Any], state: ActionState, count: int, is_last: bool
 ) -> None:
     """Each stopped the instance; that of a cell took it down and built it again, every minute for ever."""
     found = decided(ACTIVE, tries(*range(700, 700 + count), state=state), level_of(replace(RECORD, **record), NOW))
@@ -274,7 +279,7 @@ def test_no_story_moves_an_instance_that_has_to_wait() -> None:
         one = replace(ACTIVE, source=source, code=hold, known=known)
         found = decided(one, requests, level)
         seen += 1
-        if not isinstance(found, MoveRequest):
+        if not isinstance(found, ActionRequest):
             assert found.code or not level.begins, "whoever waits has a reason, unless nothing begins"
             continue
         assert not (source.code or hold or under_way) and level.begins
@@ -315,7 +320,7 @@ def test_how_many_moves_begin_at_once(fields: dict[str, Any], last_at: float, un
     level = level_of(replace(RECORD, **fields), NOW)
     found = next_moves(level, [stuck, *held], {}, BegunMoves(under_way, last_at), NOW)
     assert [one.request.instance_uuid for one in found.moves] == [one.instance_uuid for one in held[:begun]]
-    waiting = [(one.held.instance_uuid, one.code) for one in found.waiting]
+    waiting = [(one.instance.instance_uuid, one.code) for one in found.waiting]
     assert waiting == [(B, "service.down"), *((one.instance_uuid, "") for one in held[begun:])]
 
 
@@ -344,9 +349,9 @@ def test_of_two_hosts_that_hold_an_instance_the_one_where_it_is_active_counts() 
     kept = replace(ACTIVE, code="instance.unconfirmed", source=replace(DRAINED, uuid=H2, name="h2"))
     for held in ([ACTIVE, kept], [kept, ACTIVE], [ACTIVE, ACTIVE]):
         found = next_moves(LEVEL, held, {}, IDLE, NOW)
-        assert [one.held for one in found.moves] == [ACTIVE] and not found.waiting
+        assert [one.instance for one in found.moves] == [ACTIVE] and not found.waiting
     (first,) = next_moves(LEVEL, [HELD, kept], {}, IDLE, NOW).waiting
-    assert first.held == HELD
+    assert first.instance == HELD
 
 
 def test_when_a_drain_is_over() -> None:
@@ -419,11 +424,11 @@ class Refusing:
 async def planned(fault: Fault) -> MadePlan | Refusal:
     """A host in use is to be drained."""
     (uuid,), selector = (hosts := Hosts([{"VCPU": 4}])).uuids, hosts.selector
-    hosts.book.assume("held", {uuid: {"VCPU": 1}})
+    hosts.replica.assume("held", {uuid: {"VCPU": 1}})
     placement, clock = cast("Any", Refusing(fault)), SystemClock()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
     warmup = Warmup(selector, clock=clock)
-    holders = DrainHolders(store, selector, placement, placement, warmup=warmup, clock=clock)
+    holders = DrainInventory(store, selector, placement, placement, warmup=warmup, clock=clock)
     planner = DrainPlanner(selector, cast("Any", None), holders, clock=clock)
     return await planner.plan(DrainQuery(host=uuid, target=DrainTarget.HOST))
 
@@ -454,13 +459,13 @@ async def test_a_query_that_placement_refuses_for_good_refuses_the_plan() -> Non
         pytest.param(context(host_uuid=H2), "instance.misplaced", id="the record has it on a namesake"),
     ],
 )
-def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveContext, code: str) -> None:
-    found = held_on(DRAINED, known)
+def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: ActionContext, code: str) -> None:
+    found = instances_on(DRAINED, known)
     assert found is not None and (found.instance_uuid, found.code, found.source) == (A, code, DRAINED)
 
 
 @pytest.mark.parametrize(
-    ("move", "known", "found"),
+    ("action", "known", "found"),
     [
         (request(), context(host="h2", condition=Condition.RESIZED), (A, "instance.unconfirmed")),
         (request(), context(host="h2"), (A, "instance.unreleased")),
@@ -468,24 +473,24 @@ def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveCo
         (request(), context(BuildState.DELETED, "h2"), (A, "instance.unreleased")),
         (request(), context(BuildState.DELETING, "h2"), (A, "instance.releasing")),
         (request(), context(under_way=R), (A, "")),
-        (request(), MoveContext(), (A, "instance.unconfirmed")),
+        (request(), ActionContext(), (A, "instance.unconfirmed")),
         (None, None, (R, "instance.unconfirmed")),
     ],
 )
 def test_an_instance_whose_source_a_migration_keeps_is_named(
-    move: RecordedMove | None, known: MoveContext | None, found: tuple[str, str]
+    action: RecordedAction | None, known: ActionContext | None, found: tuple[str, str]
 ) -> None:
-    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
+    holder = TreeConsumer(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=1)
     assert is_migration(holder)
-    held = held_on(DRAINED, known or MoveContext(), move, holder)
+    held = instances_on(DRAINED, known or ActionContext(), action, holder)
     assert held is not None and (held.instance_uuid, held.code) == found
 
 
 @pytest.mark.parametrize(("consumer_type", "attempt"), [("MIGRATION", 0), ("INSTANCE", 2), ("INSTANCE", 0)])
 def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer_type: str, attempt: int) -> None:
-    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type=consumer_type, attempt=attempt)
+    holder = TreeConsumer(consumer=R, project_id="p", user_id="u", consumer_type=consumer_type, attempt=attempt)
     assert not is_migration(holder)
-    held = held_on(DRAINED, MoveContext(), None, holder)
+    held = instances_on(DRAINED, ActionContext(), None, holder)
     if not attempt:
         assert held is None
     else:  # a claim whose record was lost: the drain ended as done while its machine may run there
@@ -493,12 +498,12 @@ def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer
 
 
 def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there() -> None:
-    going = request(state=MoveState.SCHEDULED, terminal=False)
-    found = held_on(DRAINED, context(host="h2"), going)
+    going = request(state=ActionState.SCHEDULED, terminal=False)
+    found = instances_on(DRAINED, context(host="h2"), going)
     assert found is not None and (found.code, found.instance_uuid) == ("instance.arriving", A)
-    there = held_on(DRAINED, context(), going)
+    there = instances_on(DRAINED, context(), going)
     assert there is not None and there.code == ""  # it is being stopped
-    assert held_on(DRAINED, MoveContext(), going) is None
+    assert instances_on(DRAINED, ActionContext(), going) is None
 
 
 # --- which hosts a pass looks at
@@ -509,8 +514,8 @@ def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> Non
     hosts = Hosts([{"VCPU": 4}] * (PAGE_HOSTS * PAGES * 2 + 5))
     there = {uuid: DrainedHost(uuid, f"h{at:03}") for at, uuid in enumerate(hosts.uuids)}
     for at, uuid in enumerate(hosts.uuids[1:]):  # the first one is empty
-        hosts.book.assume(f"held {at}", {uuid: {"VCPU": 1}})
-    holders = DrainHolders(
+        hosts.replica.assume(f"held {at}", {uuid: {"VCPU": 1}})
+    holders = DrainInventory(
         *cast("Any", (None, hosts.selector, None, None)), warmup=cast("Any", None), clock=SystemClock()
     )
     names = [[host.name for page in holders.pages(there, float(at)) for host in page] for at in range(40)]
@@ -527,7 +532,7 @@ def test_of_many_hosts_the_first_and_some_others_by_turns_are_looked_at() -> Non
 
 
 class BookOf:
-    """A bus to placement, whose book has these hosts of service s2."""
+    """A bus to placement, whose replica has these hosts of service s2."""
 
     def __init__(self, hosts: dict[str, str]) -> None:
         self._hosts = hosts
@@ -539,20 +544,20 @@ class BookOf:
 @pytest.mark.parametrize("second", ["is up and not announced here yet", "died before this scheduler started"])
 async def test_a_cell_is_not_drained_of_those_hosts_alone_that_are_announced_here(site: Site, second: str) -> None:
     """The drain of the cell began with one of its two hosts, and ended as `drain.done` while the other one was full: an
-    operator switches it off. To forget a service, or a host, the book and the cell's digest are asked.
+    operator switches it off. To forget a service, or a host, placement and the cell's digest are asked.
     """
     hosts, clock = Hosts([PLENTY] * 2), site.cluster.clock
     table, now_s = HostTable(), clock.monotonic()
     selector = Selector(
-        hosts.book, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
+        hosts.replica, table, hosts.config, flavors=hosts.selector.flavors, filters=hosts.selector.filters, weighings=[]
     )
     there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
     table.apply(ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True), now_s)
     is_up = second.startswith("is up")
     down = () if is_up else (ServiceDown(service="s2", epoch=1, code="service.dead", reason="no heartbeat"),)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)
-    warmup, book = Warmup(selector, clock=clock), cast("Any", BookOf({hosts.uuids[1]: "h1"}))
-    holders = DrainHolders(site.store, selector, cast("Any", site.cluster), book, warmup=warmup, clock=clock)
+    table.apply(ServiceStates(cell="c1", term=1, number=1, up=1 + is_up, down=down), now_s)
+    warmup, replica = Warmup(selector, clock=clock), cast("Any", BookOf({hosts.uuids[1]: "h1"}))
+    holders = DrainInventory(site.store, selector, cast("Any", site.cluster), replica, warmup=warmup, clock=clock)
     found = await holders.hosts_of("c1", DrainTarget.CELL, None)
     if is_up:
         assert isinstance(found, Refusal) and found.code == "host.cell_silent"
@@ -578,4 +583,4 @@ def test_an_instance_is_down_that_no_host_has_and_nobody_deleted(
         instance_uuid=A, project_id="p", state=state or BuildState.ACTIVE, sequence=1,
         instance=SinceBuild(condition=condition),
     )  # fmt: skip
-    assert is_down(MoveContext(build=None if state is None else build)) is down
+    assert is_down(ActionContext(build=None if state is None else build)) is down

@@ -16,7 +16,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Outcome
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, Condition
 from bus.contracts.objects import ChangedObject, FenceRecord, ObjectKind
 from bus.contracts.operations import EvacuationPolicy
 from scheduler_worker.config import SchedulerConfig
@@ -25,14 +25,14 @@ from scheduler_worker.domain.drains import (
     MAX_REFUSALS,
     BegunMoves,
     DrainedHost,
-    HeldInstance,
+    InstanceOnHost,
     evacuating,
     fenced_hosts,
     next_moves,
     request_id,
 )
-from scheduler_worker.domain.objects import ChangeAuthor
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
+from scheduler_worker.domain.objects import ChangeActor
+from scheduler_worker.domain.recorded_moves import ActionContext, PendingAction, RecordedAction
 from scheduler_worker.drains import DrainController
 from scheduler_worker.emptying import LOOK_S, EvacuationController, HostEmptier
 from scheduler_worker.moves import Admit
@@ -61,21 +61,21 @@ async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass(squatted: 
     for _ in range(3):
         ids.append(request_id(FENCE, MINE, ids[-1]))
     squatters = [
-        RecordedMove(
-            request_id=one, instance_uuid=OTHER, project_id="p", kind=MoveKind.STOP, digest=b"x",
-            state=MoveState.REFUSED, sequence=3, terminal=True, code="instance.unknown", created_at=1.0,
+        RecordedAction(
+            request_id=one, instance_uuid=OTHER, project_id="p", kind=ActionKind.STOP, digest=b"x",
+            state=ActionState.REFUSED, sequence=3, terminal=True, code="instance.unknown", created_at=1.0,
         )
         for one in ids[:squatted]
     ]  # fmt: skip
     async with store.operation() as unit:
-        await unit.insert_moves(squatters, 1.0)
+        await unit.insert_actions(squatters, 1.0)
         assert await unit.ended([MINE], 5) == {}, "those of another instance are none of this one's"
     none: Any = None
     emptier = HostEmptier(store, none, none, none, warmup=none, clock=SystemClock())
-    known = MoveContext(build=build, build_request=request)
-    held = HeldInstance(instance_uuid=MINE, project_id="p", source=DrainedHost(HOST, "h", drain=FENCE), known=known)
-    (move,) = await emptier._free_ids(next_moves(evacuating(1), [held], {}, BegunMoves(), 2.0).moves)
-    assert (move.request.request_id, move.request.instance_uuid) == (ids[squatted], MINE)
+    known = ActionContext(build=build, build_request=request)
+    held = InstanceOnHost(instance_uuid=MINE, project_id="p", source=DrainedHost(HOST, "h", drain=FENCE), known=known)
+    (action,) = await emptier._free_ids(next_moves(evacuating(1), [held], {}, BegunMoves(), 2.0).moves)
+    assert (action.request.request_id, action.request.instance_uuid) == (ids[squatted], MINE)
 
 
 # --- between the look at a host and the transaction that puts its moves on record
@@ -83,7 +83,7 @@ async def test_a_foreign_request_under_an_evacuations_id_ends_no_pass(squatted: 
 
 DRAIN = "d0000000-0000-4000-8000-000000000000"
 VMS = [f"{n}0000000-0000-4000-8000-00000000000a" for n in "123456"]
-RECORD = DrainRecord(name="h", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann", at_once=3)
+RECORD = DrainRecord(name="h", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann", at_once=3)
 
 
 class Engine:
@@ -94,12 +94,12 @@ class Engine:
         self.before: Callable[[], Awaitable[None]] | None = None
         self.admitted: list[str] = []
 
-    async def process(self, moves: Sequence[PendingMove], admit: Admit) -> dict[int, Outcome]:
+    async def process(self, actions: Sequence[PendingAction], admit: Admit) -> dict[int, Outcome]:
         if self.before is not None:
             await self.before()
-        assert len({one.drain for one in moves}) == 1
+        assert len({one.drain for one in actions}) == 1
         async with self._store.operation() as unit:
-            self.admitted = [one.request.instance_uuid for one in await admit(unit, moves)]
+            self.admitted = [one.request.instance_uuid for one in await admit(unit, actions)]
         return {}
 
 
@@ -120,11 +120,11 @@ class Holders:
     def in_use(self, hosts: Iterable[DrainedHost]) -> list[DrainedHost]:
         return list(hosts)
 
-    async def held_on(self, hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+    async def instances_on(self, hosts: list[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
         async with self._store.operation() as unit:
             known = await unit.known([(uuid, uuid) for uuid in VMS])
         return [
-            HeldInstance(instance_uuid=uuid, project_id="p", source=hosts[0], known=found)
+            InstanceOnHost(instance_uuid=uuid, project_id="p", source=hosts[0], known=found)
             for (uuid, _), found in known.items()
             if found.build is not None and found.build.host_uuid == HOST
         ]
@@ -154,7 +154,7 @@ class Emptying:
             drain = ChangedObject(
                 kind=ObjectKind.DRAIN, name=DRAIN, before=None if before is None else before.body, after=body
             )
-            await unit.write_objects([drain], ChangeAuthor("ann", "", 1.0))
+            await unit.write_objects([drain], ChangeActor("ann", "", 1.0))
 
     async def built(self) -> None:
         new = []
@@ -169,13 +169,13 @@ class Emptying:
 
     async def begins(self, uuid: str, *, drain: str | None = DRAIN, ended: bool = False) -> None:
         """A request is on record."""
-        move = RecordedMove(
-            request_id=uuid.replace("a", "b"), instance_uuid=uuid, project_id="p", kind=MoveKind.MIGRATE, digest=b"",
-            state=MoveState.FAILED if ended else MoveState.SCHEDULED, sequence=2, terminal=ended, drain=drain,
+        action = RecordedAction(
+            request_id=uuid.replace("a", "b"), instance_uuid=uuid, project_id="p", kind=ActionKind.MIGRATE, digest=b"",
+            state=ActionState.FAILED if ended else ActionState.SCHEDULED, sequence=2, terminal=ended, drain=drain,
             code="image.broken" if ended else "",
         )  # fmt: skip
         async with self.store.operation() as unit:
-            await unit.insert_moves([move], 2.0)
+            await unit.insert_actions([action], 2.0)
 
     async def departs(self, uuid: str) -> None:
         """No host of another cell has taken it, nor any of its own."""
@@ -235,13 +235,13 @@ async def test_the_look_goes_on_behind_what_was_refused() -> None:
     await it.built()
     for uuid in VMS[:3]:
         await it.begins(uuid, ended=True)
-    whole, pages = it.holders.held_on, [[DrainedHost(HOST, name, drain=DRAIN)] for name in ("h", "i")]
+    whole, pages = it.holders.instances_on, [[DrainedHost(HOST, name, drain=DRAIN)] for name in ("h", "i")]
 
-    async def held_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+    async def instances_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
         found = await whole(hosts, everything=everything)
         return found[:3] if hosts == pages[0] else found[3:]
 
-    it.holders.pages, it.holders.held_on = lambda *_: pages, held_on  # type: ignore[method-assign]
+    it.holders.pages, it.holders.instances_on = lambda *_: pages, instances_on  # type: ignore[method-assign]
     await it.emptier.step(it.drains._emptied(DRAIN, record), BegunMoves(0, 2.0))
     assert it.engine.admitted == [VMS[3]]
 
@@ -271,16 +271,24 @@ class Fenced:
             assert not present.objects
             body = msgspec.to_builtins(self.registry.fences[HOST])
             fence = ChangedObject(kind=ObjectKind.FENCE, name=HOST, before=None, after=body)
-            await unit.write_objects([fence], ChangeAuthor("ann", "", 1.0))
+            await unit.write_objects([fence], ChangeActor("ann", "", 1.0))
 
     async def requested(self, uuid: str, number: int, *, ended: bool) -> None:
-        move = RecordedMove(
-            request_id=f"{number:08}{uuid[8:]}", instance_uuid=uuid, project_id="p", kind=MoveKind.EVACUATE, digest=b"",
-            state=MoveState.FAILED if ended else MoveState.SCHEDULED, sequence=2, terminal=ended, drain=self.drain,
-            code="no_valid_host" if ended else "", created_at=float(number),
-        )  # fmt: skip
+        action = RecordedAction(
+            request_id=f"{number:08}{uuid[8:]}",
+            instance_uuid=uuid,
+            project_id="p",
+            kind=ActionKind.EVACUATE,
+            digest=b"",
+            state=ActionState.FAILED if ended else ActionState.SCHEDULED,
+            sequence=2,
+            terminal=ended,
+            drain=self.drain,
+            code="no_valid_host" if ended else "",
+            created_at=float(number),
+        )
         async with self.it.store.operation() as unit:
-            await unit.insert_moves([move], float(number))
+            await unit.insert_actions([action], float(number))
 
 
 async def test_an_instance_that_was_given_up_keeps_no_other_from_its_evacuation() -> None:
@@ -290,12 +298,12 @@ async def test_an_instance_that_was_given_up_keeps_no_other_from_its_evacuation(
     await fenced.on_record()
     for number in range(MAX_REFUSALS):
         await fenced.requested(VMS[0], number, ended=True)
-    whole = it.holders.held_on
+    whole = it.holders.instances_on
 
-    async def held_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[HeldInstance]:
+    async def instances_on(hosts: list[DrainedHost], *, everything: bool = False) -> list[InstanceOnHost]:
         return (await whole(hosts, everything=everything))[: 6 if everything else 1]
 
-    it.holders.held_on = held_on  # type: ignore[method-assign]
+    it.holders.instances_on = instances_on  # type: ignore[method-assign]
     assert await fenced.evacuations._pass("") == LOOK_S
     assert it.engine.admitted == VMS[1:]
 

@@ -26,17 +26,17 @@ from scheduler_worker.domain.drains import DrainedHost, fenced_hosts, is_restart
 from scheduler_worker.domain.fences import (
     acknowledge,
     command,
+    fence_after_change,
+    fence_from_decision,
     fenced,
-    fenced_by,
-    followed,
-    for_cell,
-    lift_of_unknown,
+    unfence_unknown,
+    visible_to_cell,
 )
-from scheduler_worker.domain.recorded_moves import MoveContext
+from scheduler_worker.domain.recorded_moves import ActionContext
 
 HOST, VM = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1a")
 FENCED, ENABLED = AdminState.FENCED, AdminState.ENABLED
-FENCE = FenceRecord(host="h", cell="c1", version=4, acknowledged=3, losses=2)
+FENCE = FenceRecord(host="h", cell="c1", version=4, acknowledged=3, stale_machines=2)
 RESTART, WAIT, FAIL = EvacuationPolicy.RESTART, EvacuationPolicy.WAIT, EvacuationPolicy.FAIL
 
 
@@ -60,12 +60,12 @@ def changed(before: FenceRecord | None, after: FenceRecord | None) -> ChangedObj
 )
 def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: AdminState | None, fences: bool) -> None:
     one = ObjectChange(kind=kind, name=HOST, body=None if state is None else body(state))
-    assert fenced_by(ObjectsChange(who="me", changes=(one,))) == ([HOST] if fences else [])
+    assert fence_from_decision(ObjectsChange(actor="me", changes=(one,))) == ([HOST] if fences else [])
 
 
 OFF = FenceRecord(host="now", version=9)
 AGAIN = replace(FENCE, host="now", version=9)
-LIFTED = replace(FENCE, version=9, lifting=True)
+LIFTED = replace(FENCE, version=9, unfencing=True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ LIFTED = replace(FENCE, version=9, lifting=True)
         (FENCED, None, {"force": True}, OFF),
         (FENCED, None, {"revision": 1}, replace(OFF, version=1)),
         (FENCED, FENCE, {}, AGAIN),
-        (FENCED, replace(FENCE, lifting=True, forced=True), {"force": True}, AGAIN),
+        (FENCED, replace(FENCE, unfencing=True, forced=True), {"force": True}, AGAIN),
         (FENCED, FENCE, {"cell": "c2"}, replace(AGAIN, cell="c2")),
         (FENCED, FENCE, {"revision": 5}, replace(AGAIN, version=5)),
         (FENCED, FENCE, {"revision": 4}, replace(AGAIN, version=5)),
@@ -101,29 +101,34 @@ def test_what_a_decision_about_a_host_makes_of_its_fence(
     one = ChangedObject(kind=of.get("kind", ObjectKind.HOST), name=HOST, after=decision)
     kept = {name: of[name] for name in ("force", "token") if name in of}
     others = [replace(one, kind=ObjectKind.CELL), ChangedObject(kind=ObjectKind.HOST, name=VM, after=body(ENABLED))]
-    found = followed([*others, one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
+    found = fence_after_change([*others, one], present, of.get("revision", 9), {HOST: of.get("cell")}.get, **kept)
     assert found == (() if after is None else (changed(known, after),))
 
 
 @pytest.mark.parametrize(
     ("known", "state", "version", "after"),
     [
-        (FENCE, FenceState.FENCED, 4, replace(FENCE, acknowledged=4, losses=5)),
-        (replace(FENCE, cell=None), FenceState.FENCED, 4, replace(FENCE, cell=None, acknowledged=4, losses=5)),
+        (FENCE, FenceState.FENCED, 4, replace(FENCE, acknowledged=4, stale_machines=5)),
+        (replace(FENCE, cell=None), FenceState.FENCED, 4, replace(FENCE, cell=None, acknowledged=4, stale_machines=5)),
         (replace(FENCE, cell="c2"), FenceState.FENCED, 4, "none"),
-        (replace(FENCE, acknowledged=4, losses=5), FenceState.FENCED, 4, "none"),
+        (replace(FENCE, acknowledged=4, stale_machines=5), FenceState.FENCED, 4, "none"),
         (FENCE, FenceState.FENCED, 3, "none"),
         (FENCE, FenceState.FENCED, 7, replace(FENCE, version=8)),
-        (FENCE, FenceState.LIFTED, 7, replace(FENCE, version=8)),
-        (replace(FENCE, lifting=True), FenceState.LIFTED, 4, None),
-        (FENCE, FenceState.LIFTED, 4, "none"),
-        (replace(FENCE, lifting=True), FenceState.LIFTING, 4, replace(FENCE, lifting=True, acknowledged=4, losses=5)),
+        (FENCE, FenceState.UNFENCED, 7, replace(FENCE, version=8)),
+        (replace(FENCE, unfencing=True), FenceState.UNFENCED, 4, None),
+        (FENCE, FenceState.UNFENCED, 4, "none"),
+        (
+            replace(FENCE, unfencing=True),
+            FenceState.UNFENCING,
+            4,
+            replace(FENCE, unfencing=True, acknowledged=4, stale_machines=5),
+        ),
     ],
 )
 def test_what_the_report_of_a_cell_makes_of_a_fence(
     known: FenceRecord, state: FenceState, version: int, after: Any
 ) -> None:
-    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, losses=5)
+    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, stale_machines=5)
     assert acknowledge(HOST, known, report) == (None if after == "none" else changed(known, after))
 
 
@@ -132,24 +137,24 @@ def test_what_the_report_of_a_cell_makes_of_a_fence(
     [
         (FenceState.FENCED, 4, 9, 10),
         (FenceState.FENCED, 9, 4, 10),
-        (FenceState.LIFTING, 4, 9, None),
-        (FenceState.LIFTED, 4, 9, None),
+        (FenceState.UNFENCING, 4, 9, None),
+        (FenceState.UNFENCED, 4, 9, None),
     ],
 )
 def test_a_fence_of_a_cell_that_is_not_on_record_is_lifted(
     state: FenceState, version: int, revision: int, lift: int | None
 ) -> None:
-    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, losses=5)
-    record = FenceRecord(host="h", cell="c1", version=lift or 0, lifting=True, acknowledged=version, losses=5)
-    assert lift_of_unknown(report, revision, "h") == (None if lift is None else changed(None, record))
+    report = HostFence(cell="c1", host_uuid=HOST, version=version, state=state, stale_machines=5)
+    record = FenceRecord(host="h", cell="c1", version=lift or 0, unfencing=True, acknowledged=version, stale_machines=5)
+    assert unfence_unknown(report, revision, "h") == (None if lift is None else changed(None, record))
 
 
 def test_a_cell_is_told_of_a_fence_why_and_by_whom() -> None:
     decision = HostAdminState(host_uuid=HOST, host="now", state=FENCED, reason="smoke", by="ann", at=7.0)
     told = CellFence(host_uuid=HOST, host="h", version=4, reason="smoke", by="ann", at=7.0)
     assert command(HOST, FENCE, decision) == told
-    assert command(HOST, replace(FENCE, lifting=True), None) == CellFence(
-        host_uuid=HOST, host="h", version=4, lift=True
+    assert command(HOST, replace(FENCE, unfencing=True), None) == CellFence(
+        host_uuid=HOST, host="h", version=4, unfence=True
     )
 
 
@@ -157,10 +162,10 @@ def test_a_cell_is_told_of_a_fence_why_and_by_whom() -> None:
     ("decided", "fence", "shown"),
     [
         (None, {}, {"state": FENCED, "pending": None}),
-        (None, {"lifting": True}, {"state": FENCED, "pending": ENABLED}),
+        (None, {"unfencing": True}, {"state": FENCED, "pending": ENABLED}),
         (FENCED, {}, {"state": FENCED, "pending": None}),
-        (AdminState.DISABLED, {"lifting": True}, {"state": FENCED, "pending": AdminState.DISABLED}),
-        (AdminState.DISABLED, {"lifting": True, "forced": True}, None),
+        (AdminState.DISABLED, {"unfencing": True}, {"state": FENCED, "pending": AdminState.DISABLED}),
+        (AdminState.DISABLED, {"unfencing": True, "forced": True}, None),
         (None, {"forced": True}, None),
     ],
 )
@@ -168,7 +173,7 @@ def test_a_fenced_host_is_fenced_whatever_is_decided_until_its_fence_goes(
     decided: AdminState | None, fence: dict[str, Any], shown: dict[str, Any] | None
 ) -> None:
     decision = HostAdminState(host_uuid=HOST, host="h", state=decided or ENABLED)
-    expected = replace(decision, fence=4, acknowledged=3, losses=2, **shown) if shown is not None else decision
+    expected = replace(decision, fence=4, acknowledged=3, stale_machines=2, **shown) if shown is not None else decision
     assert fenced(None if decided is None else decision, HOST, replace(FENCE, **fence)) == expected
 
 
@@ -181,7 +186,7 @@ def test_a_fenced_host_is_fenced_whatever_is_decided_until_its_fence_goes(
 def test_the_instances_of_a_host_are_evacuated_once_its_cell_has_its_fence(
     acknowledged: int, lifting: bool, found: bool
 ) -> None:
-    fence = replace(FENCE, acknowledged=acknowledged, lifting=lifting)
+    fence = replace(FENCE, acknowledged=acknowledged, unfencing=lifting)
     hosts = fenced_hosts({HOST: fence})
     assert hosts == ({HOST: DrainedHost(HOST, "h", drain=hosts[HOST].drain)} if found else {})
     ids = {
@@ -196,14 +201,14 @@ def test_the_instances_of_a_host_are_evacuated_once_its_cell_has_its_fence(
 
 BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=1)
 REQUEST = BuildRequest(instance_uuid=VM, project_id="p", flavor="f")
-KNOWN = MoveContext(build=BUILD, build_request=REQUEST)
+KNOWN = ActionContext(build=BUILD, build_request=REQUEST)
 CONFIG = SchedulerConfig(
     flavors={name: Flavor(extra_specs={"berth:on_host_failure": name}) for name in ("restart", "fail")},
     on_host_failure=RESTART,
 )
 
 
-def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
+def in_condition(condition: Condition, flavor: str = "") -> ActionContext:
     return replace(KNOWN, build=replace(BUILD, instance=SinceBuild(condition=condition, flavor=flavor)))
 
 
@@ -215,7 +220,7 @@ def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
         (replace(KNOWN, build_request=replace(REQUEST, on_host_failure=WAIT)), False),
         (replace(KNOWN, build_request=replace(REQUEST, flavor="fail")), False),
         (replace(in_condition(Condition.ACTIVE, "restart"), build_request=replace(REQUEST, flavor="fail")), True),
-        (MoveContext(build_request=REQUEST), False),
+        (ActionContext(build_request=REQUEST), False),
         (replace(KNOWN, build_request=None), False),
         (replace(KNOWN, build=replace(BUILD, state=BuildState.DELETING)), False),
         *(
@@ -224,9 +229,9 @@ def in_condition(condition: Condition, flavor: str = "") -> MoveContext:
         ),
     ],
 )
-def test_an_instance_that_is_restarted_elsewhere(known: MoveContext, restarted: bool) -> None:
+def test_an_instance_that_is_restarted_elsewhere(known: ActionContext, restarted: bool) -> None:
     assert is_restarted(known, CONFIG) is restarted
 
 
 def test_a_cell_is_told_of_no_policy_that_waits() -> None:
-    assert for_cell(WAIT) is None
+    assert visible_to_cell(WAIT) is None

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
 from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
-from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.explain import message_of
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter, applies_to
 from scheduler_worker.domain.view import HostView, RequestSpec, Unsatisfiable
@@ -33,14 +33,14 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 def test_compute_filter_wants_enabled_and_a_service_that_is_there() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c1", "c2"], reports={0: {"enabled": False}})
     spec = hosts.spec()
-    verdict = ComputeFilter().filter(hosts.view(), spec)
-    assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
+    result = ComputeFilter().filter(hosts.view(), spec)
+    assert result.passed.tolist() == [False, True, True] and result.rejected == {"host.disabled": 1}
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 50.0)
-    verdict = ComputeFilter().filter(hosts.view(), spec)
-    assert verdict.passed.tolist() == [False, False, True]
-    assert verdict.rejected == {"host.disabled": 1, "service.down": 1}
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=2), 51.0)
+    hosts.table.apply(ServiceStates(cell="c1", term=1, number=1, down=down), 50.0)
+    result = ComputeFilter().filter(hosts.view(), spec)
+    assert result.passed.tolist() == [False, False, True]
+    assert result.rejected == {"host.disabled": 1, "service.down": 1}
+    hosts.table.apply(ServiceStates(cell="c1", term=1, number=2), 51.0)
     assert ComputeFilter().filter(hosts.view(), spec).passed.tolist() == [False, True, True]
 
 
@@ -82,10 +82,10 @@ def test_tenant_isolation() -> None:
 
 def test_a_host_that_belongs_to_a_project_takes_builds_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def passed(hosts: Hosts, project: str) -> list[bool]:
-        verdict = ProjectHostFilter().filter(hosts.view(), hosts.spec(project_id=project))
-        assert sum(verdict.rejected.values()) == verdict.passed.tolist().count(False)
-        assert set(verdict.rejected) <= {"host.of_another_project"}
-        return [bool(one) for one in verdict.passed]
+        result = ProjectHostFilter().filter(hosts.view(), hosts.spec(project_id=project))
+        assert sum(result.rejected.values()) == result.passed.tolist().count(False)
+        assert set(result.rejected) <= {"host.of_another_project"}
+        return [bool(one) for one in result.passed]
 
     assert passed(Hosts([PLENTY] * 2), "red") == [True, True]
     reports = {0: {"attributes": {"project_id": "red"}}, 1: {"attributes": {"project_id": "blue"}}}
@@ -120,9 +120,9 @@ def test_capabilities() -> None:
             2: {"attributes": {"cpu_arch": "arm", "gpus": "4"}},
         },
     )
-    verdict = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
-    assert verdict.passed.tolist() == [True, False, False, False]
-    assert verdict.rejected == {"capability.cpu_arch": 2, "capability.gpus": 1}
+    result = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
+    assert result.passed.tolist() == [True, False, False, False]
+    assert result.rejected == {"capability.cpu_arch": 2, "capability.gpus": 1}
 
 
 def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() -> None:
@@ -133,9 +133,9 @@ def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() 
         config=SchedulerConfig(flavors={"f": flavor}),
         reports={0: {"attributes": {"ssd": "true"}}, 1: {"attributes": {"ssd": "false"}}},
     )
-    verdict = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
-    assert verdict.passed.tolist() == [True, False, True]
-    assert verdict.rejected == {"capability.ssd": 1}
+    result = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
+    assert result.passed.tolist() == [True, False, True]
+    assert result.rejected == {"capability.ssd": 1}
 
 
 def test_an_extra_spec_in_the_scope_rejects_hosts_that_lack_the_attribute() -> None:
@@ -207,10 +207,10 @@ def test_aggregates_hold_what_extra_specs_require() -> None:
     members = {fast.uuid: [0, 3], slow.uuid: [1, 3], both.uuid: [2]}
     hosts = Hosts([PLENTY] * 5, config=config, members=members)
     host_filter = AggregateInstanceExtraSpecsFilter()
-    verdict = host_filter.filter(hosts.view(), hosts.spec("f"))
+    result = host_filter.filter(hosts.view(), hosts.spec("f"))
     # One of several values is enough (host 3 is in two aggregates); a host without the key (4) falls.
-    assert verdict.passed.tolist() == [True, False, True, True, False]
-    assert verdict.rejected == {"aggregate.ssd": 2}
+    assert result.passed.tolist() == [True, False, True, True, False]
+    assert result.rejected == {"aggregate.ssd": 2}
     assert not applies_to(host_filter, hosts.spec("plain"))
 
 
@@ -260,9 +260,9 @@ def test_images_run_where_they_can() -> None:
     hosts = Hosts([PLENTY] * 3, reports={0: {"attributes": intel}, 1: {"attributes": arm}})
     host_filter = ImagePropertiesFilter()
     requested = hosts.spec(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
-    verdict = host_filter.filter(hosts.view(), requested)
-    assert verdict.passed.tolist() == [False, True, False]
-    assert verdict.rejected == {"image.not_supported": 2}
+    result = host_filter.filter(hosts.view(), requested)
+    assert result.passed.tolist() == [False, True, False]
+    assert result.rejected == {"image.not_supported": 2}
     assert not applies_to(host_filter, hosts.spec(image_properties={"os_type": "linux"}))
 
 
@@ -285,7 +285,7 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     assert [one.name for one in plugins.filters(config)][-4:] == ["AggregateInstanceExtraSpecsFilter", *names]
     hosts = Hosts([PLENTY] * 2, config=config)
     spec = hosts.spec(image_properties={"hw_architecture": "arm"})
-    text = sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
+    text = message_of(spec, hosts.selector.explain(spec, {}).funnel, 3)
     assert text.endswith(": 2 do not support the image's properties.")
 
 

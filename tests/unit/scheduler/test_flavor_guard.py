@@ -48,7 +48,7 @@ async def test_a_flavor_that_an_instance_was_resized_to_is_not_remade_without_fo
     large = next(one for (kind, name), one in (await registry.recorded()).objects.items() if name == "m1.large")
     body = {**large.body, "vcpus": 1}
     change = ObjectsChange(
-        who="ann", why="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.large", body=body),)
+        actor="ann", reason="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.large", body=body),)
     )
     answer = await registry.change(change, "m1")
     assert isinstance(answer, Refusal) and answer.code == "object.in_use", answer

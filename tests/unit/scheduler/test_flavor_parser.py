@@ -9,7 +9,7 @@ import pytest
 from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.request import Group
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
-from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.explain import message_of
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import MAX_OPTIONS, Choice
 from scheduler_worker.domain.selector import NoValidHost
@@ -99,14 +99,14 @@ class Cluster:
                 root_uuid=root,
                 parent_uuid=None if host is None else above,
                 generation=1,
-                shape=number,
+                spec_generation=number,
                 inventories={name: (float(n), 1, n, 1, n, 0, 1.0) for name, n in amounts.items()},
                 traits=traits,
                 aggregates=aggregates,
             )
         )
         self.names[child(number)] = f"c{number}"
-        self.hosts.book.load(self.hosts.states, 0)
+        self.hosts.replica.load(self.hosts.states, 0)
 
     def choice(self) -> Choice | None:
         selector = self.hosts.selector
@@ -121,14 +121,14 @@ class Cluster:
         if choice is None:
             return None
         self.claims += 1
-        self.hosts.book.assume(f"k{self.claims}", choice.selected.options[0].allocations)
+        self.hosts.replica.assume(f"k{self.claims}", choice.selected.options[0].allocations)
         return self.allocations(choice.selected.options[0])
 
     def why_not(self) -> str:
         spec = self.hosts.spec("f")
         no_host = self.hosts.selector.explain(spec, {})
         assert isinstance(no_host, NoValidHost)
-        return sentence(spec, no_host.funnel, 3)
+        return message_of(spec, no_host.funnel, 3)
 
 
 def test_two_nics_one_passed_through_whole_one_carved() -> None:
@@ -215,7 +215,7 @@ def test_no_cell_has_both() -> None:
 
 def test_groups_that_fit_only_apart_are_reported() -> None:
     cluster = numa_cluster((4, 2))
-    cluster.hosts.book.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
+    cluster.hosts.replica.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
     assert cluster.place() is None
     assert "have room for each of groups CPU, NIC, but not for all of them together" in cluster.why_not()
 
@@ -272,7 +272,7 @@ def test_a_wish_is_weighed_and_is_not_an_order(wish: dict[str, str]) -> None:
     flavor = Flavor(vcpus=2, memory_mb=64, extra_specs=wish)
     cluster = Cluster(3, flavor)
     cluster.add(1, {"VGPU": 1}, host=2, traits=("CUSTOM_NICE",))
-    cluster.hosts.book.assume("busy", {cluster.hosts.uuids[2]: {"VCPU": 2, "MEMORY_MB": 4096}})
+    cluster.hosts.replica.assume("busy", {cluster.hosts.uuids[2]: {"VCPU": 2, "MEMORY_MB": 4096}})
     taken = [cluster.place() for _ in range(4)]
     assert [next(iter(one)) for one in taken if one][:3] == ["h2", "h2", "h2"]
     assert taken[3] is not None and "h2" not in taken[3]
@@ -285,7 +285,7 @@ def test_alternates_and_options_of_groups_are_real_alternatives() -> None:
             cluster.add(10 * host + device + 1, {"VGPU": 1}, host=host)
     choice = cluster.choice()
     assert choice is not None
-    assert len({cluster.hosts.book.uuid_of(one.row) for one in (choice.selected, *choice.alternates)}) == 3
+    assert len({cluster.hosts.replica.uuid_of(one.row) for one in (choice.selected, *choice.alternates)}) == 3
     devices = [tuple(sorted(cluster.allocations(option))) for option in choice.selected.options]
     assert len(set(devices)) == MAX_OPTIONS
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import Done, Outcome, Received, Retry, Wait
+from bus.consuming.outcome import Done, Outcome, Received, Retry, RetryWhenAvailable
 from bus.contracts.base import Meta, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.cell import CellBuild, CellBuildQuery, Selection
@@ -30,19 +30,19 @@ from bus.contracts.placement import (
     ServerGroup,
 )
 from bus.faults import Fault
-from scheduler_worker.domain.admission import Admission, Answered, PendingBuild, Start, members_of, pending_build
-from scheduler_worker.domain.builds import Author, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.admission import Admission, Answered, PendingBuild, Start, expand_gang, pending_build
+from scheduler_worker.domain.builds import Actor, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude
 from scheduler_worker.domain.gangs import (
+    apply_gang_results,
     by_gang,
     claimable,
     largest_first,
-    left_of_gangs,
     merged,
     needed,
     outcome_of_gang,
-    with_gang_results,
-    with_shared_findings,
+    remaining_gangs,
+    share_gang_results,
     within_bounds,
 )
 from scheduler_worker.domain.placement import (
@@ -53,10 +53,10 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementUnavailable,
-    initial_state,
+    new_placement_state,
 )
 from scheduler_worker.domain.requests import RETRIES, RequestDelivery
-from scheduler_worker.domain.view import Peers, RequestSpec
+from scheduler_worker.domain.view import RelatedInstances, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_deletes import hold, nowhere
 from tests.unit.scheduler.test_placing import cluster
@@ -67,7 +67,7 @@ __all__ = ["cluster", "site"]  # fixtures
 UUID_, OTHER = (f"00000000-0000-4000-8000-00000000000{n}" for n in "12")
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
 REFUSED = PlacementRefused("claim.invalid", "")
-CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passed=1, score=0.0, claims=1)
+CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passing_hosts=1, score=0.0, claims=1)
 SELECTION = Selection(host_uuid=UUID_, host="h", service="s", allocations={UUID_: {"VCPU": 1}})
 UNANSWERED = PlacementUnavailable("away")
 
@@ -77,7 +77,7 @@ def taken(request: BuildRequest) -> PendingBuild:
     return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector)
 
 
-AGAIN, WAITS, REFUSAL = Retry("x", ""), Wait("y", ""), Done(reply=Refusal(code="z", reason=""))
+AGAIN, WAITS, REFUSAL = Retry("x", ""), RetryWhenAvailable("y", ""), Done(reply=Refusal(code="z", reason=""))
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ AGAIN, WAITS, REFUSAL = Retry("x", ""), Wait("y", ""), Done(reply=Refusal(code="
 def test_a_request_is_retried_with_any_of_its_members_and_else_answered_as_its_first(
     outcomes: list[Outcome], expected: Outcome
 ) -> None:
-    members = members_of(taken(replace(REQUEST, count=3)), start=5)
+    members = expand_gang(taken(replace(REQUEST, count=3)), start=5)
     assert outcome_of_gang(members, dict(enumerate(outcomes, 5))) == expected
 
 
 def test_the_reply_to_a_request_for_several_machines_names_them() -> None:
-    members = members_of(taken(replace(REQUEST, count=3)), start=0)
-    outcomes = {one.position: one.accepted for one in members}
+    members = expand_gang(taken(replace(REQUEST, count=3)), start=0)
+    outcomes = {one.batch_index: one.accepted for one in members}
     reply = BuildAccepted(instance_uuid=UUID_, members=tuple(one.instance_uuid for one in members))
     assert outcome_of_gang(members, outcomes) == Done(reply=reply)
 
 
 def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
     request = replace(REQUEST, name="w", count=2, also=(FlavorCount(flavor="m1.large"),), min_count=2)
-    members = members_of(taken(request), start=100)
-    assert [one.position for one in members] == [100, 101, 102]
+    members = expand_gang(taken(request), start=100)
+    assert [one.batch_index for one in members] == [100, 101, 102]
     assert [one.instance_uuid for one in members] == [UUID_, *(str(uuid5(UUID(UUID_), n)) for n in "12")]
     assert [(one.request.flavor, one.request.name) for one in members] == [
         ("m1.small", "w-1"), ("m1.small", "w-2"), ("m1.large", "w-3"),
@@ -117,13 +117,13 @@ def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_
 
 
 def test_a_request_for_one_is_no_gang() -> None:
-    (only,) = members_of(taken(replace(REQUEST, min_count=1)), start=100)
-    assert (only.gang, only.position, member_uuids(only.request)) == (None, 100, (UUID_,))
+    (only,) = expand_gang(taken(replace(REQUEST, min_count=1)), start=100)
+    assert (only.gang, only.batch_index, member_uuids(only.request)) == (None, 100, (UUID_,))
 
 
 @pytest.mark.parametrize(("name", "names"), [("", ["", ""]), ("x" * 255, [f"{'x' * 253}-1", f"{'x' * 253}-2"])])
 def test_members_have_names_that_are_no_longer_than_a_name(name: str, names: list[str]) -> None:
-    members = members_of(taken(replace(REQUEST, name=name, count=2)), start=0)
+    members = expand_gang(taken(replace(REQUEST, name=name, count=2)), start=0)
     assert [one.request.name for one in members] == names
     assert [one.gang and one.gang.min_count for one in members] == [2, 2]
 
@@ -142,7 +142,7 @@ def states(*results: PlacementResult | None, least: int, gang: bool = True) -> l
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
         of = Gang(uuid=UUID_, size=len(results), min_count=least) if gang else None
-        made.append(replace(initial_state(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
+        made.append(replace(new_placement_state(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
                             result=result))  # fmt: skip
     return made
 
@@ -152,14 +152,14 @@ def test_members_that_start_on_one_host_share_what_any_of_them_has_found(policy:
     """The largest chooses the host for all of them, and placement refuses the first: it may be another one."""
     group = ServerGroup(uuid=UUID_, policy=policy)
     first, second = (
-        replace(one, spec=one.spec.with_peers(Peers(server_group=group), one.request.instance_uuid))
+        replace(one, spec=one.spec.with_related(RelatedInstances(server_group=group), one.request.instance_uuid))
         for one in states(None, None, least=2)
     )
-    refused = replace(first, rejected={"h1": "claim.full"}, spec=first.spec.with_members({"h2": 1}))
-    for one in with_shared_findings([refused, second])[not is_shared :]:
-        assert one.spec.peers is not None
-        found = (dict(one.rejected), dict(one.spec.peers.members))
-        assert found == (({"h1": "claim.full"}, {"h2": 1}) if is_shared else ({}, {}))
+    refused = replace(first, rejected={"h1": "claim.no_capacity"}, spec=first.spec.with_members({"h2": 1}))
+    for one in share_gang_results([refused, second])[not is_shared :]:
+        assert one.spec.related is not None
+        found = (dict(one.rejected), dict(one.spec.related.members))
+        assert found == (({"h1": "claim.no_capacity"}, {"h2": 1}) if is_shared else ({}, {}))
 
 
 def results(found: list[PlacementState]) -> list[object]:
@@ -182,7 +182,7 @@ def results(found: list[PlacementState]) -> list[object]:
 def test_what_one_member_means_for_the_others(
     before: tuple[PlacementResult | None, ...], least: int, after: tuple[object, ...]
 ) -> None:
-    found = results(with_gang_results(states(*before, least=least)))
+    found = results(apply_gang_results(states(*before, least=least)))
     words = {GangIncomplete: "incomplete"}
     plain = ["left_out" if isinstance(one, PlacementRefused) and one.code == "gang.left_out"
              else words.get(type(one), one) for one in found]  # fmt: skip
@@ -193,13 +193,13 @@ def test_what_one_member_means_for_the_others(
 def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(attempt: int) -> None:
     """A restore: it failed with its gang, and its machine ran on, with its allocation or without."""
     there = replace(CLAIMED, attempt=attempt, selections=(SELECTION,))
-    members = members_of(taken(replace(REQUEST, count=2, min_count=2)), start=1)
+    members = expand_gang(taken(replace(REQUEST, count=2, min_count=2)), start=1)
     requests = [PlacementRequest(request=one.request, spec=Hosts([]).spec(), gang=one.gang) for one in members]
     placed = [
         PlacedBuild(*pair, result)
         for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
     ]
-    around = Author(who="s", at=1.0)
+    around = Actor(name="s", at=1.0)
     (_, first), (_, second) = conclude(placed, around)
     assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
     ends = [(one.decision.build.state, one.decision.build.cell, one.claimed) for one in (first, second)]
@@ -210,15 +210,15 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
 def test_a_member_whose_peers_are_not_known_finds_no_members_of_its_group() -> None:
     first, second = states(None, None, least=2)
     group = ServerGroup(uuid=UUID_, policy=GroupPolicy.AFFINITY)
-    first = replace(first, spec=first.spec.with_peers(Peers(server_group=group, members={"h": 1}), UUID_))
-    after = with_shared_findings([first, second])
-    assert [one.spec.peers and one.spec.peers.members for one in after] == [{"h": 1}, None]
-    assert with_shared_findings([first]) == [first]
+    first = replace(first, spec=first.spec.with_related(RelatedInstances(server_group=group, members={"h": 1}), UUID_))
+    after = share_gang_results([first, second])
+    assert [one.spec.related and one.spec.related.members for one in after] == [{"h": 1}, None]
+    assert share_gang_results([first]) == [first]
 
 
 def test_an_incomplete_gang_has_the_count_of_members_that_had_a_host_and_each_ones_claims() -> None:
     members = [replace(one, claims=at) for at, one in enumerate(states(None, REFUSED, None, None, least=4))]
-    ends = [one for one in results(with_gang_results(members)) if isinstance(one, GangIncomplete)]
+    ends = [one for one in results(apply_gang_results(members)) if isinstance(one, GangIncomplete)]
     assert [(one.placed, one.claims, one.gang.size) for one in ends] == [(3, 0, 4), (3, 2, 4), (3, 3, 4)]
 
 
@@ -232,7 +232,7 @@ def test_members_choose_in_the_order_of_their_sizes_and_gangs_stand_side_by_side
     assert merged(mixed, [newer]) == [mixed[0], newer, mixed[2]]
 
 
-FENCED = PlacementRefused("claim.consumer_changed", "", is_fenced=True)
+FENCED = PlacementRefused("claim.consumer_conflict", "", was_deleted=True)
 
 
 @pytest.mark.parametrize(
@@ -285,30 +285,30 @@ GONE, STARTED, ENDED = (
     ],
 )
 def test_what_is_left_of_a_gang_to_start(others: list[Admission], deleted: tuple[int, ...], left: Any) -> None:
-    gang = members_of(taken(replace(REQUEST, count=4, min_count=3)), start=0)
+    gang = expand_gang(taken(replace(REQUEST, count=4, min_count=3)), start=0)
     alone = taken(replace(REQUEST, instance_uuid=OTHER))
     gone = [OTHER, *(gang[at].instance_uuid for at in deleted)]
-    found = left_of_gangs([*gang, alone], [Start(), *others, Start(), GONE], gone)
+    found = remaining_gangs([*gang, alone], [Start(), *others, Start(), GONE], gone)
     assert found == ({} if left == "all" else {UUID_: Gang(uuid=UUID_, size=left[0], min_count=left[1])})
 
 
 def test_a_gang_of_which_enough_have_started_is_none_any_more() -> None:
-    gang = members_of(taken(replace(REQUEST, count=4, min_count=2)), start=0)
-    assert left_of_gangs(gang, [STARTED, STARTED, Start(), Start()], ()) == {UUID_: None}
-    assert left_of_gangs(gang, [STARTED, STARTED, STARTED, Start()], ()) == {UUID_: None}
+    gang = expand_gang(taken(replace(REQUEST, count=4, min_count=2)), start=0)
+    assert remaining_gangs(gang, [STARTED, STARTED, Start(), Start()], ()) == {UUID_: None}
+    assert remaining_gangs(gang, [STARTED, STARTED, STARTED, Start()], ()) == {UUID_: None}
 
 
 def test_a_member_of_a_request_that_came_twice_is_withdrawn_once() -> None:
     """Two members were left, and one of them started alone, though all of the gang were to start together."""
-    gang = members_of(taken(replace(REQUEST, count=3, min_count=3)), start=0)
-    again = members_of(taken(replace(REQUEST, count=3, min_count=3)), start=3)
+    gang = expand_gang(taken(replace(REQUEST, count=3, min_count=3)), start=0)
+    again = expand_gang(taken(replace(REQUEST, count=3, min_count=3)), start=3)
     admissions = [*[Start()] * 3, *[Answered(outcome=Done())] * 3]
-    found = left_of_gangs([*gang, *again], admissions, {gang[1].instance_uuid})
+    found = remaining_gangs([*gang, *again], admissions, {gang[1].instance_uuid})
     assert found == {UUID_: Gang(uuid=UUID_, size=2, min_count=2)}
 
 
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
-    assert results(with_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
+    assert results(apply_gang_results(states(None, REFUSED, least=2, gang=False))) == [None, REFUSED]
 
 
 def test_a_gang_is_claimed_when_each_of_its_open_members_has_chosen() -> None:
@@ -345,18 +345,18 @@ def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_m
 
 def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_without_it() -> None:
     """Its delete has ended it; the record says so, and its gang does not wait for it."""
-    assert results(with_gang_results(states(None, None, FENCED, least=3))) == [None, None, FENCED]
-    left, *_ = results(with_gang_results(states(None, REFUSED, FENCED, least=3)))
+    assert results(apply_gang_results(states(None, None, FENCED, least=3))) == [None, None, FENCED]
+    left, *_ = results(apply_gang_results(states(None, REFUSED, FENCED, least=3)))
     assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
 
 
 @pytest.mark.parametrize("claims", [0, 1])
 def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
     """One that was refused for a quota came to placement once more, and there was room (requests-forgotten, 9)."""
-    (pending,) = members_of(taken(REQUEST), start=0)
+    (pending,) = expand_gang(taken(REQUEST), start=0)
     request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
     over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
-    around = Author(who="s", at=1.0)
+    around = Actor(name="s", at=1.0)
     ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
     assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims
 
@@ -370,7 +370,7 @@ async def gang_of_two(site: Site, first_state: BuildState | None) -> tuple[Build
     gang = Gang(uuid=first.instance_uuid, size=2, min_count=1)
     record = RecordedBuild(
         instance_uuid=second.instance_uuid, project_id=second.project_id, state=BuildState.ACCEPTED, sequence=1,
-        digest=b"1", run="mine",
+        digest=b"1", claim_owner="mine",
     )  # fmt: skip
     news = [NewBuild(request=second, build=record, gang=gang)]
     if first_state is not None:
@@ -387,7 +387,7 @@ async def test_a_later_member_of_a_gang_whose_first_has_ended_ends_when_it_was_t
     for tries in range(3 * RETRIES):
         assert await site.handler.resume({second.instance_uuid: tries}) == set()
     build = await site.build_of(second.instance_uuid)
-    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
 async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again(site: Site) -> None:
@@ -395,7 +395,7 @@ async def test_a_later_member_of_a_gang_whose_first_was_purged_is_taken_up_again
     for tries in range(3 * RETRIES):
         assert await site.handler.resume({second.instance_uuid: tries}) == set()
     build = await site.build_of(second.instance_uuid)
-    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
 # --- A gang of which enough have started before: only the members of this pass are counted.
@@ -411,7 +411,7 @@ async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_
     third = requests[2]
     record = RecordedBuild(
         instance_uuid=third.instance_uuid, project_id=third.project_id, state=BuildState.ACCEPTED, sequence=1,
-        digest=b"1", run="mine",
+        digest=b"1", claim_owner="mine",
     )  # fmt: skip
     begun = [
         replace(record, instance_uuid=one.instance_uuid, state=BuildState.SCHEDULED, sequence=2, cell="c1")
@@ -421,7 +421,7 @@ async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_
     async with site.store.unit() as unit:
         await unit.insert(news, 0.0)
     hold(site.cluster, third, run="mine")
-    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     site.cluster.port.submit_gangs = refused_gangs  # type: ignore[method-assign]
     await site.handler.resume({third.instance_uuid: 0})
     assert (await site.build_of(third.instance_uuid)).state is BuildState.SCHEDULED
@@ -429,5 +429,5 @@ async def test_a_member_that_is_placed_after_enough_of_its_gang_have_started_is_
 
 
 async def refused_gangs(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
-    changed = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    changed = ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     return [ClaimAllResult(results=(changed,) * len(one.claims)) for one in gangs]

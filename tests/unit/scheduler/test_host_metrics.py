@@ -16,7 +16,7 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceStates
 from bus.contracts.host_metrics import TEMPERATURE_CELSIUS, HostMetrics, HostMetricsQuery, HostReading
 from bus.contracts.placement import ProviderState
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
@@ -156,11 +156,13 @@ EAST = "00000000-0000-4000-8000-00000000000e"
 ZONED = SchedulerConfig(aggregates=(Aggregate(uuid=EAST, name="east", metadata={"availability_zone": "east"}),))
 
 
-def unannounced(**amounts: int) -> ProviderState:
+def not_reported(**amounts: int) -> ProviderState:
     """A root provider that no compute service has announced."""
     uuid = "00000000-0000-4000-8000-0000000000aa"
     inventories = {name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts.items()}
-    return ProviderState(uuid=uuid, name="more", root_uuid=uuid, generation=1, shape=1, inventories=inventories)
+    return ProviderState(
+        uuid=uuid, name="more", root_uuid=uuid, generation=1, spec_generation=1, inventories=inventories
+    )
 
 
 def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
@@ -173,16 +175,16 @@ def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
         reports={1: {"enabled": False}},
     )
     hosts.table.apply(
-        ServicesDigest(
+        ServiceStates(
             cell="c2", term=1, number=1, down=(ServiceDown(service="compute-c2", epoch=1, code="service.silent"),)
         ),
         1.0,
     )
-    hosts.book.add([unannounced(VCPU=64)])
-    hosts.book.assume("in-flight", {hosts.uuids[0]: {"VCPU": 3}})
+    hosts.replica.add([not_reported(VCPU=64)])
+    hosts.replica.assume("in-flight", {hosts.uuids[0]: {"VCPU": 3}})
     summary = summarize(hosts.selector.all_hosts(), "nova")
     assert summary.hosts == [
-        (("", "nova", "unannounced"), 1),
+        (("", "nova", "not_reported"), 1),
         (("c1", "east", "up"), 1),
         (("c1", "nova", "up"), 1),
         (("c1", "nova", "disabled"), 1),
@@ -228,11 +230,11 @@ async def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypat
     await collector.add(hosts.selector)
     collector.collect()
     before = collector._summary
-    hosts.book.add([unannounced()])
+    hosts.replica.add([not_reported()])
     collector.collect()
     assert collector._summary is before
     now_s += 2 * HELD_S
-    assert ("berth_fleet_hosts", "", "nova", "unannounced") in _samples(collector.collect())
+    assert ("berth_fleet_hosts", "", "nova", "not_reported") in _samples(collector.collect())
 
 
 def test_builds_are_counted_when_they_end_and_codes_are_bounded() -> None:

@@ -14,10 +14,10 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
 from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.host_metrics import HostMetrics, HostReading
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.contracts.objects import Aggregate, FenceRecord, HostDecision, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState
 from bus.memory import MemoryBroker, MemoryTransport
@@ -25,7 +25,7 @@ from scheduler_worker.domain import hosts
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.fleet import HOSTS_AT_ONCE, HostsListener
-from scheduler_worker.forgetting import kept_by_record, traces, with_entry
+from scheduler_worker.forgetting import removal_blocker, traces, with_entry
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 # --- The host table against a cell that makes things up.
@@ -81,9 +81,9 @@ def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, ser
     return table.cells[table.cell[index]]
 
 
-def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServicesDigest:
+def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServiceStates:
     named = tuple(ServiceDown(service=name, epoch=epoch, code="service.silent") for name in down)
-    return ServicesDigest(cell="c1", term=term, number=number, page=page, pages=pages, down=named)
+    return ServiceStates(cell="c1", term=term, number=number, page=page, pages=pages, down=named)
 
 
 def services(*names: str) -> hosts.HostTable:
@@ -188,7 +188,7 @@ def stored(kind: ObjectKind, name: str, body: Any) -> dict[Key, StoredObject]:
 
 
 def fence(**more: Any) -> dict[Key, StoredObject]:
-    known = {"host": "h", "cell": "c1", "version": 7, "lifting": True, "forced": True, "acknowledged": 7, **more}
+    known = {"host": "h", "cell": "c1", "version": 7, "unfencing": True, "forced": True, "acknowledged": 7, **more}
     return stored(ObjectKind.FENCE, FORGOTTEN_HOST, FenceRecord(**known))
 
 
@@ -196,7 +196,7 @@ def drained(state: DrainState) -> dict[Key, StoredObject]:
     record = DrainRecord(
         name="h",
         target=DrainTarget.HOST,
-        kind=MoveKind.LIVE_MIGRATE,
+        kind=ActionKind.LIVE_MIGRATE,
         by="ann",
         state=state,
         at_once=1,
@@ -208,7 +208,7 @@ def drained(state: DrainState) -> dict[Key, StoredObject]:
 
 
 def code(present: Mapping[Key, StoredObject]) -> str | None:
-    kept = kept_by_record(present, FORGOTTEN_HOST, CELLS)
+    kept = removal_blocker(present, FORGOTTEN_HOST, CELLS)
     return None if kept is None else kept.code
 
 
@@ -218,7 +218,7 @@ def code(present: Mapping[Key, StoredObject]) -> str | None:
         ({}, None),
         (fence(), None),
         (fence(forced=False), "host.fence_open"),
-        (fence(forced=False, lifting=False), "host.fence_open"),
+        (fence(forced=False, unfencing=False), "host.fence_open"),
         (fence(acknowledged=6), "host.fence_open"),
         (fence(acknowledged=6, cell=None), "host.fence_open"),
         (fence(acknowledged=0, cell="burnt"), None),

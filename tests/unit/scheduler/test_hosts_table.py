@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceRemoved, ServiceStates
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.domain import hosts
 from scheduler_worker.domain.hosts import CELL_HOLD_S, DOWN_HOLD_S, MAX_UNANSWERED, NO_SERVICE, UNRESPONSIVE, HostTable
@@ -17,7 +17,7 @@ from scheduler_worker.domain.view import HostsView, Membership
 U = {name: f"{name}0000000-0000-4000-8000-000000000001" for name in "abcde"}
 A, B = U["a"], U["b"]
 SILENT, STOPPED = "service.silent", "service.stopped"
-Event = tuple[float, ComputeHosts | ServicesDigest | ServiceGone | Callable[[HostTable], object]]
+Event = tuple[float, ComputeHosts | ServiceStates | ServiceRemoved | Callable[[HostTable], object]]
 
 
 def told(
@@ -31,11 +31,11 @@ def told(
 
 def listed(*down: str, at: float = 1.0, number: int = 1, code: str = SILENT, epoch: int = 1, **more: Any) -> Event:
     named = tuple(ServiceDown(service=one, epoch=epoch, code=code) for one in down)
-    return at, ServicesDigest(**{"cell": "c1", "term": 1, "number": number, "down": named, **more})
+    return at, ServiceStates(**{"cell": "c1", "term": 1, "number": number, "down": named, **more})
 
 
 def gone(service: str, at: float = 1.0, cell: str = "c1") -> Event:
-    return at, ServiceGone(service=service, cell=cell)
+    return at, ServiceRemoved(service=service, cell=cell)
 
 
 def asked(times: int, cell: str = "c1", at: float = 5.0) -> Event:
@@ -45,9 +45,9 @@ def asked(times: int, cell: str = "c1", at: float = 5.0) -> Event:
 def table_of(*events: Event) -> HostTable:
     table = HostTable()
     for at, event in events:
-        if isinstance(event, ServiceGone):
-            table.forget_service(event, at)
-        elif isinstance(event, ComputeHosts | ServicesDigest):
+        if isinstance(event, ServiceRemoved):
+            table.delete_service(event, at)
+        elif isinstance(event, ComputeHosts | ServiceStates):
             table.apply(event, at)
         else:
             event(table)
@@ -100,7 +100,7 @@ OTHER: dict[str, Any] = {"cell": "c2"}
         ((told(ring=(1, 2)), told(service="t")), "c1/t"),
         ((told(), told(service="t", ring=(1, 1))), "c1/t"),
         ((told(ring=(1, 2)), told(service="t", ring=(1, 1), at=T + 0.1, **OTHER)), "c2/t"),
-        # It is the owner's where the book has it so.
+        # It is the owner's where placement has it so.
         ((told(), told(service="t", owner="s")), "c1/s"),
         ((told(), told(service="t", owner="u")), "c1/s"),
         ((told(), told(owner="t", sequence=2)), None),
@@ -162,7 +162,7 @@ def test_which_hosts_a_service_has_after_a_report(events: tuple[Event, ...], lef
     ],
 )
 def test_which_other_service_reports_a_host(events: tuple[Event, ...], by: str | None) -> None:
-    assert table_of(*events).contested_by(A) == by
+    assert table_of(*events).claimed_also_by(A) == by
 
 
 def test_a_refused_host_is_taken_to_be_left_with_its_owner() -> None:
@@ -175,7 +175,7 @@ def test_a_refused_host_is_taken_to_be_left_with_its_owner() -> None:
 def test_refused_hosts_are_bounded_and_those_known_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MAX_HOSTS", 2)
     table = table_of(told("abc"), told("abc", service="t", owner="s"), told("a", service="u", owner="s"))
-    assert [table.contested_by(U[one]) for one in "abc"] == ["u", "t", None]
+    assert [table.claimed_also_by(U[one]) for one in "abc"] == ["u", "t", None]
     assert sorted(holders(table)) == ["a", "b"], "so are hosts"
 
 
@@ -196,7 +196,7 @@ def test_refused_hosts_are_bounded_and_those_known_are_followed(monkeypatch: pyt
         ((told(epoch=2), listed("s", epoch=3)), SILENT),
         ((told(), listed("s", **OTHER)), None),
         ((told(), listed("t")), None),
-        ((told(), listed("s"), gone("s", at=2.0), listed(number=2, at=3.0)), "service.forgotten"),
+        ((told(), listed("s"), gone("s", at=2.0), listed(number=2, at=3.0)), "service.deleted"),
         ((told(), listed("s"), gone("s", at=2.0), told(sequence=2), listed(number=2, at=3.0)), None),
         ((told(), listed("s", page=2, pages=2)), None),
         ((told(), listed("s", pages=2)), None),
@@ -214,7 +214,7 @@ def test_why_a_service_is_down(events: tuple[Event, ...], code: str | None) -> N
     assert (down and down.code) == code
     assert table.down().tolist() == [code is not None, True]
     assert table.live_service_of(A) == (None if code else "s")
-    assert table.is_down(A) is (code not in (None, "service.forgotten"))
+    assert table.is_down(A) is (code not in (None, "service.deleted"))
     assert table.is_down(B) is False
 
 
@@ -248,13 +248,13 @@ def decided(state: AdminState = AdminState.DISABLED, name: str = "h", uuid: str 
 
 def test_decisions_of_operators_replace_each_other() -> None:
     table = table_of(told("ab"))
-    table.adopt_decisions({A: decided(), U["c"]: decided(AdminState.FENCED, "x", drain="d")})
+    table.apply_decisions({A: decided(), U["c"]: decided(AdminState.FENCED, "x", drain="d")})
     assert table.admin[:2].tolist() == [1, 0]
     assert [table.decided_about(word) for word in (A, "h", "x", "a")] == [[A], [A], [U["c"]], []]
     assert [list(table.hosts_of_drain(word)) for word in ("d", "e")] == [[U["c"]], []]
     table.apply(told("c", sequence=2)[1], 0.0)  # type: ignore[arg-type]
     assert table.admin[2] == 3, "the host is announced after the decision"
-    table.adopt_decisions({B: decided(uuid=B)})
+    table.apply_decisions({B: decided(uuid=B)})
     assert table.admin[:3].tolist() == [0, 1, 0] and table.decision_of(A) is None
 
 
@@ -273,8 +273,8 @@ def test_decisions_of_operators_replace_each_other() -> None:
         ((told(), listed("s")), listed("s", number=2, at=9e9), True),
         ((told(), asked(MAX_UNANSWERED)), asked(1), True),
         ((told(), asked(MAX_UNANSWERED + 1)), asked(1), False),
-        ((told(),), (0.0, lambda table: table.adopt_decisions({A: decided()})), True),
-        ((told(),), (0.0, lambda table: table.adopt_decisions({})), False),
+        ((told(),), (0.0, lambda table: table.apply_decisions({A: decided()})), True),
+        ((told(),), (0.0, lambda table: table.apply_decisions({})), False),
     ],
 )
 def test_the_revision_rises_where_other_hosts_may_pass(
@@ -287,9 +287,9 @@ def test_the_revision_rises_where_other_hosts_may_pass(
 def test_services_by_name_and_the_dead_that_announced_nothing() -> None:
     table = table_of(told(), told("b", **OTHER), told("c", "t"), listed("s", "dead", epoch=3), listed("x", **OTHER))
     assert [table.cells_of_service(name) for name in ("s", "t", "dead", "none")] == [["c1", "c2"], ["c1"], ["c1"], []]
-    assert table.dead_unannounced() == [("c1", "dead"), ("c2", "x")]
+    assert table.dead_not_reported() == [("c1", "dead"), ("c2", "x")]
     assert table.down_of("c1", "dead").epoch == 3
-    table.forget_service(ServiceGone(service="s", cell="c2"), 1.0)
+    table.delete_service(ServiceRemoved(service="s", cell="c2"), 1.0)
     assert [table.service_of(cell, "s") for cell in ("c1", "c2", "c3")] == [0, NO_SERVICE, NO_SERVICE]
     assert table.cells_of_service("s") == ["c1"] and table.cells == ["c1", "c2"]
     assert HostTable().service_of("c1", "s") == NO_SERVICE

@@ -17,11 +17,11 @@ from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.objects import FenceRecord, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState, SetAdminState
 from scheduler_worker import changes, metrics
-from scheduler_worker.changes import REFUSED_BEFORE, ChangeHandler, RefusedCommands
+from scheduler_worker.changes import REFUSED_BEFORE, OperatorHandler, RefusedCommands
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.fleet import HostsListener, Warmup
 from scheduler_worker.keepers import changed_within
-from scheduler_worker.nova.entrance import Entrance
+from scheduler_worker.nova.entrance import TopicIntake
 from scheduler_worker.objects import _orders
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -99,7 +99,7 @@ def test_the_host_that_a_command_means(cell: str | None, host: str, fences: dict
         decision_of=lambda _: None,
     )
     never: Any = None
-    handler = ChangeHandler(
+    handler = OperatorHandler(
         registry,
         hosts.selector,
         never,
@@ -139,7 +139,7 @@ def test_the_order_about_a_fence_goes_to_its_cell(cell: str | None, sent: list[s
 async def test_a_call_that_is_taken_over_counts_until_that_has_ended() -> None:
     never: Any = None
     changed: list[int] = []
-    entrance = Entrance(
+    entrance = TopicIntake(
         never, "fronts", clock=SystemClock(), refused=lambda _: None, changed=lambda: changed.append(len(entrance))
     )
     go_on = asyncio.Event()
@@ -147,7 +147,7 @@ async def test_a_call_that_is_taken_over_counts_until_that_has_ended() -> None:
     async def take_over(*_: object) -> None:
         await go_on.wait()
 
-    entrance._take_over = take_over  # type: ignore[method-assign,assignment]
+    entrance._forward = take_over  # type: ignore[method-assign,assignment]
     for _ in range(2):
         entrance.add(never, never)
     running = asyncio.create_task(entrance.run())

@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Retry, Wait
+from bus.consuming.outcome import DEAD_LETTERED, EXPIRED, Done, Outcome, Received, Retry, RetryWhenAvailable
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState, member_uuids
 from bus.contracts.cell import CellBuildQuery
-from bus.contracts.moves import MoveKind, MoveState
-from bus.contracts.placement import ClaimOutcome, ClaimResult, ReleaseRun
+from bus.contracts.moves import ActionKind, ActionState
+from bus.contracts.placement import ClaimOutcome, ClaimResult, ReleaseByOwner
 from bus.faults import BrokenInvariant, Transient
 from scheduler_worker import unanswered
 from scheduler_worker.domain import unanswered as domain
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.recorded_moves import RecordedMove
-from scheduler_worker.domain.requests import RETRIES, delivery_of
+from scheduler_worker.domain.recorded_moves import RecordedAction
+from scheduler_worker.domain.requests import RETRIES, classify_delivery
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
-from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.unanswered import SilentRequests
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
 from tests.unit.scheduler.test_moves import keep_up
@@ -53,11 +53,11 @@ def engine_of(cluster: Cluster) -> SchedulingEngine:
     )
 
 
-def taken(cluster: Cluster, request: BuildRequest, *, left_s: float = -1.0, waits: bool = False) -> PendingBuild:
+def taken(cluster: Cluster, request: BuildRequest, *, remaining_s: float = -1.0, waits: bool = False) -> PendingBuild:
     """A request that its queue has delivered again, and that is no letter."""
-    meta = Meta(id="m", attempt=1, reply_to="client.reply.x" if waits else None)
-    received = Received(request, meta, "api", "scheduler.requests", redelivered=True, left_s=lambda: left_s)
-    return pending_build(received, delivery_of(received), now=0.0, flavors=cluster.hosts.selector)
+    meta = Meta(id="m", delivery_attempt=1, reply_to="client.reply.x" if waits else None)
+    received = Received(request, meta, "api", "scheduler.requests", redelivered=True, remaining_s=lambda: remaining_s)
+    return pending_build(received, classify_delivery(received), now=0.0, flavors=cluster.hosts.selector)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -65,25 +65,25 @@ async def test_a_build_whose_time_is_over_ends_as_a_move_does(cluster: Cluster, 
     """It was built, as it was no letter; the move of the same batch ended."""
     engine = engine_of(cluster)
     late, in_time = cluster.hosts.request(), cluster.hosts.request()
-    came = [taken(cluster, late, waits=waits), taken(cluster, in_time, left_s=9.0, waits=waits)]
+    came = [taken(cluster, late, waits=waits), taken(cluster, in_time, remaining_s=9.0, waits=waits)]
     assert [one.delivery.is_late() for one in came] == [True, False]
-    ended = (await engine.not_left({0: came[0]}))[0]
+    ended = (await engine.drop_abandoned({0: came[0]}))[0]
     if waits:
         assert ended == Done(), "its requester may request it again"
     else:
-        assert isinstance(ended, PendingBuild) and ended.delivery.why is not None
-        assert ended.delivery.why.code == EXPIRED
+        assert isinstance(ended, PendingBuild) and ended.delivery.refusal is not None
+        assert ended.delivery.refusal.code == EXPIRED
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
 async def test_a_build_whose_time_is_over_goes_on_where_it_was_begun(cluster: Cluster, *, is_recorded: bool) -> None:
     engine, request = engine_of(cluster), cluster.hosts.request()
     if is_recorded:
-        await engine.process([taken(cluster, request, left_s=9.0)], ())
+        await engine.process([taken(cluster, request, remaining_s=9.0)], ())
     else:
         hold(cluster, request)
-    going_on = (await engine.not_left({7: taken(cluster, request)}))[7]
-    assert isinstance(going_on, PendingBuild) and going_on.delivery.why is None and not going_on.delivery.is_late()
+    going_on = (await engine.drop_abandoned({7: taken(cluster, request)}))[7]
+    assert isinstance(going_on, PendingBuild) and going_on.delivery.refusal is None and not going_on.delivery.is_late()
 
 
 class Broken:
@@ -93,15 +93,15 @@ class Broken:
         self._accepted, self._fault = accepted, fault
         self.ended: list[str] = []
 
-    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
+    async def unfinished_builds(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         return [[self._accepted]]
 
     async def process(
         self, builds: Sequence[PendingBuild], _deletes: object
     ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
-        if any(one.delivery.why is None for one in builds):
+        if any(one.delivery.refusal is None for one in builds):
             raise self._fault
-        self.ended += [one.delivery.why.code for one in builds if one.delivery.why is not None]
+        self.ended += [one.delivery.refusal.code for one in builds if one.delivery.refusal is not None]
         return dict.fromkeys(range(len(builds)), Done()), {}
 
 
@@ -122,7 +122,7 @@ async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the
     )
     with pytest.raises(BrokenInvariant) if isinstance(fault, BrokenInvariant) else nullcontext():
         await handler.resume({"any": 0})
-    assert engine.ended == [GIVEN_UP]
+    assert engine.ended == [DEAD_LETTERED]
 
 
 class Stalling:
@@ -132,14 +132,14 @@ class Stalling:
         self._builds = builds
         self.processed: list[str] = []
 
-    async def accepted_before(self, instances: Collection[str]) -> list[list[PendingBuild]]:
+    async def unfinished_builds(self, instances: Collection[str]) -> list[list[PendingBuild]]:
         return [[one] for one in self._builds]
 
     async def process(
         self, builds: Sequence[PendingBuild], _deletes: object
     ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
         if builds[0].instance_uuid == self._builds[0].instance_uuid:
-            return dict.fromkeys(range(len(builds)), Wait("placement.unavailable")), {}
+            return dict.fromkeys(range(len(builds)), RetryWhenAvailable("placement.unavailable")), {}
         self.processed += [one.instance_uuid for one in builds]
         return dict.fromkeys(range(len(builds)), Done()), {}
 
@@ -173,7 +173,7 @@ async def test_a_build_that_waited_is_taken_up_again_as_if_it_had_not_been_tried
         asked.append(dict(instances))
         return set(instances) if len(asked) < 3 else set()
 
-    looks = UnansweredRequests(
+    looks = SilentRequests(
         store, {}, lambda: cluster.hosts.config, clock=cluster.clock, rng=random.Random(1), after_s=0.0, resume=resume
     )
     for _ in range(4):
@@ -192,25 +192,23 @@ def uuid_of(n: int) -> str:
     return f"00000000-0000-4000-8000-{n:012d}"
 
 
-def moved(n: int, cell: str) -> RecordedMove:
-    return RecordedMove(
-        request_id=uuid_of(n), instance_uuid=uuid_of(n), project_id="p", kind=MoveKind.MIGRATE, digest=b"",
-        state=MoveState.SCHEDULED, sequence=2, cell=cell,
+def moved(n: int, cell: str) -> RecordedAction:
+    return RecordedAction(
+        request_id=uuid_of(n), instance_uuid=uuid_of(n), project_id="p", kind=ActionKind.MIGRATE, digest=b"",
+        state=ActionState.SCHEDULED, sequence=2, cell=cell,
     )  # fmt: skip
 
 
-async def looking_at(cluster: Cluster, moves: Sequence[RecordedMove], **more: Any) -> UnansweredRequests:
+async def looking_at(cluster: Cluster, actions: Sequence[RecordedAction], **more: Any) -> SilentRequests:
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
     async with store.operation() as unit:
-        await unit.insert_moves(moves, 0.0)
+        await unit.insert_actions(actions, 0.0)
     known: dict[str, Any] = {"after_s": 0.0, "resume": none_is_accepted, **more}
-    return UnansweredRequests(
-        store, {}, lambda: cluster.hosts.config, clock=cluster.clock, rng=random.Random(1), **known
-    )
+    return SilentRequests(store, {}, lambda: cluster.hosts.config, clock=cluster.clock, rng=random.Random(1), **known)
 
 
-async def asked_about(looks: UnansweredRequests, passes: int) -> set[str]:
+async def asked_about(looks: SilentRequests, passes: int) -> set[str]:
     return {one.request_id for _ in range(passes) for one in (await looks.look()).query}
 
 
@@ -231,16 +229,16 @@ async def test_old_moves_of_a_dead_cell_do_not_starve_those_of_others(
 async def test_what_is_open_no_more_is_watched_no_more(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unanswered, "MAX_READ", 2)
     monkeypatch.setattr(unanswered, "PAGE", 2)
-    moves = [moved(n, "c1") for n in range(1, 6)]
-    looks = await looking_at(cluster, moves)
+    actions = [moved(n, "c1") for n in range(1, 6)]
+    looks = await looking_at(cluster, actions)
     for _ in range(3):
         found = await looks.look()
     assert len(found.watched) == 5
     async with looks._store.operation() as unit:
-        await unit.update_moves([replace(one, terminal=True) for one in moves[1:]], 1.0)
+        await unit.update_actions([replace(one, terminal=True) for one in actions[1:]], 1.0)
     for _ in range(3):
         found = await looks.look()
-    assert set(found.watched) == {(moves[0].request_id, moves[0].instance_uuid)} and looks.cells == {"c1"}
+    assert set(found.watched) == {(actions[0].request_id, actions[0].instance_uuid)} and looks.cells == {"c1"}
 
 
 async def test_a_page_of_moves_is_read_again_where_that_of_the_builds_failed(
@@ -289,18 +287,20 @@ async def test_builds_that_no_cell_has_come_to_their_turn_however_many_they_are(
 # --- A build that is refused at once: it ends without a look at what its instance holds.
 
 
-@pytest.mark.parametrize("why", ["its flavor was deleted", "it is old"])
+@pytest.mark.parametrize("refusal", ["its flavor was deleted", "it is old"])
 async def test_a_build_that_is_refused_while_its_instance_holds_a_claim_is_left_to_the_cell_of_that(
-    site: Site, why: str
+    site: Site, refusal: str
 ) -> None:
     """Its record is lost, and its claim or its machine is not. A letter, an expired one, and one that no host can take
     look at that; a refusal did not: no query, no release, and the claim stays for good.
     """
     site.handler._warmup._since_s = -1000.0  # while it is on, it is retried
-    request = site.cluster.hosts.request(flavor="deleted.since" if why == "its flavor was deleted" else "m1.small")
+    request = site.cluster.hosts.request(flavor="deleted.since" if refusal == "its flavor was deleted" else "m1.small")
     hold(site.cluster, request, cell="c2")
-    sent_at = 1.0 if why == "it is old" else site.cluster.clock.time()
-    came = Received(request, Meta(id="m", attempt=1, sent_at=sent_at), "api", "scheduler.requests", redelivered=True)
+    sent_at = 1.0 if refusal == "it is old" else site.cluster.clock.time()
+    came = Received(
+        request, Meta(id="m", delivery_attempt=1, sent_at=sent_at), "api", "scheduler.requests", redelivered=True
+    )
     (outcome,) = await site.handler([came])
     assert isinstance(outcome, Done)
     build = await site.build_of(request.instance_uuid)
@@ -315,11 +315,11 @@ async def test_a_redelivered_build_that_is_refused_has_what_its_first_delivery_m
     has the claims of its run released, or fenced.
     """
     request = site.cluster.hosts.request(flavor="deleted.since")
-    came = Received(request, Meta(id="m", attempt=1), "api", "scheduler.requests", redelivered=True)
+    came = Received(request, Meta(id="m", delivery_attempt=1), "api", "scheduler.requests", redelivered=True)
     (outcome,) = await site.handler([came])
     assert isinstance(outcome, Done)
     assert (await site.build_of(request.instance_uuid)).terminal
-    assert len(site.emitted(ReleaseRun)) == 1
+    assert len(site.emitted(ReleaseByOwner)) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -333,34 +333,36 @@ async def test_a_refused_build_costs_no_question_where_no_delivery_of_it_was_bef
     ]
     done, waiting = await site.handler(came)
     assert isinstance(done, Done) and isinstance(done.reply, Refusal) and done.reply.code == "flavor.unknown"
-    assert isinstance(waiting, Wait) and site.emitted(ReleaseRun) == []
+    assert isinstance(waiting, RetryWhenAvailable) and site.emitted(ReleaseByOwner) == []
     site.cluster.port.unavailable = False
     (done,) = await site.handler(came[1:])
     assert isinstance(done, Done) and isinstance(done.reply, Refusal) and done.reply.code == "flavor.unknown"
     for one in (first, later):
         build = await site.build_of(one.instance_uuid)
         assert (build.state, build.code) == (BuildState.REFUSED, "flavor.unknown")
-    released = [one.consumer for one in site.emitted(ReleaseRun) if isinstance(one, ReleaseRun)]
+    released = [one.consumer for one in site.emitted(ReleaseByOwner) if isinstance(one, ReleaseByOwner)]
     assert sorted(released) == sorted(member_uuids(later))
 
 
-@pytest.mark.parametrize("why", ["it is refused", "its time is over"])
-async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_releases_nothing(site: Site, why: str) -> None:
+@pytest.mark.parametrize("refusal", ["it is refused", "its time is over"])
+async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_releases_nothing(
+    site: Site, refusal: str
+) -> None:
     """Of one whose time was over the handler crashed, and with its dead letter once more: it had no end."""
     site.handler._warmup._since_s = -1000.0
     site.cluster.port.refused = "request.invalid"
-    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
-    is_refused = why == "it is refused"
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
+    is_refused = refusal == "it is refused"
     request = site.cluster.hosts.request(flavor="deleted.since" if is_refused else "m1.small")
-    for attempt, code in ((1, "claim.stranded"), (RETRIES, None)):
-        meta = Meta(id="m", attempt=attempt)
-        came = Received(request, meta, "api", "scheduler.requests", left_s=lambda: 1.0 if is_refused else -1.0)
+    for attempt, code in ((1, "claim.unlocatable"), (RETRIES, None)):
+        meta = Meta(id="m", delivery_attempt=attempt)
+        came = Received(request, meta, "api", "scheduler.requests", remaining_s=lambda: 1.0 if is_refused else -1.0)
         (outcome,) = await site.handler([came])
         assert outcome.code == code if isinstance(outcome, Retry) else code is None
         assert (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
     await site.handler.resume({request.instance_uuid: RETRIES})
     build = await site.build_of(request.instance_uuid)
-    assert (build.state, build.code, site.emitted(ReleaseRun)) == (BuildState.FAILED, "claim.stranded", [])
+    assert (build.state, build.code, site.emitted(ReleaseByOwner)) == (BuildState.FAILED, "claim.unlocatable", [])
 
 
 # --- A request that several processes could not handle, and whose time is over too.
@@ -370,13 +372,19 @@ async def test_an_exhausted_build_ends_also_where_its_time_is_over(site: Site) -
     """On record, and late: what had ended its schedulers was forgotten, and it was handled once more."""
     request = await accepted(site)
     came = Received(
-        request, Meta(id="m"), "api", "scheduler.requests", redelivered=True, exhausted=True, left_s=lambda: -1.0
+        request,
+        Meta(id="m"),
+        "api",
+        "scheduler.requests",
+        redelivered=True,
+        at_delivery_limit=True,
+        remaining_s=lambda: -1.0,
     )
-    pending = pending_build(came, delivery_of(came), now=0.0, flavors=site.cluster.hosts.selector)
-    going_on = (await site.engine.not_left({0: pending}))[0]
+    pending = pending_build(came, classify_delivery(came), now=0.0, flavors=site.cluster.hosts.selector)
+    going_on = (await site.engine.drop_abandoned({0: pending}))[0]
     assert not isinstance(going_on, Done)
-    assert pending.delivery.why is not None
-    assert going_on.delivery.why == pending.delivery.why  # type: ignore[union-attr]
+    assert pending.delivery.refusal is not None
+    assert going_on.delivery.refusal == pending.delivery.refusal  # type: ignore[union-attr]
 
 
 # --- A message that has waited is no first delivery any more.
@@ -390,7 +398,7 @@ async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_it
     came = Received(request, Meta(id="m"), "api", "scheduler.requests")
     site.cluster.port.unavailable = True
     (outcome,) = await site.handler([came])
-    assert isinstance(outcome, Wait) and site.cluster.claims
+    assert isinstance(outcome, RetryWhenAvailable) and site.cluster.claims
     table = site.store._table
     for rows in (table.records, table.recorded, table.requested):
         rows.pop(request.instance_uuid)  # the database crashed before its commit was on disk
@@ -402,7 +410,7 @@ async def test_a_build_that_waited_for_placement_and_whose_record_is_lost_has_it
     assert isinstance(outcome, Done)
     build = await site.build_of(request.instance_uuid)
     assert (build.state, build.code) == (BuildState.FAILED, "no_valid_host")
-    assert len(site.emitted(ReleaseRun)) == 1, "the claim that is on its way is granted, and held for good"
+    assert len(site.emitted(ReleaseByOwner)) == 1, "the claim that is on its way is granted, and held for good"
 
 
 # --- Builds that are taken up from their records while hosts may not be announced yet.

@@ -20,13 +20,13 @@ from bus.contracts.catalogue import routing_key
 from bus.contracts.deploy import ImageSource, NetworkRequest
 from bus.contracts.moves import (
     CHOOSES_HOSTS,
+    ActionAccepted,
+    ActionEvent,
+    ActionKind,
+    ActionQuery,
+    ActionRequest,
+    ActionState,
     Condition,
-    MoveAccepted,
-    MoveEvent,
-    MoveKind,
-    MoveQuery,
-    MoveRequest,
-    MoveState,
     ResizePolicy,
 )
 from bus.contracts.placement import LocatePage
@@ -39,18 +39,25 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import moves
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild, SinceBuild, flavors_in_use
-from scheduler_worker.domain.moves import CELL_DRAIN_USER, CHANGED, DRAIN_USER, accepted, check_move, overtaken
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove
+from scheduler_worker.domain.moves import (
+    CELL_DRAIN_USER,
+    CHANGED,
+    DRAIN_USER,
+    accepted,
+    check_action,
+    superseded_refusal,
+)
+from scheduler_worker.domain.recorded_moves import ActionContext, PendingAction, RecordedAction
 from scheduler_worker.domain.requests import LAST, OVERTAKES, RETRIES, RequestDelivery
 from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.moves import Chosen, Located, MoveEngine
+from scheduler_worker.moves import ActionEngine, Chosen, Located
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.store.port import OperationUnit
-from tests.kit.claims import BookClaims
+from tests.kit.claims import PlacementClaims
 from tests.kit.sent import Sent
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import PLENTY, Hosts
@@ -61,28 +68,28 @@ BUILT = BuildRequest(
     instance_uuid=UUID, project_id="p", flavor="m1.small", image="old", image_properties=IMAGE, max_attempts=2, host="h"
 )
 BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c")
-KNOWN = MoveContext(build=BUILD, build_request=BUILT)
+KNOWN = ActionContext(build=BUILD, build_request=BUILT)
 LATE = RequestDelivery(attempt=OVERTAKES)
 SELECTOR = Hosts([]).selector
-ACROSS = SchedulerConfig(moves_across_cells=True)
+ACROSS = SchedulerConfig(actions_across_cells=True)
 NETWORKS = (NetworkRequest(network=OTHER),)
 
 
-def requested(kind: MoveKind = MoveKind.STOP, **more: Any) -> MoveRequest:
-    return MoveRequest(**{"request_id": MOVE, "instance_uuid": UUID, "project_id": "p", "kind": kind, **more})
+def requested(kind: ActionKind = ActionKind.STOP, **more: Any) -> ActionRequest:
+    return ActionRequest(**{"request_id": MOVE, "instance_uuid": UUID, "project_id": "p", "kind": kind, **more})
 
 
-def instance(**more: Any) -> MoveContext:
+def instance(**more: Any) -> ActionContext:
     return replace(KNOWN, build=replace(BUILD, instance=SinceBuild(**more)))
 
 
-def word(verdict: Answered | Refusal | None) -> str:
-    match verdict:
+def word(result: Answered | Refusal | None) -> str:
+    match result:
         case None:
             return "may"
         case Refusal(code=code):
             return code
-        case Answered(outcome=Done(reply=MoveAccepted(request_id=request_id, instance_uuid=uuid))):
+        case Answered(outcome=Done(reply=ActionAccepted(request_id=request_id, instance_uuid=uuid))):
             assert (request_id, uuid) == (MOVE, UUID)
             return "accepted"
         case Answered(outcome=Done(reply=Refusal(code=code)), messages=event):
@@ -91,31 +98,31 @@ def word(verdict: Answered | Refusal | None) -> str:
             return "left"
         case Answered(outcome=Retry(code=code)):
             return f"again {code}"
-    raise AssertionError(verdict)
+    raise AssertionError(result)
 
 
 def checked(
-    request: MoveRequest, known: MoveContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
+    request: ActionRequest, known: ActionContext = KNOWN, delivery: RequestDelivery = LATE, *, same_host: bool = True
 ) -> str:
-    pending = PendingMove(position=4, request=request, delivery=delivery, taken_at=1000.0)
-    if known.move is not None and known.move.digest == b"its own":
-        known = replace(known, move=replace(known.move, digest=pending.digest))
-    return word(check_move(pending, known, SELECTOR, same_host=same_host))
+    pending = PendingAction(batch_index=4, request=request, delivery=delivery, taken_at=1000.0)
+    if known.action is not None and known.action.digest == b"its own":
+        known = replace(known, action=replace(known.action, digest=pending.digest))
+    return word(check_action(pending, known, SELECTOR, same_host=same_host))
 
 
 # --- by what is on record
 
 
-def on_record(**more: Any) -> MoveContext:
-    fields = {"project_id": "p", "digest": b"its own", "state": MoveState.SCHEDULED, "sequence": 2, **more}
-    return replace(KNOWN, move=RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=MoveKind.STOP, **fields))
+def on_record(**more: Any) -> ActionContext:
+    fields = {"project_id": "p", "digest": b"its own", "state": ActionState.SCHEDULED, "sequence": 2, **more}
+    return replace(KNOWN, action=RecordedAction(request_id=MOVE, instance_uuid=UUID, kind=ActionKind.STOP, **fields))
 
 
 GONE = RequestDelivery(attempt=OVERTAKES, has_requester=True, is_late=lambda: True)
 OVER = RequestDelivery(attempt=OVERTAKES, is_late=lambda: True)
 OLD = RequestDelivery(attempt=OVERTAKES, is_old=True)
 EARLY = RequestDelivery(attempt=OVERTAKES - 1)
-ENDS = RequestDelivery(attempt=OVERTAKES, why=Refusal(code="given.up", reason=""))
+ENDS = RequestDelivery(attempt=OVERTAKES, refusal=Refusal(code="given.up", reason=""))
 CLASH = "answered request.duplicate with an event"
 
 
@@ -125,8 +132,8 @@ CLASH = "answered request.duplicate with an event"
         (on_record(), LATE, "accepted"),
         (on_record(digest=b"another"), LATE, CLASH),
         (on_record(project_id="q"), LATE, CLASH),
-        (on_record(state=MoveState.REFUSED, terminal=True, code="x"), LATE, "answered x"),
-        (on_record(state=MoveState.FAILED, terminal=True, code="x"), LATE, "accepted"),
+        (on_record(state=ActionState.REFUSED, terminal=True, code="x"), LATE, "answered x"),
+        (on_record(state=ActionState.FAILED, terminal=True, code="x"), LATE, "accepted"),
         (on_record(), GONE, "accepted"),
         (KNOWN, LATE, "may"),
         (KNOWN, GONE, "left"),
@@ -136,39 +143,39 @@ CLASH = "answered request.duplicate with an event"
         (KNOWN, EARLY, "may"),
         (replace(KNOWN, names_instance=True), LATE, CLASH),
         (replace(KNOWN, names_instance=True), GONE, "left"),
-        (MoveContext(), LATE, "instance.unknown"),
-        (MoveContext(), EARLY, "again instance.unknown"),
+        (ActionContext(), LATE, "instance.unknown"),
+        (ActionContext(), EARLY, "again instance.unknown"),
         (replace(KNOWN, build=replace(BUILD, project_id="q")), LATE, "instance.unknown"),
         (replace(KNOWN, build=replace(BUILD, project_id="q")), EARLY, "instance.unknown"),
     ],
 )
-def test_a_request_by_what_is_on_record(known: MoveContext, delivery: RequestDelivery, answer: str) -> None:
+def test_a_request_by_what_is_on_record(known: ActionContext, delivery: RequestDelivery, answer: str) -> None:
     assert checked(requested(), known, delivery) == answer
 
 
 def test_a_request_named_as_its_instance_clashes_by_an_event_of_its_own() -> None:
     request = requested(request_id=UUID)
     assert checked(request) == CLASH
-    pending = PendingMove(position=0, request=request, delivery=LATE, taken_at=1000.0)
-    answer = check_move(pending, KNOWN, SELECTOR, same_host=True)
+    pending = PendingAction(batch_index=0, request=request, delivery=LATE, taken_at=1000.0)
+    answer = check_action(pending, KNOWN, SELECTOR, same_host=True)
     assert isinstance(answer, Answered)
     event = answer.messages[0].message
-    assert isinstance(event, MoveEvent)
+    assert isinstance(event, ActionEvent)
     assert (event.request_id, event.instance_uuid, event.project_id, event.kind, event.at, event.code) == (
-        UUID, UUID, "p", MoveKind.STOP, 1000.0, "request.duplicate",
+        UUID, UUID, "p", ActionKind.STOP, 1000.0, "request.duplicate",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("last", "answer"), [(False, "again request.concurrent"), (True, "request.concurrent")])
 def test_a_request_that_others_overtake_is_refused_by_its_last_delivery(last: bool, answer: str) -> None:
     delivery = RequestDelivery(last=last)
-    pending = PendingMove(position=0, request=requested(), delivery=delivery, taken_at=1000.0)
-    assert word(overtaken(pending)) == answer
+    pending = PendingAction(batch_index=0, request=requested(), delivery=delivery, taken_at=1000.0)
+    assert word(superseded_refusal(pending)) == answer
 
 
 # --- by the instance's state
 
-RESIZE, REBUILD, RESCUE, UNSHELVE = MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.RESCUE, MoveKind.UNSHELVE
+RESIZE, REBUILD, RESCUE, UNSHELVE = ActionKind.RESIZE, ActionKind.REBUILD, ActionKind.RESCUE, ActionKind.UNSHELVE
 HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
 
 
@@ -182,7 +189,7 @@ HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
         (requested(), instance(condition=Condition.STOPPED), "may"),
         (requested(), KNOWN, "may"),
         (requested(), instance(under_way=OTHER), "instance.busy"),
-        (requested(MoveKind.ABORT), instance(under_way=OTHER), "may"),
+        (requested(ActionKind.ABORT), instance(under_way=OTHER), "may"),
         (requested(RESIZE), KNOWN, "request.incomplete"),
         (requested(RESIZE, flavor="no.such"), KNOWN, "flavor.unknown"),
         (requested(RESIZE, flavor="m1.small"), KNOWN, "flavor.same"),
@@ -196,10 +203,10 @@ HERE, ELSEWHERE = ResizePolicy.SAME_HOST, ResizePolicy.OTHER_HOST
         (requested(UNSHELVE, host="h"), instance(condition=Condition.SHELVED), "instance.not_offloaded"),
         (requested(UNSHELVE), instance(condition=Condition.SHELVED), "may"),
         (requested(UNSHELVE, host="h"), instance(condition=Condition.OFFLOADED), "may"),
-        (requested(MoveKind.MIGRATE, host="h"), instance(condition=Condition.SHELVED), "may"),
+        (requested(ActionKind.MIGRATE, host="h"), instance(condition=Condition.SHELVED), "may"),
     ],
 )  # fmt: skip
-def test_a_request_by_the_state_of_its_instance(request_: MoveRequest, known: MoveContext, answer: str) -> None:
+def test_a_request_by_the_state_of_its_instance(request_: ActionRequest, known: ActionContext, answer: str) -> None:
     assert checked(request_, known) == answer
 
 
@@ -230,12 +237,12 @@ def test_a_resize_in_place_is_for_sites_that_do_so(policy: ResizePolicy, same_ho
     ],
 )  # fmt: skip
 def test_a_rebuild_changes_the_image_or_its_properties(
-    request_: MoveRequest, known: MoveContext, properties: dict[str, str], changes: bool
+    request_: ActionRequest, known: ActionContext, properties: dict[str, str], changes: bool
 ) -> None:
-    assert (moves.rebuilt_from(request_, known), moves.changes_image(request_, known)) == (properties, changes)
+    assert (moves.rebuild_image(request_, known), moves.changes_image(request_, known)) == (properties, changes)
     looks = changes or request_.kind in CHOOSES_HOSTS
-    assert moves.looks_at_hosts(request_, known) is looks
-    after = moves.under_way(request_, known)
+    assert moves.needs_hosts(request_, known) is looks
+    after = moves.in_progress(request_, known)
     both = {moves.image_of(known): moves.image_properties_of(known), request_.image: properties}
     assert after.image_properties == (both if changes else known.now.image_properties)
     assert after.under_way == MOVE
@@ -243,7 +250,7 @@ def test_a_rebuild_changes_the_image_or_its_properties(
 
 def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     known = instance(under_way=OTHER)
-    assert moves.under_way(requested(MoveKind.ABORT), known) == known.now
+    assert moves.in_progress(requested(ActionKind.ABORT), known) == known.now
 
 
 @pytest.mark.parametrize(
@@ -256,28 +263,30 @@ def test_an_abort_leaves_the_request_under_way_that_it_is_to_end() -> None:
     ],
 )  # fmt: skip
 def test_a_resize_under_way_uses_both_flavors(now: dict[str, Any], in_use: tuple[str, ...]) -> None:
-    begun = moves.under_way(requested(RESIZE, flavor="m1.large"), instance(**now))
+    begun = moves.in_progress(requested(RESIZE, flavor="m1.large"), instance(**now))
     assert flavors_in_use("m1.small", begun) == in_use
 
 
 # --- its hosts
 
 
-@pytest.mark.parametrize("kind", MoveKind)
-def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind: MoveKind) -> None:
+@pytest.mark.parametrize("kind", ActionKind)
+def test_the_kinds_that_choose_hosts_leave_theirs_and_may_leave_their_cell(kind: ActionKind) -> None:
     request, chooses = requested(kind), kind in CHOOSES_HOSTS
-    assert [moves.chooses_hosts(request, instance(condition=one)) for one in (Condition.OFFLOADED, Condition.SHELVED)] \
+    assert [moves.selects_host(request, instance(condition=one)) for one in (Condition.OFFLOADED, Condition.SHELVED)] \
         == [chooses, chooses and kind is not UNSHELVE]  # fmt: skip
-    assert moves.looks_at_hosts(request, instance(condition=Condition.OFFLOADED)) is (chooses or kind is REBUILD)
-    assert moves.leaves_source(request, same_host=True) is (kind not in (RESIZE, UNSHELVE))
-    leaves = kind in (MoveKind.MIGRATE, RESIZE, UNSHELVE)
+    assert moves.needs_hosts(request, instance(condition=Condition.OFFLOADED)) is (chooses or kind is REBUILD)
+    assert moves.releases_source(request, same_host=True) is (kind not in (RESIZE, UNSHELVE))
+    leaves = kind in (ActionKind.MIGRATE, RESIZE, UNSHELVE)
     assert moves.may_leave_cell(request) is leaves
     assert moves.may_leave_cell(requested(kind, policy=HERE)) is (leaves and kind is not RESIZE)
     assert not moves.may_leave_cell(requested(kind, user_id=DRAIN_USER))
     assert moves.may_leave_cell(requested(kind, user_id=CELL_DRAIN_USER)) is leaves
 
 
-@pytest.mark.parametrize(("flavor", "code"), [("bm.gold", "move.across_cells"), ("gpu.small", None), ("m1.tiny", None)])
+@pytest.mark.parametrize(
+    ("flavor", "code"), [("bm.gold", "action.across_cells"), ("gpu.small", None), ("m1.tiny", None)]
+)
 def test_bare_metal_stays_in_its_cell(flavor: str, code: str | None) -> None:
     """Its cell alone refused that, when the other one had been chosen."""
     spec = SELECTOR.request_spec(replace(BUILT, flavor=flavor, host=None))
@@ -300,7 +309,7 @@ def test_bare_metal_stays_in_its_cell(flavor: str, code: str | None) -> None:
 def test_a_resize_leaves_its_host_by_its_policy_and_the_sites(
     policy: ResizePolicy, same_host: bool, leaves: bool
 ) -> None:
-    assert moves.leaves_source(requested(RESIZE, policy=policy), same_host=same_host) is leaves
+    assert moves.releases_source(requested(RESIZE, policy=policy), same_host=same_host) is leaves
 
 
 SOURCE = ImageSource(source="https://images/1")
@@ -309,37 +318,37 @@ SOURCE = ImageSource(source="https://images/1")
 @pytest.mark.parametrize(
     ("request_", "known", "flavor", "image", "properties"),
     [
-        (requested(MoveKind.MIGRATE), KNOWN, "m1.small", "old", IMAGE),
-        (requested(MoveKind.MIGRATE, flavor="f", image="new", image_properties={"a": "b"}), KNOWN, "m1.small", "old",
+        (requested(ActionKind.MIGRATE), KNOWN, "m1.small", "old", IMAGE),
+        (requested(ActionKind.MIGRATE, flavor="f", image="new", image_properties={"a": "b"}), KNOWN, "m1.small", "old",
          IMAGE),
-        (requested(MoveKind.MIGRATE), instance(flavor="f", image="now"), "f", "now", IMAGE),
+        (requested(ActionKind.MIGRATE), instance(flavor="f", image="now"), "f", "now", IMAGE),
         (requested(RESIZE, flavor="m1.large"), KNOWN, "m1.large", "old", IMAGE),
         (requested(REBUILD, image="new", image_source=SOURCE), KNOWN, "m1.small", "new", {}),
         (requested(REBUILD, image="new", image_properties={"a": "b"}), KNOWN, "m1.small", "new", {"a": "b"}),
     ],
 )  # fmt: skip
 def test_hosts_are_chosen_for_the_instance_as_it_will_be(
-    request_: MoveRequest, known: MoveContext, flavor: str, image: str, properties: dict[str, str]
+    request_: ActionRequest, known: ActionContext, flavor: str, image: str, properties: dict[str, str]
 ) -> None:
-    placed = moves.placed_as(request_, known)
+    placed = moves.build_request_for(request_, known)
     assert (placed.flavor, placed.image, placed.image_properties) == (flavor, image, properties)
     assert (placed.image_source, placed.host, placed.max_attempts) == (request_.image_source, None, None)
 
 
 def test_hosts_are_chosen_as_the_request_says_and_not_as_its_build_did() -> None:
     more: dict[str, Any] = {"host": "x", "forced": True, "ignore_hosts": ("y",), "max_attempts": 3}
-    placed = moves.placed_as(requested(MoveKind.MIGRATE, **more), KNOWN)
+    placed = moves.build_request_for(requested(ActionKind.MIGRATE, **more), KNOWN)
     assert {name: getattr(placed, name) for name in more} == more and placed.instance_uuid == UUID
 
 
 # --- A move that is tried again is not dropped as late while its requester waits, and is never begun after that.
 
 
-STOP = MoveRequest(
+STOP = ActionRequest(
     request_id="d0000000-0000-4000-8000-000000000000",
     instance_uuid="a0000000-0000-4000-8000-000000000000",
     project_id="p",
-    kind=MoveKind.STOP,
+    kind=ActionKind.STOP,
 )
 UNLOCATED = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
 
@@ -349,7 +358,7 @@ class NoBuilds:
 
 
 class Moves:
-    """Stands for MoveEngine: its database is away until a time; then placement does not know the instance yet, once."""
+    """Stands for ActionEngine: its database is away until a time; then placement does not know the instance, once."""
 
     def __init__(self, clock: SimClock, back_at_s: float) -> None:
         self._clock = clock
@@ -357,16 +366,16 @@ class Moves:
         self.begun_at_s: list[float] = []
         self.ended: list[str] = []  # the codes of events
 
-    async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
-        if moves and self._clock.monotonic() < self._back_at_s:
+    async def process(self, actions: Sequence[PendingAction]) -> dict[int, Outcome]:
+        if actions and self._clock.monotonic() < self._back_at_s:
             raise DatabaseUnavailable("away")
-        return {one.position: self._outcome(one) for one in moves}
+        return {one.batch_index: self._outcome(one) for one in actions}
 
-    def _outcome(self, one: PendingMove) -> Outcome:
-        why = one.delivery.ends_with()
-        if why is not None and not one.delivery.is_left:
-            self.ended.append(why.code)
-        if why is not None:
+    def _outcome(self, one: PendingAction) -> Outcome:
+        refusal = one.delivery.ending_refusal()
+        if refusal is not None and not one.delivery.is_abandoned:
+            self.ended.append(refusal.code)
+        if refusal is not None:
             return Done()
         if one.delivery.attempt == 0:
             return UNLOCATED
@@ -382,32 +391,32 @@ async def keep_up() -> None:
     ("patience_s", "away_s"), [(10.0, 3.0), (120.0, 20.0), (120.0, 70.0), (120.0, 80.0), (60.0, 50.0), (600.0, 330.0)]
 )
 def test_a_move_is_answered_while_its_requester_waits(patience_s: float, away_s: float) -> None:
-    moves, answer = requested_late(patience_s, away_s)
-    assert isinstance(answer, MoveAccepted), f"no answer; begun: {moves.begun_at_s}"
+    actions, answer = requested_late(patience_s, away_s)
+    assert isinstance(answer, ActionAccepted), f"no answer; begun: {actions.begun_at_s}"
 
 
 @pytest.mark.parametrize(("patience_s", "away_s"), [(10.0, 11.0), (60.0, 100.0)])
 def test_a_move_is_not_begun_when_its_requester_has_stopped_waiting(patience_s: float, away_s: float) -> None:
-    moves, answer = requested_late(patience_s, away_s)
-    assert (answer, moves.begun_at_s, moves.ended) == (None, [], [])
+    actions, answer = requested_late(patience_s, away_s)
+    assert (answer, actions.begun_at_s, actions.ended) == (None, [], [])
 
 
 def test_a_move_ends_with_an_event_when_its_expiration_is_over_and_nobody_waits_for_an_answer() -> None:
-    moves, _ = requested_late(10.0, 11.0, waits=False)
-    assert (moves.begun_at_s, moves.ended) == ([], ["broker.expired"])
+    actions, _ = requested_late(10.0, 11.0, waits=False)
+    assert (actions.begun_at_s, actions.ended) == ([], ["broker.expired"])
 
 
 def test_an_expiration_counts_while_a_scheduler_has_the_move() -> None:
-    moves, _ = requested_late(60.0, 20.0, waits=False)
-    assert len(moves.begun_at_s) == 1 and not moves.ended
+    actions, _ = requested_late(60.0, 20.0, waits=False)
+    assert len(actions.begun_at_s) == 1 and not actions.ended
 
 
-def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> tuple[Moves, MoveAccepted | None]:
+def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> tuple[Moves, ActionAccepted | None]:
     """A client requests a move of a scheduler whose database is away for some seconds. Its answer, if there is one.
 
     waits: for the answer; otherwise it publishes the move with an expiration of `patience_s`.
     """
-    ended: list[tuple[Moves, MoveAccepted | None]] = []
+    ended: list[tuple[Moves, ActionAccepted | None]] = []
 
     @on_virtual_time
     async def run() -> None:
@@ -415,10 +424,10 @@ def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> t
         broker = MemoryBroker(clock)
         client, scheduler = await opened(broker, "client"), await opened(broker, "s1")
         selector = Hosts([]).selector
-        moves = Moves(clock, clock.monotonic() + away_s)
+        actions = Moves(clock, clock.monotonic() + away_s)
         handler = RequestHandler(
             NoBuilds(),  # type: ignore[arg-type]
-            moves,  # type: ignore[arg-type]
+            actions,  # type: ignore[arg-type]
             selector,
             clock=clock,
             config=SchedulerConfig(),
@@ -431,14 +440,14 @@ def requested_late(patience_s: float, away_s: float, *, waits: bool = True) -> t
         answer = None
         if waits:
             with suppress(RequestTimeout):
-                answer = await client.request(STOP, MoveAccepted, timeout_s=patience_s)
+                answer = await client.request(STOP, ActionAccepted, timeout_s=patience_s)
         else:
             key, body = routing_key(STOP), encode(STOP)
             expiring = Outgoing(exchange=COMMANDS, routing_key=key, body=body, expiration_s=patience_s)
             await client.transport.publish(expiring)
         if answer is None:
             await clock.sleep(away_s + 60.0)
-        ended.append((moves, answer))
+        ended.append((actions, answer))
         for consumer in consumers:
             await consumer.drain(1.0)
         for one in (client, scheduler):
@@ -522,11 +531,13 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
     hosts, clock = Hosts([PLENTY] * 2), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
     rng = random.Random(5)
-    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), clock=clock, rng=rng, reload=registry.reload)
-    move = MoveRequest(request_id=OVERTAKEN, instance_uuid=INSTANCE, project_id="p", kind=MoveKind.STOP)
-    pending = PendingMove(
-        position=0,
-        request=move,
+    engine = ActionEngine(
+        store, PlacementClaims(), hosts.selector, Follower(), clock=clock, rng=rng, reload=registry.reload
+    )
+    action = ActionRequest(request_id=OVERTAKEN, instance_uuid=INSTANCE, project_id="p", kind=ActionKind.STOP)
+    pending = PendingAction(
+        batch_index=0,
+        request=action,
         taken_at=clock.time(),
         delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
     )
@@ -539,37 +550,39 @@ async def test_a_request_is_made_when_all_that_it_needs_is_locked() -> None:
     store.publish_through(Sent())
     registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
     more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
-    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more)
+    engine = ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more)
 
-    async def admit(_: OperationUnit, ready: Sequence[PendingMove]) -> Sequence[PendingMove]:
+    async def admit(_: OperationUnit, ready: Sequence[PendingAction]) -> Sequence[PendingAction]:
         clock.at += 100.0
         return ready
 
-    await engine.process([PendingMove(position=0, request=requested(), taken_at=1.0, delivery=LAST)], admit)
-    (made,) = await store.moves(MoveQuery(request_id=MOVE))
+    await engine.process([PendingAction(batch_index=0, request=requested(), taken_at=1.0, delivery=LAST)], admit)
+    (made,) = await store.actions(ActionQuery(request_id=MOVE))
     assert made.created_at == 101.0
 
 
-@pytest.mark.parametrize("moves_across_cells", [True, False], ids=["on", "switched off since"])
-async def test_a_move_of_a_cells_drain_stays_out_of_that_cell(moves_across_cells: bool) -> None:
-    hosts = Hosts([PLENTY] * 3, cells=["c", "c", "d"], config=SchedulerConfig(moves_across_cells=moves_across_cells))
+@pytest.mark.parametrize("actions_across_cells", [True, False], ids=["on", "switched off since"])
+async def test_a_move_of_a_cells_drain_stays_out_of_that_cell(actions_across_cells: bool) -> None:
+    hosts = Hosts(
+        [PLENTY] * 3, cells=["c", "c", "d"], config=SchedulerConfig(actions_across_cells=actions_across_cells)
+    )
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
     registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=SystemClock())
     more: Any = {"clock": SystemClock(), "rng": random.Random(5), "reload": registry.reload}
-    engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more)
-    request = requested(MoveKind.MIGRATE, user_id=CELL_DRAIN_USER)
+    engine = ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more)
+    request = requested(ActionKind.MIGRATE, user_id=CELL_DRAIN_USER)
     known = replace(KNOWN, build_request=replace(BUILT, image=None, image_properties={}))
     located = moves.Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
-    pending = PendingMove(position=0, request=request, taken_at=1.0, delivery=LAST)
+    pending = PendingAction(batch_index=0, request=request, taken_at=1.0, delivery=LAST)
     chosen = await engine.choose(pending, known, located)
     assert isinstance(chosen, Chosen)
-    assert [one.host for one in chosen.selections] == (["h2"] if moves_across_cells else [])
+    assert [one.host for one in chosen.selections] == (["h2"] if actions_across_cells else [])
 
 
 @pytest.mark.parametrize(
     ("is_tied", "cells", "code"),
     [
-        (True, ("c1", "c2"), "move.across_cells"),
+        (True, ("c1", "c2"), "action.across_cells"),
         (True, ("c1", "c1"), None),
         (True, ("c1",), "no_valid_host"),  # no other cell has a host for it, either
         (False, ("c1", "c2"), None),
@@ -582,10 +595,13 @@ async def test_what_has_things_of_its_cell_finds_a_host_there_or_is_told_why(
     hosts, clock, store = Hosts([PLENTY] * len(cells), cells=cells, config=ACROSS), SystemClock(), Contended()
     registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock)
     more: Any = {"clock": clock, "rng": random.Random(5), "reload": registry.reload}
-    engine, networks = MoveEngine(store, BookClaims(), hosts.selector, Follower(), **more), NETWORKS if is_tied else ()
+    engine, networks = (
+        ActionEngine(store, PlacementClaims(), hosts.selector, Follower(), **more),
+        NETWORKS if is_tied else (),
+    )
     build = replace(BUILD, cell="c1", host="h0")
-    known = MoveContext(build=build, build_request=replace(BUILT, host=None, image=None, networks=networks))
-    pending = PendingMove(position=0, request=requested(MoveKind.MIGRATE), taken_at=1.0, delivery=LAST)
+    known = ActionContext(build=build, build_request=replace(BUILT, host=None, image=None, networks=networks))
+    pending = PendingAction(batch_index=0, request=requested(ActionKind.MIGRATE), taken_at=1.0, delivery=LAST)
     source = Located(UUID, LocatePage(hosts={UUID: (hosts.uuids[0],)}), {})
     chosen = await engine.choose(pending, known, source)
     assert isinstance(chosen, Chosen)
@@ -609,9 +625,9 @@ async def test_the_last_delivery_of_a_request_whose_instance_changed_is_refused_
     refusal = Refusal(code=CHANGED.code, reason=CHANGED.reason)
     assert await outcome_of(store, RETRIES) == Done(reply=refusal)
     ((_, (row,)),) = store.sent.rows
-    assert isinstance(row.message, MoveEvent)
-    assert (row.message.state, row.message.terminal, row.message.code) == (MoveState.REFUSED, True, CHANGED.code)
+    assert isinstance(row.message, ActionEvent)
+    assert (row.message.state, row.message.terminal, row.message.code) == (ActionState.REFUSED, True, CHANGED.code)
     async with MemoryBuilds.operation(store) as unit:
         ((_, known),) = (await unit.known([(OVERTAKEN, INSTANCE)])).items()
-    assert known.move is not None and known.move.state is MoveState.REFUSED and known.now.under_way is None
+    assert known.action is not None and known.action.state is ActionState.REFUSED and known.now.under_way is None
     assert await outcome_of(store, 0) == Done(reply=refusal), "a repeat is answered from the record"

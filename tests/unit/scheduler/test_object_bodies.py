@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest
 from bus.contracts.drains import DrainRecord, DrainTarget
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import ActionKind
 from bus.contracts.objects import (
     Aggregate,
     ChangedObject,
@@ -33,7 +33,7 @@ from scheduler_worker.domain.objects import (
     MAX_BODY_BYTES,
     MAX_ENTRY,
     MAX_OF_KIND,
-    ChangeAuthor,
+    ChangeActor,
     ChangePlan,
     RecordedObjects,
     applied,
@@ -216,7 +216,7 @@ def test_what_a_change_comes_to(changes: list[Any], more: dict[str, Any], planne
         for kind, name, body, *version in changes
     )
     restates = {"restates_fences": True} if more.pop("restates_fences", False) else {}
-    found = plan(ObjectsChange(who="me", changes=asked, **more), present(*KNOWN), **restates)
+    found = plan(ObjectsChange(actor="me", changes=asked, **more), present(*KNOWN), **restates)
     if isinstance(planned, str):
         assert isinstance(found, Refusal) and found.code == planned and len(found.reason) <= MAX_REASON
     else:
@@ -242,7 +242,7 @@ def test_objects_of_one_kind_are_bounded(
     monkeypatch.setattr("scheduler_worker.domain.objects.MAX_OF_KIND", 2)
     kinds = {"quota": K.QUOTA}
     asked = tuple(ObjectChange(kind=kinds.get(name, K.FLAVOR), name=name, body=body) for name, body in changes.items())
-    found = plan(ObjectsChange(who="me", changes=asked), present(*known))
+    found = plan(ObjectsChange(actor="me", changes=asked), present(*known))
     assert (found.code if isinstance(found, Refusal) else None) == ("object.too_many" if is_refused else None)
 
 
@@ -294,9 +294,9 @@ def test_what_a_change_of_one_object_leads_to(
 def test_objects_after_a_change_have_its_revision_and_its_author() -> None:
     known = RecordedObjects(8, present(SMALL, LARGE))
     changes = [changed(K.FLAVOR, "z", {}, None), changed(K.FLAVOR, "new", None, {}), changed(K.FLAVOR, "no", {}, None)]
-    after = applied(known, changes, ChangeAuthor("bob", "", 9.0))
+    after = applied(known, changes, ChangeActor("bob", "", 9.0))
     new = StoredObject(kind=K.FLAVOR, name="new", body={}, version=9, changed_at=9.0, changed_by="bob")
-    assert after == RecordedObjects(9, present(SMALL, new)) and not ChangeAuthor("bob", "", 9.0).forced
+    assert after == RecordedObjects(9, present(SMALL, new)) and not ChangeActor("bob", "", 9.0).forced
     assert configuration_bodies(known.objects, changes) == {(K.FLAVOR, "small"): {"vcpus": 1}, (K.FLAVOR, "new"): {}}
     others = [stored(kind, "x", {}) for kind in K]
     kept = {K.FLAVOR, K.AGGREGATE, K.QUOTA, K.SCHEDULING, K.GROUP}
@@ -313,7 +313,7 @@ def test_the_decisions_in_force() -> None:
     other = stored(K.HOST, U2, {"host": "g", "state": "disabled", "reason": "r", "drain": U1})
     objects = present(SMALL, FENCE, stored(K.HOST, U1, ENABLED), other, stored(K.DRAIN, U1, drain), *cells, removed)
     assert fences_of(objects) == {U1: FenceRecord(host="h", version=4, acknowledged=4)}
-    assert drains_of(objects) == {U1: DrainRecord(name="d", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann")}
+    assert drains_of(objects) == {U1: DrainRecord(name="d", target=DrainTarget.HOST, kind=ActionKind.MIGRATE, by="ann")}
     assert cells_of(objects) == {"c1": cells[0], "c2": cells[1], "c3": removed}
     assert disabled_cells(objects) == {"c2", "c3"}
     decided = HostAdminState(host_uuid=U1, host="h", state=AdminState.FENCED, by="ann", at=7.0, version=3)
@@ -384,8 +384,8 @@ def test_rules_between_objects_hold_for_what_is_new(one: ChangedObject, others: 
         changed(K.AGGREGATE, "no", rack(), None),
         changed(K.AGGREGATE, "b", *[rack()] * 2),
     ]
-    why = broken_rule(iter([*kept, one]), after)
-    assert (why is not None) is broken and len(why or "") < 400
+    refusal = broken_rule(iter([*kept, one]), after)
+    assert (refusal is not None) is broken and len(refusal or "") < 400
 
 
 @pytest.mark.parametrize(
@@ -404,8 +404,8 @@ def test_rules_between_objects_hold_for_what_is_new(one: ChangedObject, others: 
     ],
 )
 def test_a_class_that_no_provider_can_have_is_reported(kind: ObjectKind, body: Body, named_: str | None) -> None:
-    why = unknown_class([changed(kind, "x", None, body)])
-    assert why is None if named_ is None else why is not None and why.rstrip().endswith(named_)
+    refusal = unknown_class([changed(kind, "x", None, body)])
+    assert refusal is None if named_ is None else refusal is not None and refusal.rstrip().endswith(named_)
     assert unknown_class([changed(kind, "x", body, body)]) is None, "what is on record is not judged again"
     assert unknown_class([changed(kind, "x", body, None)]) is None
 
@@ -423,13 +423,13 @@ def test_a_class_that_no_provider_can_have_is_reported(kind: ObjectKind, body: B
 def test_hosts_with_instances_that_change_zone_are_named(moved: int, in_use: int, shown: list[str] | None) -> None:
     before = {f"h{n}": ["nova", "b"] for n in range(9)}
     after = {host: ["b", "east"] if int(host[1]) < moved else ["b", "nova", "c"] for host in before}
-    why = zones_that_move(before, after, [f"h{n}" for n in range(in_use)])
-    assert (why is None) is (shown is None)
-    if why is not None and shown is not None:
+    refusal = zones_that_move(before, after, [f"h{n}" for n in range(in_use)])
+    assert (refusal is None) is (shown is None)
+    if refusal is not None and shown is not None:
         count = min(moved, in_use)
-        assert why.startswith("1 host with" if count == 1 else f"{count} hosts with")
-        assert [host for host in before if f"{host} (nova and b to b and east)" in why] == shown
-        assert (f"and {count - 5} more" in why) is (count > 5)
+        assert refusal.startswith("1 host with" if count == 1 else f"{count} hosts with")
+        assert [host for host in before if f"{host} (nova and b to b and east)" in refusal] == shown
+        assert (f"and {count - 5} more" in refusal) is (count > 5)
 
 
 def test_a_bounded_count_and_a_bounded_list_in_words() -> None:

@@ -34,16 +34,16 @@ from scheduler_worker.domain import fleet
 from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.object_changes import (
     cell_record,
+    cells_after_removal,
     cells_in_use,
-    cells_left,
     fence_changes,
     known_cells,
     only_cell,
     removed_cells,
     unknown_cell,
     zone_conflict,
+    zones_after_removal,
     zones_in,
-    zones_left,
     zones_named,
     zones_of_each,
 )
@@ -100,7 +100,7 @@ def test_objects_of_settings_that_no_scheduler_could_use_are_named(
 
 def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
     def check(*changes: ObjectChange) -> None:
-        check_objects(SchedulerConfig(), ObjectsChange(changes=changes, who="t"), cells=("c1",))
+        check_objects(SchedulerConfig(), ObjectsChange(changes=changes, actor="t"), cells=("c1",))
 
     check(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.tiny", body={"vcpus": 2}))
     with pytest.raises(SettingsError, match="is no amount"):
@@ -210,7 +210,7 @@ def test_a_cell_is_shown_with_its_link_and_what_was_decided() -> None:
 )
 def test_a_cell_is_taken_out_of_use(before: Any, after: Any, configured: bool, left: bool) -> None:
     one = changed("c2", before, after)
-    assert cells_left(["c1", "c2"] if configured else ["c1"], [one]) == (("c2",) if left else ())
+    assert cells_after_removal(["c1", "c2"] if configured else ["c1"], [one]) == (("c2",) if left else ())
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_cell_is_decided_about_that_there_is(name: str, after: Any, refused: b
 
 GONE = decided("c2", REMOVED | ADDED)
 LIFTED = StoredObject(
-    kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c2", "version": 1, "lifting": True}, version=1
+    kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "cell": "c2", "version": 1, "unfencing": True}, version=1
 )
 
 
@@ -338,10 +338,10 @@ def test_hosts_with_instances_stay_in_their_zones(
     used: list[int], after: tuple[Aggregate, ...], kept: bool, left: str | None
 ) -> None:
     hosts = zoned()
-    hosts.book.assume("k", {hosts.uuids[at]: {"VCPU": 1} for at in used})
+    hosts.replica.assume("k", {hosts.uuids[at]: {"VCPU": 1} for at in used})
     config = SchedulerConfig(aggregates=after, default_availability_zone="nova" if kept else "home")
-    why = zones_left(hosts.selector, config)
-    assert why is None if left is None else why is not None and left in why
+    refusal = zones_after_removal(hosts.selector, config)
+    assert refusal is None if left is None else refusal is not None and left in refusal
 
 
 # --- The builds that wait: what is shown of them, for how long, and by whose announcement.
@@ -408,7 +408,7 @@ async def test_objects_of_the_same_revision_of_another_history_are_loaded(site: 
     def decided(host: int) -> ObjectsChange:
         body = {"host": f"h{host}", "state": AdminState.DISABLED.value}
         return ObjectsChange(
-            changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[host], body=body),), who="ann"
+            changes=(ObjectChange(kind=ObjectKind.HOST, name=hosts.uuids[host], body=body),), actor="ann"
         )
 
     assert isinstance(await here.change(decided(0), "m1"), ObjectsChanged)

@@ -16,46 +16,39 @@ from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.build import BuildState
 from bus.contracts.cell import (
+    CellServiceDelete,
+    CellServiceDeleted,
     ComputeHosts,
-    ForgetServiceInCell,
     HostReport,
     ServiceDown,
-    ServiceForgottenInCell,
-    ServicesDigest,
+    ServiceStates,
 )
-from bus.contracts.objects import (
-    CellState,
-    FenceRecord,
-    ObjectChange,
-    ObjectKind,
-    ObjectsChange,
-    ObjectsChanged,
-)
+from bus.contracts.objects import CellState, FenceRecord, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import (
     AdminState,
     CellFence,
+    DeleteHost,
+    DeleteService,
     FenceState,
-    ForgetHost,
-    ForgetService,
     HostFence,
-    ServiceForgotten,
+    ServiceDeleted,
     SetAdminState,
 )
 from bus.faults import DatabaseUnavailable
 from bus.port import BusUnavailable
 from lab.simulation.loop import SimClock
 from scheduler_worker import keepers
-from scheduler_worker.changes import ChangeHandler, RefusedCommands
+from scheduler_worker.changes import OperatorHandler, RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.object_rules import changed_object
-from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.domain.objects import ChangeActor
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import MAX_SERVICE_HOSTS, Warmup
-from scheduler_worker.forgetting import Forgetter
-from scheduler_worker.keepers import CHECK_S, CellKeeper, FencePublisher
+from scheduler_worker.forgetting import HostRemoval
+from scheduler_worker.keepers import CHECK_S, CellConnections, FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -146,7 +139,10 @@ async def test_a_fence_of_which_nothing_changes_is_published_less_and_less_often
     clock, published = SimClock(), list[tuple[str, float]]()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
     registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=clock)
-    lifting, settled = replace(FENCED, lifting=True, acknowledged=2, losses=1), replace(FENCED, acknowledged=2)
+    lifting, settled = (
+        replace(FENCED, unfencing=True, acknowledged=2, stale_machines=1),
+        replace(FENCED, acknowledged=2),
+    )
     registry.fences = {FIRST: lifting, SECOND: settled}
     bus = FenceBus(lambda uuid: published.append((uuid, clock.monotonic() - began)))
     began = clock.monotonic()
@@ -156,7 +152,7 @@ async def test_a_fence_of_which_nothing_changes_is_published_less_and_less_often
     assert [at for uuid, at in published if uuid == FIRST] == [5, 10, 20, 40, 80, 160, 320, 620, 920, 1220]
     assert [at for uuid, at in published if uuid == SECOND] == [305, 605, 905, 1205]
     published.clear()
-    registry.fences = {FIRST: replace(lifting, losses=0), SECOND: replace(FENCED, version=3, acknowledged=2)}
+    registry.fences = {FIRST: replace(lifting, stale_machines=0), SECOND: replace(FENCED, version=3, acknowledged=2)}
     await clock.sleep(12.0)
     assert [uuid for uuid, _ in published] == [SECOND, SECOND], "another decision is published at once"
     task.cancel()
@@ -172,7 +168,7 @@ async def test_a_report_that_changes_nothing_of_a_fence_reads_no_objects(monkeyp
     decided = changed_object(ObjectKind.FENCE, FIRST, None, FENCED)
 
     async def fence(_unit: Any, _present: Any) -> Any:
-        return (decided,), ChangeAuthor("ann", "", 1.0)
+        return (decided,), ChangeActor("ann", "", 1.0)
 
     await registry.write(fence)
     reads, operation = 0, store.operation
@@ -183,24 +179,24 @@ async def test_a_report_that_changes_nothing_of_a_fence_reads_no_objects(monkeyp
         return operation()
 
     monkeypatch.setattr(store, "operation", counted)
-    report = HostFence(cell="c1", host_uuid=FIRST, version=2, state=FenceState.FENCED, losses=1)
+    report = HostFence(cell="c1", host_uuid=FIRST, version=2, state=FenceState.FENCED, stale_machines=1)
     for _ in range(24):
         await registry.record_fences([report])
-    assert reads == 1 and (registry.fences[FIRST].acknowledged, registry.fences[FIRST].losses) == (2, 1)
-    await registry.record_fences([report, replace(report, losses=0)])
-    await registry.record_fences([replace(report, version=1, losses=7)])
-    assert registry.fences[FIRST].losses == 0
+    assert reads == 1 and (registry.fences[FIRST].acknowledged, registry.fences[FIRST].stale_machines) == (2, 1)
+    await registry.record_fences([report, replace(report, stale_machines=0)])
+    await registry.record_fences([replace(report, version=1, stale_machines=7)])
+    assert registry.fences[FIRST].stale_machines == 0
 
 
-# --- A compute service that an operator wants forgotten, at a scheduler: the book's hosts keep it.
+# --- A compute service that an operator wants forgotten, at a scheduler: placement's hosts keep it.
 
 
 NAME = "compute-c1"
-COMMAND = ForgetService(service=NAME, reason="burnt", by="ann", cell="c1")
+COMMAND = DeleteService(service=NAME, reason="burnt", by="ann", cell="c1")
 
 
 class Answering:
-    """A bus of placement and of the cell. hosts: that the book has of the service."""
+    """A bus of placement and of the cell. hosts: that placement has of the service."""
 
     def __init__(self, *hosts: str) -> None:
         self.hosts = hosts
@@ -214,9 +210,9 @@ class Answering:
 
     async def request(self, message: Message, *_: object, **__: object) -> Message:
         """Answer as the cell's conductor does."""
-        assert isinstance(message, ForgetServiceInCell)
+        assert isinstance(message, CellServiceDelete)
         self.ordered.append(message)
-        return ServiceForgottenInCell(removed=self.removed, at=1.0)
+        return CellServiceDeleted(removed=self.removed, at=1.0)
 
 
 class Log:
@@ -243,28 +239,28 @@ class Log:
         self.entries += [one.name for one in made[0]]
 
 
-def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> Forgetter:
+def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> HostRemoval:
     any_log: Any = entries or Log()
     any_bus: Any = bus
-    return Forgetter(any_log, any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
+    return HostRemoval(any_log, any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
 
 
-def down(number: int) -> ServicesDigest:
+def down(number: int) -> ServiceStates:
     silent = ServiceDown(service=NAME, epoch=1, code="service.silent")
-    return ServicesDigest(cell="c1", term=1, number=number, down=(silent,), up=0)
+    return ServiceStates(cell="c1", term=1, number=number, down=(silent,), up=0)
 
 
 async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced() -> None:
-    """Its hosts had no service any more, and it was forgotten with 100 of them in the book."""
+    """Its hosts had no service any more, and it was forgotten with 100 of them in placement."""
     known, bus = Hosts([PLENTY] * 2), Answering()
     known.table.apply(down(1), 1.0)
     for number, now_s in enumerate((2.0, 2.0 + hosts.DOWN_HOLD_S), start=2):
         known.table.apply(down(number), now_s)
-        refused = await forgetter(known, bus).forget_service(COMMAND, "m")
+        refused = await forgetter(known, bus).delete_service(COMMAND, "m")
         assert isinstance(refused, Refusal) and refused.code == "service.has_hosts", now_s
     assert known.table.service[0] == hosts.NO_SERVICE and bus.ordered == []
     known.give_up()
-    assert isinstance(await forgetter(known, bus).forget_service(COMMAND, "m"), ServiceForgotten), (
+    assert isinstance(await forgetter(known, bus).delete_service(COMMAND, "m"), ServiceDeleted), (
         "it lists none of them any more"
     )
 
@@ -272,12 +268,12 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced(
 async def test_of_one_that_was_never_announced_the_book_decides() -> None:
     known = Hosts([])
     bus = Answering(*(f"h{number:04}" for number in range(100)))
-    refused = await forgetter(known, bus).forget_service(COMMAND, "m")
+    refused = await forgetter(known, bus).delete_service(COMMAND, "m")
     assert isinstance(refused, Refusal) and refused.code == "service.has_hosts"
     assert "100, as h0000, h0001" in refused.reason and bus.ordered == []
     bus.hosts = ()
-    done = await forgetter(known, bus).forget_service(COMMAND, "m")
-    assert isinstance(done, ServiceForgotten) and done.removed, (
+    done = await forgetter(known, bus).delete_service(COMMAND, "m")
+    assert isinstance(done, ServiceDeleted) and done.removed, (
         "its hosts are forgotten, and nothing else of it is on record"
     )
 
@@ -286,8 +282,8 @@ async def test_who_forgot_it_is_on_record_though_the_first_answer_was_late() -> 
     known, bus, entries = Hosts([]), Answering(), Log()
     bus.removed = False  # it has done so, and its answer did not come in time
     for message, expected in (("m", 1), ("m", 1), ("repeated by the operator", 2)):
-        done = await forgetter(known, bus, entries).forget_service(COMMAND, message)
-        assert isinstance(done, ServiceForgotten) and not done.removed
+        done = await forgetter(known, bus, entries).delete_service(COMMAND, message)
+        assert isinstance(done, ServiceDeleted) and not done.removed
         assert entries.entries == [NAME] * expected, message
 
 
@@ -306,8 +302,8 @@ class Occupied(Log):
 async def test_what_reports_a_host_keeps_it_before_its_instances_do() -> None:
     """These may be gone, and it is not."""
     known = Hosts([PLENTY])
-    command = ForgetHost(host="h0", by="ann", reason="gone")
-    refused = await forgetter(known, Answering(), Occupied()).forget_host(command, known.uuids[0], "h0", "m")
+    command = DeleteHost(host="h0", by="ann", reason="gone")
+    refused = await forgetter(known, Answering(), Occupied()).delete_host(command, known.uuids[0], "h0", "m")
     assert isinstance(refused, Refusal) and refused.code == "host.service_up"
 
 
@@ -324,9 +320,9 @@ class UnavailableRecord:
         raise DatabaseUnavailable(REASON)
 
 
-def handler() -> ChangeHandler:
+def handler() -> OperatorHandler:
     """A handler that reaches nothing but that record."""
-    return ChangeHandler(
+    return OperatorHandler(
         *cast("Any", [None] * 4),
         refused=cast("Any", UnavailableRecord()),
         find_cells=cast("Any", None),
@@ -339,7 +335,7 @@ def received(message: Message) -> Received:
 
 
 async def test_a_change_of_objects_is_refused_at_once() -> None:
-    change = received(ObjectsChange(who="ann", changes=()))
+    change = received(ObjectsChange(actor="ann", changes=()))
     assert await handler()([change]) == [Refuse(DatabaseUnavailable.code, REASON)]
 
 
@@ -357,7 +353,7 @@ class Wanted:
     def __init__(self) -> None:
         self.cells: set[str] = set()
 
-    def want(self, cells: Mapping[str, object]) -> None:
+    def set_cells(self, cells: Mapping[str, object]) -> None:
         self.cells = set(cells)
 
 
@@ -373,11 +369,11 @@ async def test_a_removed_cell_is_linked_again_whenever_a_build_is_given_to_it() 
     registry = ObjectRegistry(store, hosts.selector, hosts.config, clock=clock, cells=("c1", "c2"))
     await registry.open()
     body = {"state": CellState.REMOVED.value, "reason": "it left"}
-    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.CELL, name="c2", body=body),), who="ann")
+    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.CELL, name="c2", body=body),), actor="ann")
     changed = await registry.change(change, "m1")
     assert isinstance(changed, ObjectsChanged)
     awaited: set[str] = set()
-    keeper = CellKeeper(registry, store, cast("Any", links), ("c1", "c2"), awaited=lambda: awaited)
+    keeper = CellConnections(registry, store, cast("Any", links), ("c1", "c2"), awaited=lambda: awaited)
     task = asyncio.create_task(keeper.run())
     await clock.sleep(1000.0)
     assert links.cells == {"c1"}
@@ -414,7 +410,7 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announce
     hosts, store = site.cluster.hosts, site.store
     table = HostTable()
     selector = Selector(
-        hosts.book,
+        hosts.replica,
         table,
         hosts.config,
         flavors=hosts.selector.flavors,
@@ -424,7 +420,7 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announce
     registry = ObjectRegistry(store, selector, hosts.config, clock=site.cluster.clock, cells=("c1", "c2"))
     await registry.open()
     warmup = Warmup(selector, clock=site.cluster.clock)
-    handler = ChangeHandler(
+    handler = OperatorHandler(
         registry,
         selector,
         None,  # type: ignore[arg-type]
@@ -446,13 +442,13 @@ async def test_a_host_is_not_fenced_as_long_as_its_service_may_not_have_announce
     assert isinstance(refused, Refuse) and refused.code == "host.cell_silent"
     there = (HostReport(uuid=hosts.uuids[0], name="h0"),)
     report = ComputeHosts(service="s1", cell="c1", epoch=1, sequence=1, hosts=there, complete=True)
-    table.apply(ServicesDigest(cell="c1", term=1, number=1, up=1), site.cluster.clock.monotonic())
+    table.apply(ServiceStates(cell="c1", term=1, number=1, up=1), site.cluster.clock.monotonic())
     assert isinstance(await outcome_of(fence, "m3"), Refuse)
     table.apply(report, site.cluster.clock.monotonic())
     refused = await outcome_of(fence, "m4")
     assert isinstance(refused, Refuse) and refused.code == "host.service_up"
     dead = ServiceDown(service="s1", epoch=1, code="service.silent")
-    table.apply(ServicesDigest(cell="c1", term=1, number=2, down=(dead,)), site.cluster.clock.monotonic())
+    table.apply(ServiceStates(cell="c1", term=1, number=2, down=(dead,)), site.cluster.clock.monotonic())
     assert isinstance(await outcome_of(fence, "m5"), Done), "though nothing is known of another cell"
     unknown = replace(fence, host=hosts.uuids[1])
     refused = await outcome_of(unknown, "m6")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOption, GroupPolicy, ServerGroup
 from bus.faults import RequestRefused, RequestTimeout
@@ -17,29 +17,29 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.explain import ClaimLoss
+from scheduler_worker.domain.explain import FailedClaim
 from scheduler_worker.domain.placement import (
     ClaimsContended,
-    ClaimStranded,
-    ForeignClaim,
+    ClaimUnlocatable,
+    ExternalClaim,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
     PlacementState,
     PlacementUnavailable,
-    answered,
-    claim_of,
-    initial_state,
-    is_as_held,
-    is_without_host,
-    result_after,
+    answer_or_raise,
+    build_claim,
+    has_no_host,
+    matches_allocation,
+    new_placement_state,
     result_of,
-    unavailable_after,
-    unknown_after,
+    result_of_fault,
+    unavailable_from_fault,
+    unlocatable_after_fault,
 )
 from scheduler_worker.domain.ranking import Choice, GroupExclusions, RankedHost
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.view import Peers, RequestSpec
+from scheduler_worker.domain.view import RelatedInstances, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 UUID = "a0000000-0000-4000-8000-000000000001"
@@ -56,7 +56,7 @@ def world(processors: Sequence[int], **more: Any) -> Hosts:
 
 def members(
     hosts: Hosts, flavors: Sequence[str], policy: GroupPolicy | None, *, gang: bool = True, at_most: int = 1,
-    known: Mapping[int, int] = {}, peers: Mapping[str, Any] = {}, **more: Any,
+    known: Mapping[int, int] = {}, related: Mapping[str, Any] = {}, **more: Any,
 ) -> list[PlacementState]:  # fmt: skip
     """States of one group (policy) and one gang."""
     group = None if policy is None else ServerGroup(uuid=UUID, policy=policy, max_per_host=at_most)
@@ -67,10 +67,12 @@ def members(
         spec = hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
         if group is not None:
-            spec = spec.with_peers(Peers(server_group=group, members=there, **peers), request.instance_uuid)
+            spec = spec.with_related(
+                RelatedInstances(server_group=group, members=there, **related), request.instance_uuid
+            )
         of_gang = Gang(uuid=UUID, size=len(flavors), min_count=1) if gang else None
         asked = PlacementRequest(request=request, spec=spec, gang=of_gang)
-        found.append(replace(initial_state(asked, hosts.selector), **more))
+        found.append(replace(new_placement_state(asked, hosts.selector), **more))
     return found
 
 
@@ -109,8 +111,8 @@ def chosen(hosts: Hosts, states: Sequence[PlacementState]) -> list[str | None]:
         ([9], APART, [SMALL] * 2, {"at_most": 2}, ["h0", "h0"]),
         ([9], APART, [SMALL] * 2, {"at_most": 2, "known": {0: 1}}, ["h0", None]),
         # ... and where a filter reads the peers, too.
-        ([9], APART, [SMALL] * 3, {"at_most": 2, "peers": {"different_hosts": ()}}, ["h0", "h0", None]),
-        ([9], APART, [SMALL] * 2, {"at_most": 2, "known": {0: 1}, "peers": {"different_hosts": ()}}, ["h0", None]),
+        ([9], APART, [SMALL] * 3, {"at_most": 2, "related": {"different_hosts": ()}}, ["h0", "h0", None]),
+        ([9], APART, [SMALL] * 2, {"at_most": 2, "known": {0: 1}, "related": {"different_hosts": ()}}, ["h0", None]),
         ([9, 9], None, [SMALL, LARGE], {}, ["h0", "h0"]),
         ([4, 1], None, [SMALL, LARGE], {}, ["h1", "h0"]),
         ([9, 9], AFFINITY, [SMALL] * 2, {"gang": False}, ["h0", "h0"]),
@@ -121,13 +123,13 @@ def test_where_the_members_of_a_group_go(
     processors: list[int], policy: GroupPolicy | None, flavors: list[str], more: Any, on: list[str | None]
 ) -> None:
     hosts = world(processors)
-    rejected = {hosts.uuids[at]: why for at, why in more.get("rejected", {}).items()}
-    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "looked_again": 1})
+    rejected = {hosts.uuids[at]: refusal for at, refusal in more.get("rejected", {}).items()}
+    states = members(hosts, flavors, policy, **{**more, "rejected": rejected, "retried_searches": 1})
     after = decided(hosts, states)
     assert [one.request.instance_uuid for one in after] == [one.request.instance_uuid for one in states]
     assert chosen(hosts, after) == on
     placed = [one.request.instance_uuid for one in after if one.choice is not None]
-    assert sorted(hosts.book.assumptions.keys()) == sorted(placed)
+    assert sorted(hosts.replica.assumptions.keys()) == sorted(placed)
     assert all(one.rejected == rejected for one in after)
     assert [isinstance(one.result, NoValidHost) for one in after] == [host is None for host in on]
 
@@ -148,12 +150,12 @@ def test_so_many_hosts_are_tried_for_a_gang_where_none_is_known_to_be_too_small(
 ) -> None:
     monkeypatch.setattr(decision_round, "MAX_SHARED_HOSTS", most)
     monkeypatch.setattr(
-        decision_round, "room_for", lambda members, view: np.full(len(view), len(members), dtype=np.intp)
+        decision_round, "member_capacity", lambda members, view: np.full(len(view), len(members), dtype=np.intp)
     )
     hosts = world(room)
-    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, looked_again=1))
+    after = decided(hosts, members(hosts, [SMALL] * 4, AFFINITY, retried_searches=1))
     assert chosen(hosts, after) == [*on, *[None] * (4 - len(on))]
-    assert len(list(hosts.book.assumptions.keys())) == len(on)
+    assert len(list(hosts.replica.assumptions.keys())) == len(on)
     assert all(not one.rejected for one in after)
 
 
@@ -166,13 +168,13 @@ def test_choices_that_are_held_are_let_go_before_it_is_said_that_no_host_is_left
     hosts = world([1])
     held = {hosts.uuids[0]: {"VCPU": 1}}
     if is_held:
-        hosts.selector.holds.add("move", held, 9.0)
+        hosts.selector.assumed.add("move", held, 9.0)
     else:
-        hosts.book.assume("another", held)
-    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, looked_again=int(newest)))
+        hosts.replica.assume("another", held)
+    (after,) = decided(hosts, members(hosts, [SMALL], None, gang=gang, retried_searches=int(newest)))
     assert (after.choice is not None) is found
     left = after.request.instance_uuid if found else "move" if is_held else "another"
-    assert list(hosts.book.assumptions.keys()) == [left]
+    assert list(hosts.replica.assumptions.keys()) == [left]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_which_hosts_are_full_with_a_group(
 ) -> None:
     """known: what placement answered to one member after another. placed: by this round. counted: of the answers."""
     hosts = world([9, 9, 9])
-    exclusions = GroupExclusions(hosts.book, {hosts.uuids[at]: count for at, count in placed.items()}, at_most)
+    exclusions = GroupExclusions(hosts.replica, {hosts.uuids[at]: count for at, count in placed.items()}, at_most)
     for of_one in known:
         exclusions.learn({hosts.uuids[at]: count for at, count in of_one.items()})
     assert "".join(str(at) for at, row in enumerate(hosts.view().rows.tolist()) if row in exclusions) == full
@@ -207,33 +209,36 @@ def test_which_hosts_are_full_with_a_group(
 def test_hosts_that_are_full_with_a_group_are_no_candidates(known: dict[int, int], host: str, passed: int) -> None:
     hosts = world([9, 9, 9, 0, 0])
     (after,) = decided(hosts, members(hosts, [SMALL], APART, gang=False, known=known))
-    assert after.choice is not None and (hosts.name(after.choice.selected.row), after.choice.passed) == (host, passed)
+    assert after.choice is not None and (hosts.name(after.choice.selected.row), after.choice.passing_hosts) == (
+        host,
+        passed,
+    )
 
 
 @pytest.mark.parametrize(
-    ("is_there", "has_room", "same_host", "host", "why"),
+    ("is_there", "has_room", "same_host", "host", "refusal"),
     [
         (True, True, True, "h1", {}),
-        (True, False, True, "h0", {1: "claim.raced"}),
-        (False, True, True, "h0", {1: "claim.raced"}),
+        (True, False, True, "h0", {1: "claim.conflict"}),
+        (False, True, True, "h0", {1: "claim.conflict"}),
         (True, True, False, "h0", {}),
     ],
 )
 def test_a_host_whose_shape_changed_is_chosen_again_while_it_fits(
-    is_there: bool, has_room: bool, same_host: bool, host: str, why: dict[int, str]
+    is_there: bool, has_room: bool, same_host: bool, host: str, refusal: dict[int, str]
 ) -> None:
     hosts = world([9, 9])
     (state,) = members(hosts, [SMALL], None, gang=False, rejected={hosts.uuids[0]: "x"})
     first = DecisionRound(hosts.selector, hosts.rng, subset=1).choose(state)
     assert first.choice is not None and first.choice.selected.uuid == hosts.uuids[1]
-    hosts.book.forget(state.request.instance_uuid)
+    hosts.replica.drop_assumed(state.request.instance_uuid)
     if not has_room:
-        hosts.book.assume("another", {hosts.uuids[1]: {"VCPU": 9}})
+        hosts.replica.assume("another", {hosts.uuids[1]: {"VCPU": 9}})
     if not is_there:
-        hosts.book.load(hosts.states[:1], 1)
+        hosts.replica.load(hosts.states[:1], 1)
     (after,) = decided(hosts, [replace(first, rejected={}, same_host=same_host)])
     assert chosen(hosts, [after]) == [host] and not after.same_host
-    assert after.rejected == {hosts.uuids[at]: code for at, code in why.items()}
+    assert after.rejected == {hosts.uuids[at]: code for at, code in refusal.items()}
 
 
 # --- the state of a placement
@@ -241,19 +246,22 @@ def test_a_host_whose_shape_changed_is_chosen_again_while_it_fits(
 
 TIMEOUT, REFUSAL = RequestTimeout("q"), RequestRefused("no")
 SELECTED = Selection(host_uuid=UUID, host="h", service="s", allocations={UUID: {"VCPU": 1}})
-CLAIMED = HostClaimed(cell="c1", selections=(SELECTED,), consumer_generation=1, passed=1, score=0.0, claims=1)
+CLAIMED = HostClaimed(cell="c1", selections=(SELECTED,), consumer_generation=1, passing_hosts=1, score=0.0, claims=1)
 AWAY = PlacementUnavailable("away")
 
 
 def test_what_a_fault_means_for_a_placement() -> None:
-    assert unavailable_after(AWAY) is AWAY and isinstance(unavailable_after(TIMEOUT), PlacementUnavailable)
-    assert [type(result_after(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, PlacementRefused]
-    assert [type(unknown_after(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, ClaimStranded]
-    assert answered(5) == 5
+    assert unavailable_from_fault(AWAY) is AWAY and isinstance(unavailable_from_fault(TIMEOUT), PlacementUnavailable)
+    assert [type(result_of_fault(one)) for one in (TIMEOUT, REFUSAL)] == [PlacementUnavailable, PlacementRefused]
+    assert [type(unlocatable_after_fault(one)) for one in (TIMEOUT, REFUSAL)] == [
+        PlacementUnavailable,
+        ClaimUnlocatable,
+    ]
+    assert answer_or_raise(5) == 5
     with pytest.raises(RequestRefused):
-        answered(REFUSAL)
+        answer_or_raise(REFUSAL)
     with pytest.raises(PlacementUnavailable):
-        answered(TIMEOUT)
+        answer_or_raise(TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +270,8 @@ def test_what_a_fault_means_for_a_placement() -> None:
 )
 def test_which_results_leave_a_request_without_a_host(result: Any, is_without: bool) -> None:
     hosts = world([9])
-    (state,) = members(hosts, [SMALL], None, result=result, claims=3, lost=(ClaimLoss("h: full"),))
-    assert is_without_host(state) is is_without
+    (state,) = members(hosts, [SMALL], None, result=result, claims=3, lost=(FailedClaim("h: no_capacity"),))
+    assert has_no_host(state) is is_without
     ended = result_of(state)
     if result is AWAY:
         assert ended is AWAY
@@ -278,20 +286,20 @@ def test_which_results_leave_a_request_without_a_host(result: Any, is_without: b
         ({}, True),
         ({"project_id": "other"}, False),
         ({"attempt": 2}, False),
-        ({"holding": {UUID: {"VCPU": 2}}}, False),
+        ({"allocations": {UUID: {"VCPU": 2}}}, False),
     ],
 )
 def test_a_claim_is_as_held_where_project_attempt_and_amounts_are_the_same(changes: Any, is_same: bool) -> None:
     hosts = world([9])
     (state,) = members(hosts, [SMALL], None, result=CLAIMED)
     held = {
-        "project_id": state.request.project_id, "attempt": 1, "holding": SELECTED.allocations, **changes,
+        "project_id": state.request.project_id, "attempt": 1, "allocations": SELECTED.allocations, **changes,
     }  # fmt: skip
-    found = HeldAllocation(
-        consumer=state.request.instance_uuid, run="", consumer_generation=1, hosts=(UUID,), cell=None, **held
+    found = ConsumerRecord(
+        consumer=state.request.instance_uuid, claim_owner="", consumer_generation=1, hosts=(UUID,), cell=None, **held
     )
-    assert is_as_held(state, found) is is_same
-    assert not is_as_held(replace(state, result=AWAY), found)
+    assert matches_allocation(state, found) is is_same
+    assert not matches_allocation(replace(state, result=AWAY), found)
 
 
 @pytest.mark.parametrize(("asked", "configured", "alternates"), [(None, 3, 2), (2, 3, 1), (1, 3, 0), (5, 3, 4)])
@@ -300,10 +308,14 @@ def test_a_request_names_one_alternate_less_than_its_attempts(
 ) -> None:
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(max_attempts=configured))
     request = hosts.request(max_attempts=asked, ignore_hosts=("h1", "nowhere"))
-    state = initial_state(PlacementRequest(request=request, spec=hosts.spec(), run="r"), hosts.selector)
-    assert (state.max_alternates, state.rejected, state.run) == (alternates, {hosts.uuids[1]: "host.ignored"}, "r")
+    state = new_placement_state(PlacementRequest(request=request, spec=hosts.spec(), claim_owner="r"), hosts.selector)
+    assert (state.max_alternates, state.rejected, state.claim_owner) == (
+        alternates,
+        {hosts.uuids[1]: "host.ignored"},
+        "r",
+    )
     assert (state.needs_refresh, replace(state, same_host=True).needs_refresh) == (False, True)
-    assert replace(state, looked_again=1).needs_refresh
+    assert replace(state, retried_searches=1).needs_refresh
 
 
 @pytest.mark.parametrize(("policy", "run", "host", "by"), [(None, "", None, None), (APART, "r", UUID, "r")])
@@ -311,10 +323,10 @@ def test_a_claim_names_its_run_and_of_a_groups_member_the_host(
     policy: GroupPolicy | None, run: str, host: str | None, by: str | None
 ) -> None:
     hosts = world([9])
-    options = [ClaimOption(allocations={UUID: {"VCPU": 1}}, shapes={UUID: 1})] * 2
+    options = [ClaimOption(allocations={UUID: {"VCPU": 1}}, spec_generations={UUID: 1})] * 2
     choice = Choice(RankedHost(UUID, 0, 0, 0.0, options, "s"), (), 1)
-    (state,) = members(hosts, [SMALL], policy, choice=choice, run=run)
-    claim = claim_of(replace(state, limits={"VCPU": 9}))
-    assert ([one.host for one in claim.options], claim.by, claim.attempt) == ([host] * 2, by, 1)
+    (state,) = members(hosts, [SMALL], policy, choice=choice, claim_owner=run)
+    claim = build_claim(replace(state, limits={"VCPU": 9}))
+    assert ([one.host for one in claim.options], claim.owner, claim.attempt) == ([host] * 2, by, 1)
     assert (claim.server_group, claim.limits) == (state.request.server_group, {"VCPU": 9})
-    assert claim_of(replace(state, foreign=ForeignClaim())).foreign
+    assert build_claim(replace(state, external=ExternalClaim())).external

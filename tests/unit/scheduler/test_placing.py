@@ -1,4 +1,4 @@
-"""The rounds of decide and claim against a scripted resource book: each outcome and what it requires."""
+"""The rounds of decide and claim against a scripted placement: each outcome and what it requires."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from msgspec import structs
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest
 from bus.contracts.feed import Change
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, GroupPolicy, ProviderState, ServerGroup
 from placement_worker.replica.request import Group, Query
 from scheduler_worker import placing
-from scheduler_worker.claims import HeldClaims
+from scheduler_worker.claims import ClaimOwnership
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Gang
@@ -32,7 +32,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.view import RequestSpec
 from scheduler_worker.placing import Placer
-from tests.kit.claims import Answer, BookClaims
+from tests.kit.claims import Answer, PlacementClaims
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 
@@ -42,7 +42,7 @@ class Cluster:
     def __init__(self, hosts: Hosts, config: SchedulerConfig) -> None:
         self.hosts = hosts
         self.clock = SystemClock()
-        self.port = BookClaims()
+        self.port = PlacementClaims()
         self.port.answer = self.claimed
         self.on_record: dict[str, str] = {}  # runs of other records than this process's
         self.refreshed: Callable[[], None] = lambda: None
@@ -50,10 +50,10 @@ class Cluster:
         self.placer = self.make_placer(config)
 
     def make_placer(self, config: SchedulerConfig) -> Placer:
-        held = HeldClaims(self.port, self.hosts.table.last_cell_of, self.runs_on_record)
+        held = ClaimOwnership(self.port, self.hosts.table.last_cell_of, self.recorded_owners)
         return Placer(self.port, held, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
 
-    async def runs_on_record(self, instances: Sequence[str]) -> dict[str, str]:
+    async def recorded_owners(self, instances: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(instances, RUN) | self.on_record
 
     @property
@@ -82,32 +82,32 @@ class Cluster:
     def holds(self, holding: dict[str, dict[str, int]]) -> BuildRequest:
         """A request whose first run, which was lost, holds this."""
         request = self.hosts.request()
-        self.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
-        self.port.held[request.instance_uuid] = HeldAllocation(
+        self.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, allocations=holding)
+        self.port.held[request.instance_uuid] = ConsumerRecord(
             consumer=request.instance_uuid,
             project_id=request.project_id,
-            run=RUN,
+            claim_owner=RUN,
             attempt=1,
             consumer_generation=1,
-            holding=holding,
+            allocations=holding,
             hosts=tuple(holding)[:1],
             cell=None,
         )
         return request
 
     def host_of(self, claim: Claim) -> str:
-        return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
+        return self.hosts.name(self.hosts.replica.row_of(next(iter(claim.options[0].allocations))) or 0)
 
     def asking(self, request: BuildRequest) -> PlacementRequest:
         spec = self.hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        return PlacementRequest(request=request, spec=spec, run=RUN)
+        return PlacementRequest(request=request, spec=spec, claim_owner=RUN)
 
     async def place(self, *requests: BuildRequest) -> list[PlacementResult]:
         return await self.placer.place([self.asking(request) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
-        return PendingBuild(position=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
+        return PendingBuild(batch_index=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
 
 
 # Hosts were announced at 0, and the loop has its own time.
@@ -132,16 +132,20 @@ async def test_claimed_as_attempt_one_and_assumed_until_the_feed_has_it(cluster:
     (claim,) = cluster.claims
     assert (claim.consumer, claim.attempt, claim.consumer_generation) == (request.instance_uuid, 1, None)
     assert placed.selections[0].allocations == claim.options[0].allocations
-    assert placed.selections[0].shapes == claim.options[0].shapes == {placed.selections[0].host_uuid: 1}
+    assert (
+        placed.selections[0].spec_generations
+        == claim.options[0].spec_generations
+        == {placed.selections[0].host_uuid: 1}
+    )
     assert len(placed.selections) == 3 and placed.consumer_generation == 1
     assert {selection.host[1] in "012" for selection in placed.selections} == {placed.cell == "c1"}
-    book, host = cluster.hosts.book, placed.selections[0].host_uuid
-    assert list(book.assumptions.keys()) == [request.instance_uuid]
-    book.apply([Change(sequence=1, provider=host, generation=2, used={"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20})])
-    assert list(book.assumptions.keys()) == []
+    replica, host = cluster.hosts.replica, placed.selections[0].host_uuid
+    assert list(replica.assumptions.keys()) == [request.instance_uuid]
+    replica.apply([Change(sequence=1, provider=host, generation=2, used={"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20})])
+    assert list(replica.assumptions.keys()) == []
 
 
-@pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE])
+@pytest.mark.parametrize("outcome", [ClaimOutcome.NO_CAPACITY, ClaimOutcome.PROVIDER_REMOVED])
 async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
     cluster: Cluster, outcome: ClaimOutcome
 ) -> None:
@@ -150,12 +154,12 @@ async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
     assert isinstance(ended, NoValidHost)
     assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
     assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {f"claim.{outcome}": 6}
-    assert list(cluster.hosts.book.assumptions.keys()) == []
+    assert list(cluster.hosts.replica.assumptions.keys()) == []
     assert cluster.refreshes >= 1  # "none" is only answered on the newest state
 
 
 async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
-    outcomes = iter([ClaimOutcome.FULL, ClaimOutcome.GONE])
+    outcomes = iter([ClaimOutcome.NO_CAPACITY, ClaimOutcome.PROVIDER_REMOVED])
     cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.claims == 3
@@ -163,7 +167,9 @@ async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     assert placed.selections[0].host == cluster.host_of(cluster.claims[2])
     first, second, _ = map(cluster.host_of, cluster.claims)
     lost = [loss.what for loss in placed.lost]
-    assert lost == [f"{first}: full", f"{second}: gone"], "a build's timeline names each claim's outcome"
+    assert lost == [f"{first}: no_capacity", f"{second}: provider_removed"], (
+        "a build's timeline names each claim's outcome"
+    )
     assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
 
 
@@ -171,13 +177,13 @@ async def test_what_is_claimed_is_not_decided_again_while_another_is_tried_once_
     room = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one instance
     cluster = Cluster(Hosts([room] * 3, config=CONFIG), CONFIG)
     first, second = cluster.hosts.request(), cluster.hosts.request()
-    outcomes = iter([None, ClaimOutcome.FULL])
+    outcomes = iter([None, ClaimOutcome.NO_CAPACITY])
     cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
     await cluster.place(first, second)
     assert [one.consumer for one in cluster.claims] == [one.instance_uuid for one in (first, second, second)]
-    book = cluster.hosts.book
-    rows = [book.row_of(uuid) for claim in cluster.claims for uuid in claim.options[0].allocations]
-    assert book.free("VCPU", np.array(rows)).tolist() == [0, 1, 0]
+    replica = cluster.hosts.replica
+    rows = [replica.row_of(uuid) for claim in cluster.claims for uuid in claim.options[0].allocations]
+    assert replica.free("VCPU", np.array(rows)).tolist() == [0, 1, 0]
 
 
 async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: Cluster) -> None:
@@ -191,20 +197,22 @@ async def test_raced_folds_the_newer_shape_in_and_claims_the_same_host(cluster: 
             name=f"h{at}",
             root_uuid=uuid,
             generation=2,
-            shape=2,
+            spec_generation=2,
             inventories=cluster.hosts.states[at].inventories,
         )
-        cluster.refreshed = lambda: cluster.hosts.book.apply(
+        cluster.refreshed = lambda: cluster.hosts.replica.apply(
             [Change(sequence=1, provider=uuid, generation=2, state=newer)]
         )
-        return result(ClaimOutcome.RACED)
+        return result(ClaimOutcome.CONFLICT)
 
     cluster.answer = raced_once
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.claims == 2
     first, second = cluster.claims
     assert cluster.host_of(first) == cluster.host_of(second)
-    assert list(first.options[0].shapes.values()) == [1] and list(second.options[0].shapes.values()) == [2]
+    assert list(first.options[0].spec_generations.values()) == [1] and list(
+        second.options[0].spec_generations.values()
+    ) == [2]
 
 
 async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cluster) -> None:
@@ -214,18 +222,18 @@ async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cl
         host = cluster.host_of(claim)
         if not raced or host == raced[0]:
             raced.append(host)
-            return result(ClaimOutcome.RACED)
+            return result(ClaimOutcome.CONFLICT)
         return cluster.claimed(claim)
 
     cluster.answer = races
     (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.selections[0].host != raced[0]
-    assert len(raced) == CONFIG.raced_retries + 1
+    assert len(raced) == CONFIG.conflict_retries + 1
 
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
-    [(ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"), (ClaimOutcome.INVALID, "claim.invalid")],
+    [(ClaimOutcome.CONSUMER_CONFLICT, "claim.consumer_conflict"), (ClaimOutcome.INVALID, "claim.invalid")],
 )
 async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
     cluster: Cluster, outcome: ClaimOutcome, code: str
@@ -233,13 +241,13 @@ async def test_a_foreign_consumer_and_the_impossible_stop_at_once(
     cluster.answer = lambda _: result(outcome)
     (stopped,) = await cluster.place(cluster.hosts.request())
     assert isinstance(stopped, PlacementRefused) and stopped.code == code
-    assert len(cluster.claims) == 1 and list(cluster.hosts.book.assumptions.keys()) == []
+    assert len(cluster.claims) == 1 and list(cluster.hosts.replica.assumptions.keys()) == []
 
 
 async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
     cluster.answer = lambda _: None
     (unreachable,) = await cluster.place(cluster.hosts.request())
-    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.book.assumptions.keys()) == []
+    assert isinstance(unreachable, PlacementUnavailable) and list(cluster.hosts.replica.assumptions.keys()) == []
 
 
 async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
@@ -249,7 +257,7 @@ async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
 
 
 async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> None:
-    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+    cluster.answer = lambda _: result(ClaimOutcome.NO_CAPACITY)
     config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
     placer = cluster.make_placer(config)
     request = cluster.hosts.request()
@@ -265,7 +273,7 @@ def nowhere(cluster: Cluster) -> BuildRequest:
 
 
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
-    """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
+    """A crash before the record: placement answers with what the first run holds, wherever we would go now."""
     hosts = cluster.hosts
     held = hosts.uuids[4]
     holding = {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
@@ -275,7 +283,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == holding
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
-    assert list(hosts.book.assumptions.keys()) == []
+    assert list(hosts.replica.assumptions.keys()) == []
 
 
 async def test_an_earlier_claim_that_is_released_before_it_is_taken_over_is_built_nowhere(cluster: Cluster) -> None:
@@ -287,7 +295,7 @@ async def test_an_earlier_claim_that_is_released_before_it_is_taken_over_is_buil
 
 
 async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -> None:
-    """Two children of one host that have the same classes, and a pool elsewhere: only the book knows who gave what."""
+    """Two children of one host that have the same classes, and a pool elsewhere: only placement knows who gave what."""
     hosts = cluster.hosts
     cells, pool = [new_uuid(cluster.hosts.rng) for _ in range(2)], new_uuid(cluster.hosts.rng)
     for uuid in (*cells, pool):
@@ -299,27 +307,29 @@ async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -
             root_uuid=root,
             parent_uuid=parent,
             generation=1,
-            shape=4,
+            spec_generation=4,
             inventories={"VCPU": (8.0, 1, 8, 1, 8, 0, 1.0), "DISK_GB": (8.0, 1, 8, 1, 8, 0, 1.0)},
         )
-        hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=1, state=state)])
+        hosts.replica.apply([Change(sequence=hosts.replica.sequence + 1, provider=uuid, generation=1, state=state)])
     holding = {cells[1]: {"VCPU": 1}, cells[0]: {"VCPU": 2}, pool: {"DISK_GB": 3}}
     request = cluster.holds(holding)
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
-    assert main.shapes == dict.fromkeys(holding, 4)
+    assert main.spec_generations == dict.fromkeys(holding, 4)
 
 
 async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(cluster: Cluster) -> None:
-    """Its row of the book was looked up after the answer, named no host, and the request ended as a dead letter."""
+    """Its row of placement was looked up after the answer, named no host, and the request ended as a dead letter."""
     hosts = cluster.hosts
 
     def meanwhile(claim: Claim) -> ClaimResult:
         for uuid in hosts.uuids:
             if uuid not in claim.options[0].allocations:
-                hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=2, removed=True)])
+                hosts.replica.apply(
+                    [Change(sequence=hosts.replica.sequence + 1, provider=uuid, generation=2, removed=True)]
+                )
         return cluster.claimed(claim)
 
     cluster.answer = meanwhile
@@ -337,10 +347,12 @@ async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_
     def meanwhile(claim: Claim) -> ClaimResult:
         for uuid, name in zip(hosts.uuids, others, strict=True):
             if uuid not in claim.options[0].allocations:
-                left = Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=2, removed=True)
-                hosts.book.apply([left])
+                left = Change(sequence=hosts.replica.sequence + 1, provider=uuid, generation=2, removed=True)
+                hosts.replica.apply([left])
                 came = structs.replace(hosts.states[0], uuid=(new := new_uuid(hosts.rng)), name=name, root_uuid=new)
-                hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=new, generation=1, state=came)])
+                hosts.replica.apply(
+                    [Change(sequence=hosts.replica.sequence + 1, provider=new, generation=1, state=came)]
+                )
                 hosts.uuids[hosts.uuids.index(uuid)] = new
         hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
         return cluster.claimed(claim)
@@ -360,15 +372,15 @@ async def test_a_host_in_the_row_of_a_full_host_that_left_is_claimed(cluster: Cl
         if late in claim.options[0].allocations:
             return cluster.claimed(claim)
         if len(cluster.claims) == len(hosts.uuids):  # all were asked: one leaves, and another host comes in its row
-            row = hosts.book.row_of(hosts.uuids[0])
-            left = Change(sequence=hosts.book.sequence + 1, provider=hosts.uuids[0], generation=2, removed=True)
-            hosts.book.apply([left])
+            row = hosts.replica.row_of(hosts.uuids[0])
+            left = Change(sequence=hosts.replica.sequence + 1, provider=hosts.uuids[0], generation=2, removed=True)
+            hosts.replica.apply([left])
             came = structs.replace(hosts.states[0], uuid=late, name="late", root_uuid=late)
-            hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=late, generation=1, state=came)])
-            assert hosts.book.row_of(late) == row
+            hosts.replica.apply([Change(sequence=hosts.replica.sequence + 1, provider=late, generation=1, state=came)])
+            assert hosts.replica.row_of(late) == row
             hosts.uuids[0] = late
             hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
-        return result(ClaimOutcome.FULL)
+        return result(ClaimOutcome.NO_CAPACITY)
 
     cluster.answer = full
     (placed,) = await cluster.place(hosts.request())
@@ -389,11 +401,11 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
 
 
 async def test_ignored_hosts_are_never_claimed(cluster: Cluster) -> None:
-    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+    cluster.answer = lambda _: result(ClaimOutcome.NO_CAPACITY)
     ignore = ("h0", cluster.hosts.uuids[1], "h5", "unheard-of")
     (ended,) = await cluster.place(cluster.hosts.request(ignore_hosts=ignore))
     assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h2", "h3", "h4"]
-    assert isinstance(ended, NoValidHost) and ended.funnel[-1].rejected == {"host.ignored": 3, "claim.full": 3}
+    assert isinstance(ended, NoValidHost) and ended.funnel[-1].rejected == {"host.ignored": 3, "claim.no_capacity": 3}
 
 
 async def test_a_request_is_tried_on_as_many_hosts_as_it_allows(cluster: Cluster) -> None:
@@ -424,22 +436,22 @@ async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> Non
             root_uuid=root,
             parent_uuid=root,
             generation=1,
-            shape=1,
+            spec_generation=1,
             inventories={"VGPU": (2.0, 1, 2, 1, 2, 0, 1.0)},
         )
-        hosts.book.apply([Change(sequence=sequence, provider=card, generation=1, state=state)])
-    taken: set[str] = set()  # by another scheduler, which our book does not hold yet
+        hosts.replica.apply([Change(sequence=sequence, provider=card, generation=1, state=state)])
+    taken: set[str] = set()  # by another scheduler, which our replica does not hold yet
 
     def full_at_first(claim: Claim) -> ClaimResult:
         if not taken:
             taken.update(uuid for uuid in claim.options[0].allocations if uuid in cards)
-            return result(ClaimOutcome.FULL)
+            return result(ClaimOutcome.NO_CAPACITY)
         assert not taken & claim.options[0].allocations.keys()
         return cluster.claimed(claim)
 
     def change() -> None:
         used = [Change(sequence=3, provider=card, generation=2, used={"VGPU": 2}) for card in sorted(taken)]
-        hosts.book.apply(used)
+        hosts.replica.apply(used)
 
     cluster.answer, cluster.refreshed = full_at_first, change
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
@@ -455,7 +467,7 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         def answer(claim: Claim, there: str = there) -> ClaimResult:
             if claim.options[0].host == there:
                 return cluster.claimed(claim)
-            return structs.replace(result(ClaimOutcome.RULED_OUT), members={there: 1})
+            return structs.replace(result(ClaimOutcome.POLICY_VIOLATED), members={there: 1})
 
         cluster.answer = answer
         cluster.claims.clear()
@@ -466,7 +478,7 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster)
         assert placed.selections[0].host_uuid == last.options[0].host == there
         assert len(before) <= 1
         assert last.server_group == together
-        assert [loss.what for loss in placed.lost] == [f"{cluster.host_of(claim)}: ruled_out" for claim in before]
+        assert [loss.what for loss in placed.lost] == [f"{cluster.host_of(claim)}: policy_violated" for claim in before]
 
 
 async def test_the_members_of_a_group_are_located_once_for_all_of_them_again_after_a_fault(

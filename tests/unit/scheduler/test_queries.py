@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, HostAdminState, ServicesPage, ServicesQuery
@@ -44,7 +44,7 @@ async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[
     """The bound counts what was requested for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
+    hosts.table.apply(ServiceStates(cell="c1", term=1, number=1, down=down), 1.0)
     assert [host.name for host in (await hosts_page(query, hosts.selector, {})).hosts] == names
 
 
@@ -63,7 +63,7 @@ async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[
 async def test_services_are_those_requested_by_cell_and_name(query: ServicesQuery, names: list[str]) -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c3"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
+    hosts.table.apply(ServiceStates(cell="c1", term=1, number=1, down=down), 1.0)
     handler = StatusHandler(hosts.selector, cast("Any", None), cast("Any", None), clock=SystemClock())
     received = Received(message=query, meta=Meta(id="m1"), bus="api", queue="scheduler.status")
     (outcome,) = await handler([received])
@@ -75,7 +75,7 @@ async def test_hosts_follow_the_last_one_of_the_page_before() -> None:
     """By uuid: the names change between the pages, and one host is known by a decision alone."""
     hosts = Hosts([PLENTY] * 4)
     left = "00000002-8000-4000-8000-000000000000"
-    hosts.table.adopt_decisions({left: HostAdminState(host_uuid=left, host="b", state=AdminState.FENCED)})
+    hosts.table.apply_decisions({left: HostAdminState(host_uuid=left, host="b", state=AdminState.FENCED)})
 
     def rename(names: str, sequence: int) -> None:
         reports = tuple(HostReport(uuid=uuid, name=name) for uuid, name in zip(hosts.uuids, names, strict=True))
@@ -120,8 +120,8 @@ async def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old
 OFF_BOOK, IN_CELL, ENDED = (f"{number:08x}-0000-4000-8000-000000000000" for number in (4, 5, 6))
 
 
-def unannounced() -> tuple[Hosts, dict[str, FenceRecord]]:
-    """h0 and h1 of c1, which h1's service has not announced since this scheduler's start; of h3 to h5 the book has no
+def not_reported() -> tuple[Hosts, dict[str, FenceRecord]]:
+    """h0 and h1 of c1, which h1's service has not announced since this scheduler's start; of h3 to h5 placement has no
     provider, and only decisions are left: h3 and h4 are fenced, h4 in c2, and h5 is enabled.
     """
     hosts = Hosts([PLENTY] * 2, cells=["c1", "c1"])
@@ -129,7 +129,7 @@ def unannounced() -> tuple[Hosts, dict[str, FenceRecord]]:
     report = HostReport(uuid=hosts.uuids[0], name="h0")
     hosts.table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=1, hosts=(report,), complete=True), 0.0)
     states = {OFF_BOOK: AdminState.FENCED, IN_CELL: AdminState.FENCED, ENDED: AdminState.ENABLED}
-    hosts.table.adopt_decisions(
+    hosts.table.apply_decisions(
         {
             uuid: HostAdminState(host_uuid=uuid, host=f"h{at}", state=state)
             for at, (uuid, state) in enumerate(states.items(), 3)
@@ -152,16 +152,16 @@ def unannounced() -> tuple[Hosts, dict[str, FenceRecord]]:
 async def test_hosts_that_no_service_has_announced_are_listed_and_those_that_only_a_decision_is_about(
     query: HostsQuery, names: list[str]
 ) -> None:
-    """A host that is enabled and that the book has no more has left."""
-    hosts, fences = unannounced()
+    """A host that is enabled and that placement has no more has left."""
+    hosts, fences = not_reported()
     assert [host.name for host in (await hosts_page(query, hosts.selector, fences)).hosts] == names
 
 
 async def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
     """Right after a scheduler's start that is every host; and a fenced one may never be announced again."""
-    hosts, fences = unannounced()
+    hosts, fences = not_reported()
     found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, fences)).hosts}
-    assert {name: (host.announced, host.cell) for name, host in found.items()} == {
+    assert {name: (host.reported, host.cell) for name, host in found.items()} == {
         "h0": (True, "c1"),
         "h1": (False, None),
         "h3": (False, None),
@@ -175,10 +175,10 @@ async def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> N
 async def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_listed_while_it_is_fenced() -> None:
     hosts = Hosts([PLENTY] * 2)
     left = hosts.uuids[1]
-    hosts.table.adopt_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
-    hosts.book.load(hosts.states[:1], 1)
+    hosts.table.apply_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
+    hosts.replica.load(hosts.states[:1], 1)
     found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, {})).hosts}
-    assert {name: (host.announced, host.cell, host.up) for name, host in found.items()} == {
+    assert {name: (host.reported, host.cell, host.up) for name, host in found.items()} == {
         "h0": (True, "c1", True),
         "h1": (True, "c1", True),
     }
@@ -205,11 +205,11 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
         await asyncio.sleep(0)
         turn += 1
         if turn == leaves_at:
-            hosts.book.load(hosts.states[:6] + hosts.states[7:], 2)
+            hosts.replica.load(hosts.states[:6] + hosts.states[7:], 2)
     page = await listing
-    # Before all are gathered it is one that its service reports and the book does not have.
+    # Before all are gathered it is one that its service reports and placement does not have.
     gone = {None: "", 2: "", 6: "h6"}[leaves_at]
-    assert [host.name for host in page.hosts if host.not_in_book] == (["h6"] if leaves_at == 2 else [])
+    assert [host.name for host in page.hosts if host.not_in_placement] == (["h6"] if leaves_at == 2 else [])
     assert max(named.values()) <= 2 and turn >= 8
     assert [host.name for host in page.hosts] == [f"h{at}" for at in range(9) if f"h{at}" != gone][: len(page.hosts)]
     assert len(page.hosts) == {None: 8, 2: 8, 6: 7}[leaves_at]

@@ -9,18 +9,18 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest
+from bus.contracts.moves import ActionKind, ActionRequest, CellAction, Condition
 from bus.contracts.placement import INSTANCES, LocatePage, LocateRequest
 from bus.faults import Fault
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild, SinceBuild
-from scheduler_worker.domain.recorded_moves import PendingMove
+from scheduler_worker.domain.recorded_moves import PendingAction
 from scheduler_worker.domain.requests import LAST
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 from scheduler_worker.quota import rooms_of
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
-from tests.kit.claims import BookClaims
+from tests.kit.claims import PlacementClaims
 from tests.kit.sent import Sent
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_moves import Follower
@@ -32,7 +32,7 @@ CONFIG = SchedulerConfig(flavors=FLAVORS, quotas={"p": QUOTA}, allow_resize_to_s
 AS_BUILT = SinceBuild()
 
 
-class Located(BookClaims):
+class Located(PlacementClaims):
     """The instance is on the first host."""
 
     host = ""
@@ -59,16 +59,16 @@ def built(uuid: str, host: str | None, flavor: str, instance: SinceBuild) -> New
         (SinceBuild(condition=Condition.MOVING, flavor="small"), None, {"VCPU": 9, INSTANCES: 4}),
     ],
 )
-@pytest.mark.parametrize("kind", [MoveKind.RESIZE, MoveKind.UNSHELVE, MoveKind.MIGRATE])
+@pytest.mark.parametrize("kind", [ActionKind.RESIZE, ActionKind.UNSHELVE, ActionKind.MIGRATE])
 async def test_a_move_is_held_to_the_room_that_a_build_is_held_to(
-    other: SinceBuild, host: str | None, room: dict[str, int], kind: MoveKind
+    other: SinceBuild, host: str | None, room: dict[str, int], kind: ActionKind
 ) -> None:
     """What is between two hosts claims without limits: a resize that took its room led past the quota."""
     hosts, clock, sent = Hosts([PLENTY] * 2, config=CONFIG), SystemClock(), Sent()
     store = MemoryBuilds(MemoryBuildTable(clock).session())
     store.publish_through(sent)
     offloaded = SinceBuild(condition=Condition.OFFLOADED)
-    is_offloaded = kind is MoveKind.UNSHELVE
+    is_offloaded = kind is ActionKind.UNSHELVE
     mine = built(VM, None if is_offloaded else "h0", "small", offloaded if is_offloaded else AS_BUILT)
     async with store.unit() as unit:
         await unit.insert([mine, built(OTHER, host, "large", other)], 1.0)
@@ -80,12 +80,12 @@ async def test_a_move_is_held_to_the_room_that_a_build_is_held_to(
 
     async def reload() -> None: ...
 
-    engine = MoveEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
-    request = MoveRequest(request_id=REQUEST, instance_uuid=VM, project_id="p", kind=kind)
-    if kind is MoveKind.RESIZE:
+    engine = ActionEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
+    request = ActionRequest(request_id=REQUEST, instance_uuid=VM, project_id="p", kind=kind)
+    if kind is ActionKind.RESIZE:
         request = replace(request, flavor="large")
-    await engine.process([PendingMove(position=0, request=request, taken_at=1.0, delivery=LAST)])
-    (command,) = [row.message for _, rows in sent.rows for row in rows if isinstance(row.message, CellMove)]
+    await engine.process([PendingAction(batch_index=0, request=request, taken_at=1.0, delivery=LAST)])
+    (command,) = [row.message for _, rows in sent.rows for row in rows if isinstance(row.message, CellAction)]
     assert command.selections
-    held_to = {} if kind is MoveKind.MIGRATE else {"VCPU": room["VCPU"]}
+    held_to = {} if kind is ActionKind.MIGRATE else {"VCPU": room["VCPU"]}
     assert command.limits == held_to, "a move makes no instances more"

@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
-from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
-from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild, SinceBuild
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest, ActionState, CellAction, CellTransfer, Condition
+from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Actor, RecordedBuild, SinceBuild
 from scheduler_worker.domain.recorded_moves import (
-    MoveContext,
-    PendingMove,
-    RecordedMove,
+    ActionContext,
+    PendingAction,
+    RecordedAction,
     Transfer,
-    announced_move,
+    apply_action_event,
     event_of,
     given_up,
     recorded,
@@ -24,8 +24,8 @@ from scheduler_worker.domain.recorded_moves import (
 from tests.unit.scheduler.test_gangs import SELECTION
 
 VM, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ad")
-MOVED = RecordedMove(
-    request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE, digest=b"", state=MoveState.SCHEDULED,
+MOVED = RecordedAction(
+    request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.MIGRATE, digest=b"", state=ActionState.SCHEDULED,
     sequence=2, cell="c1",
 )  # fmt: skip
 BUILD = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=11, cell="c1", host="h1")
@@ -44,7 +44,7 @@ MOVING = replace(BUILD, instance=INSTANCE)
     ],
 )
 def test_an_event_shows_an_instance_to_its_own_project_alone(project: str, terminal: bool, shown: Any) -> None:
-    known = MoveContext(build=MOVING, build_request=REQUEST)
+    known = ActionContext(build=MOVING, build_request=REQUEST)
     event = event_of(replace(MOVED, project_id=project, terminal=terminal), known, 1.0)
     assert (event.condition, event.flavor) == shown
 
@@ -54,28 +54,41 @@ def tried(host: str) -> tuple[AttemptRecord, ...]:
 
 
 OLD, NEW = tried("h0"), (*tried("h0"), *tried("h2"))
-COMMAND = CellMove(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.MIGRATE)
+COMMAND = CellAction(request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.MIGRATE)
 LEADS_AWAY = Transfer(home="c1", away="c2", build=COMMAND, command=COMMAND)
 RECORD = replace(MOVED, host="h0", host_uuid="u0", transfer=LEADS_AWAY, history=OLD)
-ENDED = replace(RECORD, terminal=True, state=MoveState.DONE, transfer=None)
+ENDED = replace(RECORD, terminal=True, state=ActionState.DONE, transfer=None)
 GOING = SinceBuild(condition=Condition.MOVING, flavor="small", image="i", under_way=MOVE)
-GONE = Departure(
+GONE = CellTransfer(
     cell="c2",
     spec=InstanceSpec(instance_uuid=VM, project_id="p"),
     image="i",
     attempt=1,
     last=SELECTION,
 )
-TOLD = MoveEvent(
-    request_id=MOVE, instance_uuid=VM, project_id="x", kind=MoveKind.MIGRATE, state=MoveState.FINISHING, sequence=12,
-    condition=Condition.MOVING, cell="x", host="h2", host_uuid="u2", flavor="big", image="j", code="a.b", reason="why",
-    history=NEW, departure=GONE,
-)  # fmt: skip
-END = replace(TOLD, state=MoveState.DONE, condition=Condition.ACTIVE, terminal=True)
-AFTER = replace(END, state=MoveState.SOURCE_GONE, terminal=False)
+TOLD = ActionEvent(
+    request_id=MOVE,
+    instance_uuid=VM,
+    project_id="x",
+    kind=ActionKind.MIGRATE,
+    state=ActionState.FINISHING,
+    sequence=12,
+    condition=Condition.MOVING,
+    cell="x",
+    host="h2",
+    host_uuid="u2",
+    flavor="big",
+    image="j",
+    code="a.b",
+    reason="why",
+    history=NEW,
+    transfer=GONE,
+)
+END = replace(TOLD, state=ActionState.DONE, condition=Condition.ACTIVE, terminal=True)
+AFTER = replace(END, state=ActionState.SOURCE_DESTROYED, terminal=False)
 # What a record has of the event.
 PROGRESS = {
-    "state": MoveState.FINISHING,
+    "state": ActionState.FINISHING,
     "sequence": 12,
     "host": "h2",
     "host_uuid": "u2",
@@ -83,7 +96,7 @@ PROGRESS = {
     "reason": "why",
 }
 PROGRESS |= {"history": NEW}
-OVER = PROGRESS | {"state": MoveState.DONE, "terminal": True, "transfer": None}
+OVER = PROGRESS | {"state": ActionState.DONE, "terminal": True, "transfer": None}
 THERE = {"host": "h2", "host_uuid": "u2"}
 NOW_BIG = {"flavor": "big", "image": "j"}
 ACTIVE = {"condition": Condition.ACTIVE, "sequence": 12}
@@ -154,7 +167,7 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (AFTER, (ENDED, replace(GOING, under_way=None)), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
         (AFTER, (replace(ENDED, cell="c2"), replace(GOING, under_way=None)), ({"sequence": 12}, {}, {})),
         # the same, before the end
-        (AFTER, (RECORD, GOING), (PROGRESS | {"state": MoveState.SOURCE_GONE}, ACTIVE, {})),
+        (AFTER, (RECORD, GOING), (PROGRESS | {"state": ActionState.SOURCE_DESTROYED}, ACTIVE, {})),
         # after the end, while another moves it
         (replace(AFTER, condition=Condition.MOVING), (ENDED, GOING), ({"sequence": 12}, {"sequence": 12}, {})),
         # late after the end
@@ -168,61 +181,61 @@ ENDED_THERE = {"condition": Condition.ACTIVE} | NOW_BIG | FREE
         (AFTER, (ENDED, replace(RESIZING, under_way="y")), ({"sequence": 12}, ACTIVE | NOW_BIG, THERE)),
     ],
 )  # fmt: skip
-def test_what_an_announcement_leaves(told: MoveEvent, records: tuple[RecordedMove, SinceBuild], after: Any) -> None:
-    move, instance = records
+def test_what_an_announcement_leaves(told: ActionEvent, records: tuple[RecordedAction, SinceBuild], after: Any) -> None:
+    action, instance = records
     build = replace(BUILD, instance=instance)
-    applied = announced_move(move, build, told)
+    applied = apply_action_event(action, build, told)
     if after is None:
-        assert applied == (move, build, None)
+        assert applied == (action, build, None)
         return
-    of_move, of_instance, of_build = after
+    of_action, of_instance, of_build = after
     found, instance_after, event = applied
-    assert found == replace(move, **(of_move or {}))
+    assert found == replace(action, **(of_action or {}))
     number = of_instance.pop("sequence", BUILD.sequence)
     assert instance_after == replace(BUILD, **of_build, sequence=number, instance=replace(instance, **of_instance))
-    if of_move is None:  # no news of its request
+    if of_action is None:  # no news of its request
         assert event is None
         return
-    number = of_move["sequence"] if told.sequence == 0 else told.sequence
-    shown = {"cell": move.cell, "project_id": "p", "departure": None, "host_uuid": None}
+    number = of_action["sequence"] if told.sequence == 0 else told.sequence
+    shown = {"cell": action.cell, "project_id": "p", "transfer": None, "host_uuid": None}
     assert event == replace(told, sequence=number, **shown)
 
 
 @pytest.mark.parametrize(
     ("state", "sequence", "ended"),
     [
-        (MoveState.SCHEDULED, SCHEDULED, False),
-        (MoveState.FAILED, FAILED_OR_REFUSED, True),
-        (MoveState.REFUSED, FAILED_OR_REFUSED, True),
+        (ActionState.SCHEDULED, SCHEDULED, False),
+        (ActionState.FAILED, FAILED_OR_REFUSED, True),
+        (ActionState.REFUSED, FAILED_OR_REFUSED, True),
     ],
 )
-def test_the_record_of_a_decision_and_its_event(state: MoveState, sequence: int, ended: bool) -> None:
-    request = MoveRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP)
-    pending = PendingMove(position=0, request=request, taken_at=1.0)
-    move = recorded(pending, state, Author(who="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
-    assert move == RecordedMove(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, digest=pending.digest, state=state,
+def test_the_record_of_a_decision_and_its_event(state: ActionState, sequence: int, ended: bool) -> None:
+    request = ActionRequest(request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP)
+    pending = PendingAction(batch_index=0, request=request, taken_at=1.0)
+    action = recorded(pending, state, Actor(name="s", at=3.0), code="a.b", reason="why", host="h1", cell="c1")
+    assert action == RecordedAction(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP, digest=pending.digest, state=state,
         sequence=sequence, terminal=ended, created_at=3.0, code="a.b", reason="why", host="h1", cell="c1",
     )  # fmt: skip
-    event = MoveEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, state=state, sequence=sequence,
+    event = ActionEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP, state=state, sequence=sequence,
         terminal=ended, condition=Condition.UNKNOWN, cell="c1", host="h1", code="a.b", reason="why", at=4.0,
     )  # fmt: skip
-    assert event_of(move, MoveContext(), 4.0) == event
+    assert event_of(action, ActionContext(), 4.0) == event
     moving = Condition.STOPPED if ended else Condition.MOVING
-    known = MoveContext(build=MOVING)
-    assert event_of(move, known, 4.0) == replace(event, condition=moving)
+    known = ActionContext(build=MOVING)
+    assert event_of(action, known, 4.0) == replace(event, condition=moving)
     known = replace(known, build_request=REQUEST)
-    assert event_of(move, known, 4.0) == replace(event, condition=moving, flavor="small")
+    assert event_of(action, known, 4.0) == replace(event, condition=moving, flavor="small")
 
 
-@pytest.mark.parametrize("kind", [None, MoveKind.EVACUATE, MoveKind.RESIZE])
-def test_what_is_given_up_names_the_kind_that_its_cell_tells_of(kind: MoveKind | None) -> None:
+@pytest.mark.parametrize("kind", [None, ActionKind.EVACUATE, ActionKind.RESIZE])
+def test_what_is_given_up_names_the_kind_that_its_cell_tells_of(kind: ActionKind | None) -> None:
     build = replace(BUILD, instance=SinceBuild(first_attempt=3))
     known = {"instance_uuid": VM, "project_id": "p", "sequence": 1, "terminal": True}
     event: Any = BuildEvent(state=BuildState.ACTIVE, **known)  # type: ignore[arg-type]
     if kind is not None:
-        event = MoveEvent(request_id=MOVE, kind=kind, state=MoveState.DONE, **known)  # type: ignore[arg-type]
+        event = ActionEvent(request_id=MOVE, kind=kind, state=ActionState.DONE, **known)  # type: ignore[arg-type]
     sent = given_up(event, "c2", build)
     assert sent is not None and sent.bus == "c2"
-    assert (sent.message.kind, sent.message.attempt) == (kind or MoveKind.MIGRATE, 2)  # type: ignore[attr-defined]
+    assert (sent.message.kind, sent.message.attempt) == (kind or ActionKind.MIGRATE, 2)  # type: ignore[attr-defined]

@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.base import encode
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource
-from bus.contracts.moves import CellDepart, CellMove, Condition, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellAction, CellTransferOut, Condition
 from bus.contracts.operations import CellFence
 from bus.contracts.recovery import (
     MAX_KNOWN,
@@ -29,7 +29,7 @@ from bus.contracts.recovery import (
 )
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, Transfer
 from scheduler_worker.domain.recovery import InstanceSources, KnownPage, UuidRange, joined, known_record
 
 
@@ -102,7 +102,7 @@ def ask(after: int = 0, asked: Sequence[int] = ()) -> CellRecovering:
         cell="c1",
         process="conductor-1",
         database_incarnation=7,
-        question=uuid(0xFFFF),
+        query_id=uuid(0xFFFF),
         after=uuid(after) if after else "",
         asked=tuple(map(uuid, asked)),
     )
@@ -119,8 +119,8 @@ def filled(
         page.add(KnownRecord(instance_uuid=one, spec=spec))
     message = page.message()
     assert msgspec.json.decode(encode(message), type=CellKnown) == message, "within all its bounds"
-    names = (message.cell, message.process, message.database_incarnation, message.question)
-    assert names == (question.cell, question.process, question.database_incarnation, question.question)
+    names = (message.cell, message.process, message.database_incarnation, message.query_id)
+    assert names == (question.cell, question.process, question.database_incarnation, question.query_id)
     return [one.instance_uuid for one in message.instances], [one.host_uuid for one in message.fences], message.last
 
 
@@ -176,10 +176,10 @@ def host_of(name: str) -> KnownPlace | None:
     return KnownPlace(host_uuid=name, host=f"host {name[:8]}", service="s1", allocations={})
 
 
-def held(consumer: str, *hosts: str, attempt: int = 0, project: str = "p") -> HeldAllocation:
+def held(consumer: str, *hosts: str, attempt: int = 0, project: str = "p") -> ConsumerRecord:
     holding = {name: {"VCPU": 1} for name in hosts}
-    return HeldAllocation(
-        consumer=consumer, project_id=project, attempt=attempt, consumer_generation=1, holding=holding, hosts=hosts
+    return ConsumerRecord(
+        consumer=consumer, project_id=project, attempt=attempt, consumer_generation=1, allocations=holding, hosts=hosts
     )
 
 
@@ -187,23 +187,23 @@ def build_of(state: BuildState = BuildState.ACTIVE, cell: str | None = "c1", **m
     return RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=9, cell=cell, **more)
 
 
-def moved(request_id: str, kind: MoveKind = MoveKind.MIGRATE) -> RecordedMove:
-    return RecordedMove(
+def moved(request_id: str, kind: ActionKind = ActionKind.MIGRATE) -> RecordedAction:
+    return RecordedAction(
         request_id=request_id,
         instance_uuid=A,
         project_id="p",
         kind=kind,
         digest=b"",
-        state=MoveState.SCHEDULED,
+        state=ActionState.SCHEDULED,
         sequence=2,
     )
 
 
 def told(
-    build: RecordedBuild | None, *holding: HeldAllocation, moves: Sequence[RecordedMove] = (), name: str = A
+    build: RecordedBuild | None, *holding: ConsumerRecord, actions: Sequence[RecordedAction] = (), name: str = A
 ) -> KnownRecord:
-    known = MoveContext(build=build, build_request=None if build is None else REQUEST)
-    found = known_record(name, InstanceSources(known, moves, {one.consumer: one for one in holding}), host_of, CONFIG)
+    known = ActionContext(build=build, build_request=None if build is None else REQUEST)
+    found = known_record(name, InstanceSources(known, actions, {one.consumer: one for one in holding}), host_of, CONFIG)
     assert msgspec.json.decode(encode(found), type=KnownRecord) == found, "within all its bounds"
     return found
 
@@ -230,18 +230,20 @@ def test_what_has_come_from_another_cell_is_told_with_the_first_attempt_that_it_
     ("command", "arrives"),
     [
         (
-            CellDepart(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE, to_cell="c2", attempt=1),
+            CellTransferOut(
+                request_id=M1, instance_uuid=A, project_id="p", kind=ActionKind.MIGRATE, to_cell="c2", attempt=1
+            ),
             False,
         ),
-        (CellMove(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE), True),
+        (CellAction(request_id=M1, instance_uuid=A, project_id="p", kind=ActionKind.MIGRATE), True),
     ],
 )
-def test_what_its_former_cell_has_given_up_arrives(command: CellDepart | CellMove, arrives: bool) -> None:
-    build = CellMove(request_id=M1, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE)
+def test_what_its_former_cell_has_given_up_arrives(command: CellTransferOut | CellAction, arrives: bool) -> None:
+    build = CellAction(request_id=M1, instance_uuid=A, project_id="p", kind=ActionKind.MIGRATE)
     leads = replace(moved(M1), transfer=Transfer(home="c1", away="c2", build=build, command=command))
     at = SinceBuild(under_way=M1)
-    assert told(build_of(instance=at), moves=[leads]).arrives is arrives
-    assert not told(build_of(instance=at), moves=[moved(M1)]).arrives
+    assert told(build_of(instance=at), actions=[leads]).transferred_in is arrives
+    assert not told(build_of(instance=at), actions=[moved(M1)]).transferred_in
 
 
 def test_the_spec_is_the_present_one() -> None:
@@ -256,22 +258,22 @@ def test_the_spec_is_the_present_one() -> None:
 
 def test_both_sides_of_a_move_are_told_its_own_first() -> None:
     build = build_of(attempt=1, instance=SinceBuild(condition=Condition.MOVING, under_way=M2))
-    found = told(build, held(M2, uuid(8)), held(A, H, attempt=3), moves=[moved(M2, MoveKind.RESIZE), moved(M1)])
+    found = told(build, held(M2, uuid(8)), held(A, H, attempt=3), actions=[moved(M2, ActionKind.RESIZE), moved(M1)])
     assert [(one.host_uuid, one.migration) for one in found.places] == [(H, None), (uuid(8), M2)]
     assert [one.allocations for one in found.places] == [{H: {"VCPU": 1}}, {uuid(8): {"VCPU": 1}}]
-    assert (found.attempt, found.request_id, found.kind) == (3, M2, MoveKind.RESIZE)
+    assert (found.attempt, found.request_id, found.kind) == (3, M2, ActionKind.RESIZE)
 
 
 def test_a_source_that_awaits_a_confirm_is_told_without_a_request_under_way() -> None:
     build = build_of(instance=SinceBuild(condition=Condition.RESIZED))
-    found = told(build, held(A, H), held(M1, uuid(8)), moves=[moved(M1)])
+    found = told(build, held(A, H), held(M1, uuid(8)), actions=[moved(M1)])
     assert [one.migration for one in found.places] == [None, M1]
     assert (found.request_id, found.kind) == ("", None)
 
 
 def test_an_instance_that_was_built_under_the_id_of_a_move_is_no_source_of_it() -> None:
     build = build_of(instance=SinceBuild(condition=Condition.RESIZED))
-    found = told(build, held(A, H, attempt=2), held(M1, uuid(8), attempt=1), moves=[moved(M1)])
+    found = told(build, held(A, H, attempt=2), held(M1, uuid(8), attempt=1), actions=[moved(M1)])
     assert [one.host_uuid for one in found.places] == [H]
 
 

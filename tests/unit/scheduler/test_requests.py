@@ -11,22 +11,22 @@ from msgspec.structs import replace
 from bus.consuming.outcome import EXPIRED, Received
 from bus.contracts.base import MAX_REASON, Meta, Refusal
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
-from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
-from bus.contracts.stages import Stamps
+from bus.contracts.moves import ActionEvent, ActionKind, ActionState, Condition
+from bus.contracts.stages import StageTimes
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import unknown_flavor
 from scheduler_worker.domain.requests import (
+    DEAD_LETTERS,
     LAST,
-    LETTERS,
     OVERTAKES,
     RETRIES,
     RequestDelivery,
-    delivery_of,
+    classify_delivery,
     digest_of,
+    refused_action,
     refused_build,
-    refused_move,
     refused_unreadable,
     timeline_of,
 )
@@ -42,7 +42,7 @@ AT = 1000.0
 
 
 def received(queue: str = "scheduler.requests", **more: Any) -> Received:
-    outer = {name: more.pop(name) for name in ("exhausted", "given_up", "left_s") if name in more}
+    outer = {name: more.pop(name) for name in ("at_delivery_limit", "dead_letter_code", "remaining_s") if name in more}
     return Received(REQUEST, Meta(id="m", **more), "api", queue, **outer)
 
 
@@ -50,30 +50,33 @@ def received(queue: str = "scheduler.requests", **more: Any) -> Received:
     ("of", "expected"),
     [
         ({}, {}),
-        ({"attempt": RETRIES - 1}, {"attempt": RETRIES - 1}),
-        ({"attempt": RETRIES}, {"attempt": RETRIES, "last": True}),
-        ({"attempt": RETRIES + 1}, {"attempt": RETRIES + 1, "last": True}),
+        ({"delivery_attempt": RETRIES - 1}, {"attempt": RETRIES - 1}),
+        ({"delivery_attempt": RETRIES}, {"attempt": RETRIES, "last": True}),
+        ({"delivery_attempt": RETRIES + 1}, {"attempt": RETRIES + 1, "last": True}),
         ({"reply_to": "q"}, {"has_requester": True}),
         ({"sent_at": AT - 1}, {"is_old": True}),
         ({"sent_at": AT}, {}),
-        ({"queue": LETTERS}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
-        ({"queue": LETTERS, "given_up": EXPIRED}, {"has_letter": False, "last": True, "late": True}),
-        ({"queue": LETTERS, "given_up": "x.y"}, {"has_letter": False, "last": True, "why": "delivery.given_up"}),
-        ({"exhausted": True}, {"last": True, "why": "delivery.exhausted"}),
-        ({"left_s": lambda: -0.1}, {"late": True}),
-        ({"left_s": lambda: 0.0}, {}),
+        ({"queue": DEAD_LETTERS}, {"has_dead_letter": False, "last": True, "why": "delivery.dead_lettered"}),
+        ({"queue": DEAD_LETTERS, "dead_letter_code": EXPIRED}, {"has_dead_letter": False, "last": True, "late": True}),
+        (
+            {"queue": DEAD_LETTERS, "dead_letter_code": "x.y"},
+            {"has_dead_letter": False, "last": True, "why": "delivery.dead_lettered"},
+        ),
+        ({"at_delivery_limit": True}, {"last": True, "why": "delivery.limit_reached"}),
+        ({"remaining_s": lambda: -0.1}, {"late": True}),
+        ({"remaining_s": lambda: 0.0}, {}),
     ],
 )
 def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> None:
     for is_warming_up in (False, True):
-        found = delivery_of(received(**of), is_warming_up=is_warming_up, kept_since=AT)
+        found = classify_delivery(received(**of), is_warming_up=is_warming_up, kept_since=AT)
         shown = {
-            "attempt": found.attempt, "has_letter": found.has_letter, "last": found.last,
-            "why": found.why and found.why.code, "has_requester": found.has_requester, "is_old": found.is_old,
+            "attempt": found.attempt, "has_dead_letter": found.has_dead_letter, "last": found.last,
+            "why": found.refusal and found.refusal.code, "has_requester": found.has_requester, "is_old": found.is_old,
             "late": found.is_late(),
         }  # fmt: skip
         plain = {
-            "attempt": 0, "has_letter": True, "last": False, "why": None, "has_requester": False, "is_old": False,
+            "attempt": 0, "has_dead_letter": True, "last": False, "why": None, "has_requester": False, "is_old": False,
             "late": False,
         }  # fmt: skip
         assert shown == plain | expected
@@ -81,9 +84,12 @@ def test_how_a_request_came(of: dict[str, Any], expected: dict[str, Any]) -> Non
 
 
 def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
-    plain = replace(delivery_of(received()), is_late=RequestDelivery().is_late)
+    plain = replace(classify_delivery(received()), is_late=RequestDelivery().is_late)
     assert plain == RequestDelivery() and RequestDelivery(attempt=RETRIES, last=True) == LAST
-    assert not delivery_of(received(sent_at=0.5)).is_old and delivery_of(received(sent_at=0.5), kept_since=AT).is_old
+    assert (
+        not classify_delivery(received(sent_at=0.5)).is_old
+        and classify_delivery(received(sent_at=0.5), kept_since=AT).is_old
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_a_delivery_of_which_nothing_is_known_is_the_first() -> None:
     ],
 )
 def test_what_a_request_refers_to_may_come_after_it(delivery: RequestDelivery, may_be_early: bool) -> None:
-    assert delivery.may_be_early is may_be_early
+    assert delivery.may_be_out_of_order is may_be_early
 
 
 def test_one_content_has_one_digest() -> None:
@@ -120,11 +126,11 @@ def test_the_flavors_that_a_project_may_not_request(names: list[str], missing: s
 # --- events
 
 
-STAMPS = Stamps(requested=1.0)
+STAMPS = StageTimes(requested=1.0)
 BUILT = BuildEvent(
-    instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=3, cell="c1", host="h1", stamps=STAMPS
+    instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=3, cell="c1", host="h1", stage_times=STAMPS
 )
-MOVED = MoveEvent(request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.RESIZE, state=MoveState.DONE)
+MOVED = ActionEvent(request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.RESIZE, state=ActionState.DONE)
 
 
 def tried(host: str, outcome: str, at: float = 0.0, **more: Any) -> AttemptRecord:
@@ -132,14 +138,14 @@ def tried(host: str, outcome: str, at: float = 0.0, **more: Any) -> AttemptRecor
 
 
 def line(what: str, detail: str = "", **more: Any) -> TimelineEntry:
-    return TimelineEntry(**{"at": AT, "who": "conductor", "what": what, "detail": detail, **more})
+    return TimelineEntry(**{"at": AT, "actor": "conductor", "what": what, "detail": detail, **more})
 
 
 @pytest.mark.parametrize(
     ("event", "known", "lines"),
     [
-        (BUILT, 0, [line("active", "h1", who="conductor c1", stamps=STAMPS)]),
-        (replace(BUILT, stamps=None, cell=None, host=None, at=7.0), 0, [line("active", at=7.0)]),
+        (BUILT, 0, [line("active", "h1", actor="conductor c1", stage_times=STAMPS)]),
+        (replace(BUILT, stage_times=None, cell=None, host=None, at=7.0), 0, [line("active", at=7.0)]),
         (replace(MOVED, attempt=2), 0, [line("resize done")]),
         (replace(MOVED, host="h2", attempt=2), 0, [line("resize done", "h2 (attempt 2)")]),
         (replace(MOVED, host="h2", code="a.b"), 0, [line("resize done", "h2; a.b")]),
@@ -148,13 +154,13 @@ def line(what: str, detail: str = "", **more: Any) -> TimelineEntry:
         (
             replace(MOVED, cell="c2", history=(tried("h1", "failed", 5.0, code="x"), tried("h2", "active"))), 0,
             [
-                line("resize failed", "h1 (attempt 1); x", at=5.0, who="conductor c2"),
-                line("resize done", who="conductor c2"),
+                line("resize failed", "h1 (attempt 1); x", at=5.0, actor="conductor c2"),
+                line("resize done", actor="conductor c2"),
             ],
         ),
         (
             replace(BUILT, cell=None, history=(tried("h1", "failed"), tried("h2", "given-up"))), 1,
-            [line("given-up", "h2 (attempt 1)"), line("active", "h1", stamps=STAMPS)],
+            [line("given-up", "h2 (attempt 1)"), line("active", "h1", stage_times=STAMPS)],
         ),
     ],
 )  # fmt: skip
@@ -169,11 +175,11 @@ def test_the_events_of_what_changes_no_record() -> None:
     )  # fmt: skip
     assert refused_build(VM, "p", WHY, AT) == OutboxMessage("api", event, VM)
     assert refused_build(VM, "p", WHY, AT, 4).message == replace(event, sequence=4)
-    move = MoveEvent(
-        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.STOP, state=MoveState.REFUSED, sequence=0,
+    action = ActionEvent(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=ActionKind.STOP, state=ActionState.REFUSED, sequence=0,
         terminal=True, condition=Condition.UNKNOWN, code="some.code", reason="why", at=AT,
     )  # fmt: skip
-    assert refused_move(MOVE, VM, "p", MoveKind.STOP, why=WHY, at=AT) == OutboxMessage("api", move, MOVE)
+    assert refused_action(MOVE, VM, "p", ActionKind.STOP, refusal=WHY, at=AT) == OutboxMessage("api", action, MOVE)
 
 
 NAMED = {"instance_uuid": VM, "request_id": MOVE}
@@ -183,11 +189,11 @@ NAMED = {"instance_uuid": VM, "request_id": MOVE}
     ("key", "body", "kind"),
     [
         ("build.request.demo", {"instance_uuid": VM}, BuildEvent),
-        ("instance.move.demo", NAMED, None),
-        ("instance.move.demo", NAMED | {"kind": "stop"}, MoveKind.STOP),
-        ("instance.move.demo", NAMED | {"kind": "no such"}, None),
-        ("instance.move.demo", {"instance_uuid": VM}, ()),
-        ("instance.move.demo", {"request_id": MOVE}, ()),
+        ("instance.action.demo", NAMED, None),
+        ("instance.action.demo", NAMED | {"kind": "stop"}, ActionKind.STOP),
+        ("instance.action.demo", NAMED | {"kind": "no such"}, None),
+        ("instance.action.demo", {"instance_uuid": VM}, ()),
+        ("instance.action.demo", {"request_id": MOVE}, ()),
         ("build.request.demo", {"instance_uuid": "x"}, ()),
         ("build.request.de.mo", {"instance_uuid": VM}, ()),
         ("", NAMED, ()),
@@ -196,10 +202,12 @@ NAMED = {"instance_uuid": VM, "request_id": MOVE}
 def test_a_request_that_cannot_be_read_ends_where_its_ids_can(key: str, body: dict[str, str], kind: Any) -> None:
     reason = "r" * (MAX_REASON + 1)
     malformed = Malformed(msgspec.json.encode(body), "message.invalid", reason, Meta(id="m"), key=key)
-    why = Refusal(code="message.invalid", reason=reason[:MAX_REASON])
+    refusal = Refusal(code="message.invalid", reason=reason[:MAX_REASON])
     if kind == ():
         assert refused_unreadable(malformed) == ()
     elif kind is BuildEvent:
-        assert refused_unreadable(malformed) == (refused_build(VM, "demo", why, 0.0).message,)
+        assert refused_unreadable(malformed) == (refused_build(VM, "demo", refusal, 0.0).message,)
     else:
-        assert refused_unreadable(malformed) == (refused_move(MOVE, VM, "demo", kind, why=why, at=0.0).message,)
+        assert refused_unreadable(malformed) == (
+            refused_action(MOVE, VM, "demo", kind, refusal=refusal, at=0.0).message,
+        )

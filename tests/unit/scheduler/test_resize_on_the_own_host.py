@@ -8,16 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.contracts.book import HeldAllocation
+from bus.contracts.book import ConsumerRecord
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.moves import MoveKind, MoveRequest, ResizePolicy
+from bus.contracts.moves import ActionKind, ActionRequest, ResizePolicy
 from bus.contracts.placement import LocatePage, ProviderState
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.moves import Located
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove
-from scheduler_worker.moves import Chosen, MoveEngine
-from tests.kit.claims import BookClaims
+from scheduler_worker.domain.recorded_moves import ActionContext, PendingAction
+from scheduler_worker.moves import ActionEngine, Chosen
+from tests.kit.claims import PlacementClaims
 from tests.unit.scheduler.hosts import Hosts
 from tests.unit.scheduler.test_moves import Contended, Follower
 
@@ -47,7 +47,7 @@ def full_tree(hosts: Hosts, held: dict[str, dict[str, int]]) -> None:
         state(CHILD, root.uuid),
         state(POOL, aggregates=(RACK,), traits=("MISC_SHARES_VIA_AGGREGATE",)),
     ]
-    hosts.book.load(hosts.states, 0)
+    hosts.replica.load(hosts.states, 0)
 
 
 @pytest.mark.parametrize(
@@ -69,31 +69,33 @@ async def test_both_sizes_count_once(now: str, then: str, fits: bool) -> None:
     vgpus = int(size.extra_specs["resources_G:VGPU"])
     holding = {root: {"VCPU": size.vcpus}, CHILD: {"VGPU": vgpus}, POOL: {"DISK_GB": size.disk_gb}}
     full_tree(hosts, holding)
-    claims = BookClaims()
+    claims = PlacementClaims()
 
     async def reload() -> None: ...
 
-    engine = MoveEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
-    claims.held[VM] = HeldAllocation(consumer=VM, project_id="p", consumer_generation=1, holding=holding, hosts=(root,))
-    request = MoveRequest(
+    engine = ActionEngine(store, claims, hosts.selector, Follower(), clock=clock, rng=random.Random(5), reload=reload)
+    claims.held[VM] = ConsumerRecord(
+        consumer=VM, project_id="p", consumer_generation=1, allocations=holding, hosts=(root,)
+    )
+    request = ActionRequest(
         request_id=REQUEST,
         instance_uuid=VM,
         project_id="p",
-        kind=MoveKind.RESIZE,
+        kind=ActionKind.RESIZE,
         flavor=then,
         policy=ResizePolicy.SAME_HOST,
     )
     build = RecordedBuild(instance_uuid=VM, project_id="p", state=BuildState.ACTIVE, sequence=9, cell="c1", host="h0")
-    known = MoveContext(build=build, build_request=BuildRequest(instance_uuid=VM, flavor=now, project_id="p"))
-    pending = PendingMove(position=0, request=request, taken_at=clock.time())
+    known = ActionContext(build=build, build_request=BuildRequest(instance_uuid=VM, flavor=now, project_id="p"))
+    pending = PendingAction(batch_index=0, request=request, taken_at=clock.time())
     (located,) = await engine.locate([pending], {pending.key: known})
-    assert isinstance(located, Located) and located.held == holding
+    assert isinstance(located, Located) and located.allocations == holding
     located = replace(located, page=LocatePage(hosts={VM: (root,)}))
     chosen = await engine.choose(pending, known, located)
     assert isinstance(chosen, Chosen)
     assert [one.host for one in chosen.selections] == (["h0"] if fits else []), chosen
-    row = hosts.book.row_of(root)
+    row = hosts.replica.row_of(root)
     assert row is not None
-    (_, used, free) = hosts.book.inventory_of(row)["VCPU"]
+    (_, used, free) = hosts.replica.inventory_of(row)["VCPU"]
     added = max(0, FLAVORS[then].vcpus - size.vcpus) if fits else 0
     assert (used, free) == (size.vcpus, 8 - size.vcpus - added), "until the claim, what the new size adds is held"

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.clock import new_uuid
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceRemoved
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import plugins, ranking
-from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, clamp, multipliers, score, verdict_of
-from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns, Choice, HostHeap, Ranking, Spread
-from scheduler_worker.domain.view import HostsView, RequestSpec, has_peers, peers_of
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, clamp, filter_result_of, multipliers, score
+from scheduler_worker.domain.ranking import LARGEST_BATCH, CellBatching, Choice, HostHeap, Ranking, Spread
+from scheduler_worker.domain.view import HostsView, RequestSpec, has_related, related_of
 from scheduler_worker.filters.peers import (
     DifferentHostFilter,
     SameHostFilter,
@@ -43,7 +43,7 @@ def pick(hosts: Hosts, count: int = 1, subset: int = 1, **request: Any) -> list[
     for number in range(count):
         choice = ranking.pick({}, subset=subset, alternates=2)
         if choice is not None:
-            hosts.book.assume(f"pick {number}", choice.selected.options[0].allocations)
+            hosts.replica.assume(f"pick {number}", choice.selected.options[0].allocations)
             ranking.consumed(choice.selected)
         choices.append(choice)
     return choices
@@ -104,9 +104,9 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
     )
     cells = [f"c{at % 3}" for at in range(len(memory))]
     hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config, cells=cells)
-    free = {hosts.book.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
+    free = {hosts.replica.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
     out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
-    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng, CellRuns())
+    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng, CellBatching())
     for number in range(picks):
         best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
         choice = ranking.pick(out, subset=1, alternates=2)
@@ -116,7 +116,7 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
         assert choice is not None
         assert free[choice.selected.row] == best
         assert all(free[a.row] >= 2 and a.row not in out for a in choice.alternates)
-        hosts.book.assume(f"pick {number}", choice.selected.options[0].allocations)
+        hosts.replica.assume(f"pick {number}", choice.selected.options[0].allocations)
         ranking.consumed(choice.selected)
         free[choice.selected.row] -= 2
 
@@ -129,12 +129,12 @@ def test_item_16_hosts_are_found_in_the_table_again_without_a_call_for_each() ->
     def count(frame: FrameType, event: str, _: object) -> None:
         called[frame.f_code.co_name] += event == "call"
 
-    assert selector.announced_in_book().tolist() == list(range(500))
+    assert selector.reported_in_placement().tolist() == list(range(500))
     hosts.announce(["c1"] * 500 + ["c2"], {}, sequence=2)
-    hosts.book.load(hosts.states[1:], 2)
+    hosts.replica.load(hosts.states[1:], 2)
     sys.setprofile(count)
     try:
-        found = selector.announced_in_book()
+        found = selector.reported_in_placement()
     finally:
         sys.setprofile(None)
     assert found.tolist() == list(range(1, 500))
@@ -162,12 +162,12 @@ def test_hints() -> None:
 
     def passing(host_filter: Filter, rejected: dict[str, int], **asked: Any) -> list[bool]:
         request = hosts.request(**asked)
-        assert has_peers(request)
-        spec = hosts.spec().with_peers(peers_of(request, page), "me")
+        assert has_related(request)
+        spec = hosts.spec().with_related(related_of(request, page), "me")
         assert applies_to(host_filter, spec)
-        verdict = host_filter.filter(hosts.view(), spec)
-        assert verdict.rejected == rejected
-        return [bool(passed) for passed in verdict.passed]
+        result = host_filter.filter(hosts.view(), spec)
+        assert result.rejected == rejected
+        return [bool(passed) for passed in result.passed]
 
     different, same = DifferentHostFilter(), SameHostFilter()
     assert passing(different, {"hint.different_host": 2}, different_host=(here, there)) == [False, True, False]
@@ -176,12 +176,12 @@ def test_hints() -> None:
     assert passing(same, {"hint.same_host": 3}, same_host=(nowhere,)) == [False, False, False]
     apart = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
     page = LocatePage(members={hosts.uuids[1]: 1})
-    assert passing(ServerGroupAntiAffinityFilter(), {"group.no_room": 1}, server_group=apart) == [True, False, True]
+    assert passing(ServerGroupAntiAffinityFilter(), {"group.no_capacity": 1}, server_group=apart) == [True, False, True]
 
 
 def test_a_request_without_a_group_is_not_looked_up_and_pays_for_no_filter() -> None:
     hosts = Hosts([PLENTY] * 2)
-    assert not has_peers(hosts.request())
+    assert not has_related(hosts.request())
     spec = hosts.spec()
     assert not any(applies_to(one(), spec) for one in OURS)
     steps = [step.step for step in hosts.selector.explain(spec, {}).funnel]
@@ -199,8 +199,8 @@ def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
     monkeypatch.setattr("scheduler_worker.domain.plugins.KEPT_HOSTS", kept)
     monkeypatch.setattr("scheduler_worker.domain.ranking.KEPT_HOSTS", kept)
     hosts = Hosts([PLENTY] * 3)
-    hosts.book.assume("one", {hosts.uuids[0]: {"VCPU": 4}})
-    hosts.book.assume("two", {hosts.uuids[1]: {"VCPU": 8}})
+    hosts.replica.assume("one", {hosts.uuids[0]: {"VCPU": 4}})
+    hosts.replica.assume("two", {hosts.uuids[1]: {"VCPU": 8}})
     ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
     choice = ranking.pick({}, subset=1, alternates=2)
     assert choice is not None
@@ -209,7 +209,7 @@ def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
     assert [weights["cpu"] for weights in choice.weights] == [1.0, 0.75, 0.5]
     assert {name for weights in choice.weights for name in weights} == {"ram", "cpu", "disk"}, "nothing of idle ones"
     assert [host.score for host in order] == pytest.approx([sum(weights.values()) for weights in choice.weights])
-    hosts.book.assume("three", {hosts.uuids[2]: {"VCPU": 12}})
+    hosts.replica.assume("three", {hosts.uuids[2]: {"VCPU": 12}})
     ranking.consumed(choice.selected)
     again = ranking.pick({}, subset=1, alternates=2)
     assert again is not None and hosts.name(again.alternates[1].row) == "h2"
@@ -238,9 +238,9 @@ def test_a_choice_is_drawn_from_more_hosts_the_more_claims_are_lost(
 
 
 def test_runs_of_cells() -> None:
-    runs = CellRuns()
+    runs = CellBatching()
     assert [runs.place(cell) for cell in (0, 1)] == [0, 0]
-    for _ in range(LONGEST_RUN - 1):
+    for _ in range(LARGEST_BATCH - 1):
         runs.chose(0)
     assert runs.place(0) < runs.place(1) == 0, "the run goes on"
     runs.chose(0)
@@ -312,13 +312,13 @@ def test_the_best_host_and_its_alternates(memory: list[int], services: str, give
     hosts = by_memory(memory, services, **({"cells": given["cells"]} if "cells" in given else {}))
     found = hosts.selector.rank(hosts.spec(), hosts.rng)
     for at in given.get("full", ()):
-        hosts.book.assume(f"full {at}", {hosts.uuids[at]: {"VCPU": 16}})
-    rows = [hosts.book.row_of(uuid) for uuid in hosts.uuids]
+        hosts.replica.assume(f"full {at}", {hosts.uuids[at]: {"VCPU": 16}})
+    rows = [hosts.replica.row_of(uuid) for uuid in hosts.uuids]
     excluded, group = ([rows[at] for at in given.get(key, ())] for key in ("excluded", "group"))
     for _ in range(1 if services else 2):  # what was drawn is put back; services take turns
         choice = found.pick(excluded, subset=1, alternates=given.get("alternates", 2), full=group)
         assert names(hosts, choice) == chosen
-        assert choice is None or (choice.passed, len(choice.weights)) == (len(memory), len(chosen))
+        assert choice is None or (choice.passing_hosts, len(choice.weights)) == (len(memory), len(chosen))
     if "group" in given and "excluded" not in given:
         others = found.pick((), subset=1, alternates=0)
         assert names(hosts, others) == "0", "another group excludes others"
@@ -342,7 +342,7 @@ def test_an_alternate_is_the_best_drawn_host_of_another_service() -> None:
 @pytest.mark.parametrize(("off", "chosen"), [("c2", "02"), ("c1", "13")])
 def test_hosts_without_a_service_are_never_chosen_whatever_filters_there_are(off: str, chosen: str) -> None:
     hosts = by_memory([9, 8, 7, 6], cells=["c1", "c2", "c1", "c2"], filters=[])
-    hosts.table.forget_service(ServiceGone(service=f"compute-{off}", cell=off), 0.0)
+    hosts.table.delete_service(ServiceRemoved(service=f"compute-{off}", cell=off), 0.0)
     assert names(hosts, hosts.selector.rank(hosts.spec(), hosts.rng).pick((), subset=1, alternates=3)) == chosen
 
 
@@ -387,7 +387,7 @@ def test_a_host_that_was_chosen_is_weighed_again(monkeypatch: pytest.MonkeyPatch
         free = hosts.view().free("MEMORY_MB")
         assert [one["ram"] for one in choice.weights] == pytest.approx([free[int(name)] / 90_000 for name in order[-1]])
         assert choice.selected.score == pytest.approx(choice.weights[0]["ram"])
-        hosts.book.assume(str(at), choice.selected.options[0].allocations)
+        hosts.replica.assume(str(at), choice.selected.options[0].allocations)
         found.consumed(choice.selected)
     assert order == ["01", "01", "10", "01", "10", "01"]
 
@@ -422,7 +422,7 @@ def test_equal_hosts_beyond_a_chunk_are_cut_elsewhere_by_each_scheduler() -> Non
 
 
 def test_a_verdict_counts_those_that_did_not_pass() -> None:
-    assert verdict_of(np.array([True, False, True]), "x").rejected == {"x": 1}
+    assert filter_result_of(np.array([True, False, True]), "x").rejected == {"x": 1}
 
 
 # --- weights

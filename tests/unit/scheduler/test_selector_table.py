@@ -10,21 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import FunnelStep
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceStates
 from bus.contracts.objects import GroupDefinition
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, ServerGroup
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain import selector as selector_module
-from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase, sentence
-from scheduler_worker.domain.plugins import Verdict, is_own, reads_image_property, verdict_of
-from scheduler_worker.domain.selector import ANTI_AFFINITY_FILTER, Holds, NoValidHost
-from scheduler_worker.domain.view import (
-    HostsView,
-    Peers,
-    RequestSpec,
-    Unsatisfiable,
-)
+from scheduler_worker.domain.explain import funnel_step, message_of, nearest_reasons, reason_text
+from scheduler_worker.domain.plugins import FilterResult, filter_result_of, is_own, reads_image_property
+from scheduler_worker.domain.selector import ANTI_AFFINITY_FILTER, AssumedUsage, NoValidHost
+from scheduler_worker.domain.view import HostsView, RelatedInstances, RequestSpec, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
@@ -32,7 +27,7 @@ OPEN, MASKED, FENCED, DISABLED = AdminState.ENABLED, AdminState.MAINTENANCE, Adm
 
 
 def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
-    hosts.table.adopt_decisions(
+    hosts.table.apply_decisions(
         {hosts.uuids[at]: HostAdminState(host_uuid=hosts.uuids[at], host=f"d{at}", state=state)
          for at, state in decisions.items()}
     )  # fmt: skip
@@ -42,7 +37,7 @@ def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("funnel", "unannounced", "remaining", "early"),
+    ("funnel", "not_reported", "remaining", "early"),
     [
         ((), 0, 0, False),
         ((), 1, 0, True),
@@ -54,10 +49,10 @@ def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
     ],
 )
 def test_what_a_funnel_says_of_no_valid_host(
-    funnel: tuple[FunnelStep, ...], unannounced: int, remaining: int, early: bool
+    funnel: tuple[FunnelStep, ...], not_reported: int, remaining: int, early: bool
 ) -> None:
-    ended = NoValidHost(funnel, unannounced)
-    assert (ended.remaining, ended.may_be_early) == (remaining, early)
+    ended = NoValidHost(funnel, not_reported)
+    assert (ended.remaining, ended.may_be_out_of_order) == (remaining, early)
 
 
 def step(name: str, remaining: int, **rejected: int) -> FunnelStep:
@@ -67,15 +62,15 @@ def step(name: str, remaining: int, **rejected: int) -> FunnelStep:
 @pytest.mark.parametrize(
     ("funnel", "nearest", "end"),
     [
-        ((), 3, ": the resource book has no hosts at all."),
-        ((step("a", 0),), 3, ": the resource book has no hosts at all."),
+        ((), 3, ": placement has no hosts at all."),
+        ((step("a", 0),), 3, ": placement has no hosts at all."),
         ((step("a", 4),), 3, "None of 4 hosts can take m1.small (20 DISK_GB, 2048 MEMORY_MB, 1 VCPU)."),
         ((step("a", 1, x=2), step("b", 0, y=1)), 3, "None of 3 hosts can take m1.small (20 DISK_GB, 2048 MEMORY_MB,"
          " 1 VCPU): 1 were rejected by b (y); 2 were rejected by a (x)."),
     ],
 )  # fmt: skip
 def test_a_sentence_counts_all_hosts(funnel: tuple[FunnelStep, ...], nearest: int, end: str) -> None:
-    assert sentence(Hosts([]).spec(), funnel, nearest).endswith(end)
+    assert message_of(Hosts([]).spec(), funnel, nearest).endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_the_last_steps_and_the_most_frequent_reasons_come_first(limit: int, wor
     ],
 )
 def test_a_reason_in_words(where: str, reason: str, words: str) -> None:
-    assert phrase(where, reason).startswith(words)
+    assert reason_text(where, reason).startswith(words)
 
 
 def test_a_funnel_step_leaves_what_it_did_not_reject() -> None:
@@ -131,8 +126,8 @@ class Odd:
     def __init__(self, counts: Mapping[str, int]) -> None:
         self.counts = counts
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        return Verdict(np.arange(len(view)) % 2 == 0, self.counts)
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
+        return FilterResult(np.arange(len(view)) % 2 == 0, self.counts)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +145,7 @@ class Odd:
         ({"filters": [Odd({"x": 2})]}, {}, "02", {"Odd": {"x": 2}}),
         ({"filters": [Odd({"x": 9})]}, {}, "02", {"Odd": {"Odd": 2}}),
         ({"filters": [Odd({})]}, {"forced": True}, "0123", {}),
-        ({"unannounced": True}, {}, "0123", {"announced": {"host.unannounced": 1}}),
+        ({"not_reported": True}, {}, "0123", {"reported": {"host.not_reported": 1}}),
     ],
 )
 def test_which_hosts_pass_and_why_others_do_not(
@@ -159,28 +154,28 @@ def test_which_hosts_pass_and_why_others_do_not(
     hosts = Hosts([PLENTY] * 4, cells=given.get("cells", ()), filters=given.get("filters"))
     hosts.table.disabled_cells = frozenset(given.get("off", ()))
     decide_about(hosts, given.get("about", {}))
-    if given.get("unannounced"):
-        hosts.book.load([*hosts.states, replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")], 0)
+    if given.get("not_reported"):
+        hosts.replica.load([*hosts.states, replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")], 0)
     spec = replace(hosts.spec(), **spec_of)
     ranking = hosts.selector.rank(spec, hosts.rng)
     assert "".join(sorted(hosts.name(row)[1:] for row in ranking.view.rows.tolist())) == left
     funnel = {one.step: dict(one.rejected) for one in ranking.funnel}
     if rejected is not None:
         assert {name: reasons for name, reasons in funnel.items() if reasons} == rejected
-        assert {"announced", "cell", "maintenance", "fenced"} & {*funnel} <= {*rejected}
+        assert {"reported", "cell", "maintenance", "fenced"} & {*funnel} <= {*rejected}
     among = ranking.view.rows[:1]
     assert hosts.selector.rank(spec, hosts.rng, among=among).view.rows.tolist() == among.tolist()
-    explained = hosts.selector.explain(spec, {hosts.uuids[int(at)]: "claim.full" for at in left[:1]})
-    assert explained.unannounced == (1 if given.get("unannounced") else 0)
+    explained = hosts.selector.explain(spec, {hosts.uuids[int(at)]: "claim.no_capacity" for at in left[:1]})
+    assert explained.not_reported == (1 if given.get("not_reported") else 0)
     if left:
-        assert (explained.funnel[-1].rejected, explained.remaining) == ({"claim.full": 1}, len(left) - 1)
+        assert (explained.funnel[-1].rejected, explained.remaining) == ({"claim.no_capacity": 1}, len(left) - 1)
 
 
 GROUP = ServerGroup(uuid=UUID, policy=GroupPolicy.ANTI_AFFINITY)
 
 
 @pytest.mark.parametrize(
-    ("peers", "forced", "filters", "shares"),
+    ("related", "forced", "filters", "shares"),
     [
         ({}, False, "own", True),
         ({}, True, "own", False),
@@ -192,7 +187,7 @@ GROUP = ServerGroup(uuid=UUID, policy=GroupPolicy.ANTI_AFFINITY)
         ({}, False, "others", False),
     ],
 )
-def test_which_requests_of_a_group_share_a_ranking(peers: Any, forced: bool, filters: str, shares: bool) -> None:
+def test_which_requests_of_a_group_share_a_ranking(related: Any, forced: bool, filters: str, shares: bool) -> None:
     config = SchedulerConfig()
     if filters == "others":
         kept = tuple(one for one in config.enabled_filters if not one.endswith(ANTI_AFFINITY_FILTER))
@@ -203,7 +198,7 @@ def test_which_requests_of_a_group_share_a_ranking(peers: Any, forced: bool, fil
             config, flavors=hosts.selector.flavors, filters=[*hosts.selector.filters, Odd({})],
             weighings=hosts.selector.weighings,
         )  # fmt: skip
-    spec = replace(hosts.spec(), peers=Peers(**{"server_group": GROUP, **peers}), forced=forced)
+    spec = replace(hosts.spec(), related=RelatedInstances(**{"server_group": GROUP, **related}), forced=forced)
     assert hosts.selector.may_share_ranking(spec) is shares
 
 
@@ -270,13 +265,13 @@ def test_requests_share_a_ranking_whose_images_differ_in_what_no_filter_reads() 
 
 
 def named_world() -> Hosts:
-    """h0, h1 of c1; h0 of another uuid that has left; h1 in the book under another name; `old` in the book alone."""
+    """h0, h1 of c1; h0 of another uuid that has left; h1 in placement under another name; `old` in placement alone."""
     hosts = Hosts([PLENTY] * 2)
     gone = ComputeHosts(service="x", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="h0"),))
     hosts.table.apply(gone, 0.0)
     hosts.table.apply(replace(gone, sequence=2, hosts=(), complete=True), 0.0)
     renamed = replace(hosts.states[1], name="book1")
-    hosts.book.load([hosts.states[0], renamed, replace(renamed, uuid=UUID, root_uuid=UUID, name="old")], 1)
+    hosts.replica.load([hosts.states[0], renamed, replace(renamed, uuid=UUID, root_uuid=UUID, name="old")], 1)
     return hosts
 
 
@@ -300,82 +295,86 @@ def test_which_hosts_a_word_means(
     hosts = named_world()
     known = {"0": hosts.uuids[0], "1": hosts.uuids[1], **{key: UUID[:-1] + key for key in "cdef"}}
     decided = (("c", "fenced", FENCED), ("d", "enabled", OPEN), ("e", "h0", OPEN), ("f", "h1", FENCED))
-    hosts.table.adopt_decisions({
+    hosts.table.apply_decisions({
         known[key]: HostAdminState(host_uuid=known[key], host=host, state=state) for key, host, state in decided
     })  # fmt: skip
     expected = [[known.get(one, one) for one in row] for row in (found, meant, warming)]
     selector = hosts.selector
-    answers = [selector.uuids_of(word), selector.meant_by(word), selector.meant_by(word, is_warming_up=True)]
+    answers = [
+        selector.uuids_of(word),
+        selector.hosts_matching(word),
+        selector.hosts_matching(word, is_warming_up=True),
+    ]
     assert answers == expected
     if name is not None:
         assert selector.name_of(word) == name
     assert [selector.name_of(known[key]) for key in "01cd"] == ["h0", "h1", "fenced", "enabled"]
     assert [selector.cell_of(one) for one in (known["0"], ABSENT, UUID)] == ["c1", None, None]
-    assert selector.rows_of({UUID: "x", ABSENT: "y"}) == {hosts.book.row_of(UUID): "x"}
+    assert selector.rows_of({UUID: "x", ABSENT: "y"}) == {hosts.replica.row_of(UUID): "x"}
 
 
 def test_hosts_that_a_service_reports_and_the_book_does_not_have() -> None:
     hosts = named_world()
     more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=ABSENT, name="y"),))
-    assert hosts.selector.not_in_book() == []
+    assert hosts.selector.not_in_placement() == []
     hosts.table.apply(more, 0.0)
-    assert hosts.selector.not_in_book() == [ABSENT]
-    assert hosts.selector.announced_in_book().tolist() == [0, 1]
+    assert hosts.selector.not_in_placement() == [ABSENT]
+    assert hosts.selector.reported_in_placement().tolist() == [0, 1]
     down = (ServiceDown(service="y", epoch=1, code="x"),)
-    hosts.table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), 0.0)
-    assert hosts.selector.not_in_book() == []
+    hosts.table.apply(ServiceStates(cell="c2", term=1, number=1, down=down), 0.0)
+    assert hosts.selector.not_in_placement() == []
 
 
 def test_a_host_that_is_announced_later_is_found() -> None:
     hosts = Hosts([PLENTY])
     other = replace(hosts.states[0], uuid=UUID, root_uuid=UUID, name="x")
-    hosts.book.load([*hosts.states, other], 1)
+    hosts.replica.load([*hosts.states, other], 1)
     more = ComputeHosts(service="y", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=UUID, name="x"),))
-    assert hosts.selector.announced_in_book().tolist() == [0]
+    assert hosts.selector.reported_in_placement().tolist() == [0]
     hosts.table.apply(more, 0.0)
-    assert hosts.selector.announced_in_book().tolist() == [0, 1]
+    assert hosts.selector.reported_in_placement().tolist() == [0, 1]
 
 
 def test_a_claim_of_a_class_that_a_host_did_not_have_ends_a_hold() -> None:
     hosts = Hosts([{"VCPU": 8}])
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     holds.add("a", {hosts.uuids[0]: {"DISK_GB": 1}}, 9.0)
     for used, left in ((1, None), (2, None)):
         state = replace(hosts.states[0], inventories={"DISK_GB": (9, 0, 1, 9, 1, 0, 1.0)}, used={"DISK_GB": used})
-        hosts.book.load([replace(state, generation=used + 1)], used)
-        holds.settle()
+        hosts.replica.load([replace(state, generation=used + 1)], used)
+        holds.drop_confirmed()
         assert holds.next_until is left
 
 
 def test_usage_of_before_a_hold_is_no_part_of_its_rise() -> None:
     hosts = Hosts([{"VCPU": 8}])
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     for used, left in ((1, 9.0), (2, 9.0), (4, None)):
-        hosts.book.load([replace(hosts.states[0], used={"VCPU": used}, generation=used + 1)], used)
+        hosts.replica.load([replace(hosts.states[0], used={"VCPU": used}, generation=used + 1)], used)
         if used == 1:
             holds.add("a", {hosts.uuids[0]: {"VCPU": 2}}, 9.0)
-        holds.settle()
+        holds.drop_confirmed()
         assert holds.next_until == left
 
 
 @pytest.mark.parametrize("released", [True, False], ids=["used before it was held", "used after, and another has come"])
 def test_what_is_used_ends_the_holds_that_were_there_before(released: bool) -> None:
     hosts = Hosts([{"VCPU": 8}])
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     holds.add("a", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
     if released:
         holds.release()
-    hosts.book.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
+    hosts.replica.load([replace(hosts.states[0], used={"VCPU": 1}, generation=2)], 1)
     holds.add("b", {hosts.uuids[0]: {"VCPU": 1}}, 9.0)
-    holds.settle()
-    assert list(hosts.book.assumptions.keys()) == ["b"]
+    holds.drop_confirmed()
+    assert list(hosts.replica.assumptions.keys()) == ["b"]
 
 
 def test_a_hold_on_a_host_that_the_book_does_not_have_stays() -> None:
     hosts = Hosts([{"VCPU": 8}])
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     holds.add("a", {ABSENT: {"VCPU": 1}}, 9.0)
-    holds.settle()
+    holds.drop_confirmed()
     assert holds.next_until == 9.0
 
 
@@ -401,8 +400,8 @@ def test_the_zone_of_a_host() -> None:
 class OnRebuild(Odd):
     run_on_rebuild = True
 
-    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        return verdict_of(np.zeros(len(view), dtype=np.bool_), "no")
+    def filter(self, view: HostsView, spec: RequestSpec) -> FilterResult:
+        return filter_result_of(np.zeros(len(view), dtype=np.bool_), "no")
 
 
 class OnOtherRebuilds(OnRebuild):
@@ -426,24 +425,24 @@ class OnOtherRebuilds(OnRebuild):
 def test_which_images_a_host_is_rebuilt_from(traits: Any, image: Any, filters: Any, reasons: Any) -> None:
     hosts = Hosts([PLENTY] * 2, filters=filters)
     child = replace(hosts.states[0], uuid=UUID, name="child", parent_uuid=hosts.uuids[0], traits=traits, inventories={})
-    hosts.book.load([*hosts.states, child], 1)
+    hosts.replica.load([*hosts.states, child], 1)
     answer = hosts.selector.suits_rebuild(hosts.uuids[0], replace(hosts.spec(), image_properties=image))
     assert (answer and (answer.funnel[-1].rejected, answer.remaining)) == (reasons and (reasons, 0))
     assert hosts.selector.suits_rebuild(ABSENT, hosts.spec()) is None
-    hosts.book.load([replace(hosts.states[0], uuid=ABSENT, root_uuid=ABSENT)], 2)
+    hosts.replica.load([replace(hosts.states[0], uuid=ABSENT, root_uuid=ABSENT)], 2)
     unknown = hosts.selector.suits_rebuild(ABSENT, hosts.spec())
-    assert unknown is not None and (unknown.unannounced, unknown.remaining) == (1, 0)
+    assert unknown is not None and (unknown.not_reported, unknown.remaining) == (1, 0)
 
 
 def test_the_version_changes_with_what_decides_which_hosts_pass() -> None:
     hosts = Hosts([PLENTY] * 2)
     seen = [hosts.selector.version]
-    hosts.book.assume("k", {hosts.uuids[0]: {"VCPU": 1}})
+    hosts.replica.assume("k", {hosts.uuids[0]: {"VCPU": 1}})
     assert hosts.selector.version == seen[0], "not with usage"
     changes: tuple[Callable[[], object], ...] = (
         hosts.give_up,
         lambda: setattr(hosts.table, "disabled_cells", frozenset({"c1"})),
-        lambda: hosts.book.load(hosts.states[:1], 5),
+        lambda: hosts.replica.load(hosts.states[:1], 5),
         lambda: hosts.selector.configure(hosts.config, flavors={}, filters=(), weighings=(), revision=7),
     )
     for change in changes:
@@ -456,16 +455,16 @@ def test_the_version_changes_with_what_decides_which_hosts_pass() -> None:
 
 
 def test_holds_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selector_module, "MAX_HELD", 2)
+    monkeypatch.setattr(selector_module, "MAX_ASSUMED", 2)
     hosts = Hosts([{"VCPU": 8}] * 2)
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     for at, key in enumerate("abc"):
         holds.add(key, {hosts.uuids[0]: {"VCPU": 1}}, float(at))
-    assert list(hosts.book.assumptions.keys()) == ["b", "c"] and holds.next_until == 1.0
+    assert list(hosts.replica.assumptions.keys()) == ["b", "c"] and holds.next_until == 1.0
     holds.expire(0.9)
-    assert list(hosts.book.assumptions.keys()) == ["b", "c"]
+    assert list(hosts.replica.assumptions.keys()) == ["b", "c"]
     holds.expire(1.0)
-    assert list(hosts.book.assumptions.keys()) == ["c"]
+    assert list(hosts.replica.assumptions.keys()) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -485,12 +484,12 @@ def test_holds_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_hold_ends_when_the_usage_has_risen_by_its_amounts(held: Any, used: Any, left: int) -> None:
     hosts = Hosts([{"VCPU": 8, "DISK_GB": 8}] * 2)
-    holds = Holds(hosts.book)
+    holds = AssumedUsage(hosts.replica)
     for key, one in enumerate(held):
         holds.add(str(key), {hosts.uuids[at]: share for at, share in one.items()}, 9.0)
     states = [replace(state, used=used.get(at, {}), generation=2) for at, state in enumerate(hosts.states)]
-    hosts.book.load(states, 1)
-    holds.settle()
-    assert (len(list(hosts.book.assumptions.keys())), holds.next_until is None) == (left, left == 0)
-    holds.settle()
-    assert len(list(hosts.book.assumptions.keys())) == left, "what has risen counts once"
+    hosts.replica.load(states, 1)
+    holds.drop_confirmed()
+    assert (len(list(hosts.replica.assumptions.keys())), holds.next_until is None) == (left, left == 0)
+    holds.drop_confirmed()
+    assert len(list(hosts.replica.assumptions.keys())) == left, "what has risen counts once"

@@ -11,30 +11,25 @@ from prometheus_client import REGISTRY
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import FunnelStep
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
-from bus.contracts.moves import MoveState
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceRemoved
+from bus.contracts.moves import ActionState
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult, GroupPolicy, ServerGroup
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import metrics
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.admission import members_of
-from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decision_round import ANOTHERS, FENCED, DecisionRound
-from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, not_placed
-from scheduler_worker.domain.explain import phrase
-from scheduler_worker.domain.gangs import with_gang_results
+from scheduler_worker.domain.admission import expand_gang
+from scheduler_worker.domain.builds import Actor, Gang
+from scheduler_worker.domain.decision_round import DELETED, FOREIGN, DecisionRound
+from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, conclude_unplaced
+from scheduler_worker.domain.explain import reason_text
+from scheduler_worker.domain.gangs import apply_gang_results
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.placement import (
-    HostClaimed,
-    PlacementRefused,
-    PlacementRequest,
-    initial_state,
-)
+from scheduler_worker.domain.placement import HostClaimed, PlacementRefused, PlacementRequest, new_placement_state
 from scheduler_worker.domain.ranking import Spread
-from scheduler_worker.domain.requests import RETRIES, taken_up
+from scheduler_worker.domain.requests import RETRIES, resumed_delivery
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.view import Membership, Peers, Unsatisfiable
+from scheduler_worker.domain.view import Membership, RelatedInstances, Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
@@ -56,19 +51,19 @@ def test_of_hosts_with_one_name_one_counts_that_has_left_while_a_decision_about_
     hosts.table.apply(
         ComputeHosts(service="old", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),)), 0.0
     )
-    hosts.table.forget_service(ServiceGone(service="old", cell="c1", at=1.0), 0.0)
+    hosts.table.delete_service(ServiceRemoved(service="old", cell="c1", at=1.0), 0.0)
     if is_decided:
         decision = HostAdminState(host_uuid=HOST, host="h0", state=AdminState.DISABLED)
-        hosts.table.adopt_decisions({HOST: decision})
+        hosts.table.apply_decisions({HOST: decision})
     assert hosts.selector.uuids_of("h0") == [hosts.uuids[0], *([HOST] if is_decided else [])]
 
 
 @pytest.mark.parametrize("is_warming_up", [False, True])
 def test_a_host_is_meant_by_the_decision_about_it_where_nothing_else_names_it(is_warming_up: bool) -> None:
     hosts = Hosts([PLENTY])
-    hosts.table.adopt_decisions({HOST: HostAdminState(host_uuid=HOST, host="gone", state=AdminState.ENABLED)})
-    assert hosts.selector.meant_by("gone", is_warming_up=is_warming_up) == [HOST]
-    assert hosts.selector.meant_by("nothing", is_warming_up=is_warming_up) == []
+    hosts.table.apply_decisions({HOST: HostAdminState(host_uuid=HOST, host="gone", state=AdminState.ENABLED)})
+    assert hosts.selector.hosts_matching("gone", is_warming_up=is_warming_up) == [HOST]
+    assert hosts.selector.hosts_matching("nothing", is_warming_up=is_warming_up) == []
 
 
 def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
@@ -78,11 +73,11 @@ def test_a_host_that_is_looked_at_alone_has_its_aggregates() -> None:
     assert [view.host(at).aggregates for at in range(2)] == [(), (rack,)]
 
 
-@pytest.mark.parametrize(("unannounced", "early"), [(0, False), (1, True)])
-def test_no_host_is_early_while_one_is_not_announced(unannounced: int, early: bool) -> None:
-    funnel = (FunnelStep(step="announced", remaining=1),)
-    assert NoValidHost(funnel, unannounced).may_be_early is early
-    assert NoValidHost((FunnelStep(step="announced", remaining=0),), 0).may_be_early, "no host is in the book"
+@pytest.mark.parametrize(("not_reported", "early"), [(0, False), (1, True)])
+def test_no_host_is_early_while_one_is_not_announced(not_reported: int, early: bool) -> None:
+    funnel = (FunnelStep(step="reported", remaining=1),)
+    assert NoValidHost(funnel, not_reported).may_be_out_of_order is early
+    assert NoValidHost((FunnelStep(step="reported", remaining=0),), 0).may_be_out_of_order, "no host is in placement"
 
 
 def test_the_aggregates_with_a_key_are_those_whose_metadata_has_it() -> None:
@@ -95,8 +90,8 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
     is_warming_up: bool, found: bool
 ) -> None:
     hosts = Hosts([PLENTY])
-    hosts.book.load([replace(hosts.states[0], uuid=HOST, root_uuid=HOST, name="dead"), *hosts.states], 0)
-    meant = hosts.selector.meant_by("dead", is_warming_up=is_warming_up)
+    hosts.replica.load([replace(hosts.states[0], uuid=HOST, root_uuid=HOST, name="dead"), *hosts.states], 0)
+    meant = hosts.selector.hosts_matching("dead", is_warming_up=is_warming_up)
     assert meant == ([HOST] if found else [])
     assert hosts.selector.cell_of(HOST) is None, "no service has announced it"
 
@@ -107,9 +102,9 @@ def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
 @pytest.mark.parametrize(
     ("answer", "lost"),
     [
-        (ClaimResult(outcome=ClaimOutcome.FULL), True),
+        (ClaimResult(outcome=ClaimOutcome.NO_CAPACITY), True),
         (ClaimResult(outcome=ClaimOutcome.CLAIMED), False),
-        (ClaimResult(outcome=ClaimOutcome.OVER_LIMIT), False),
+        (ClaimResult(outcome=ClaimOutcome.OVER_QUOTA), False),
         (DatabaseUnavailable("away"), False),
     ],
 )
@@ -137,7 +132,7 @@ def test_the_share_of_lost_claims_fades_and_never_exceeds_one() -> None:
 
 def test_a_host_is_shown_as_its_service_announced_it() -> None:
     hosts = Hosts([PLENTY, PLENTY, PLENTY], reports={1: {"enabled": False}})
-    hosts.table.adopt_decisions(
+    hosts.table.apply_decisions(
         {hosts.uuids[2]: HostAdminState(host_uuid=hosts.uuids[2], host="h2", state=AdminState.DISABLED)}
     )
     view = hosts.view()
@@ -147,7 +142,7 @@ def test_a_host_is_shown_as_its_service_announced_it() -> None:
 def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -> None:
     hosts = Hosts([PLENTY])
     other = HostAdminState(host_uuid=HOST, host="gone", state=AdminState.DISABLED)
-    hosts.table.adopt_decisions({HOST: other})
+    hosts.table.apply_decisions({HOST: other})
     assert hosts.view().host(0).enabled
 
 
@@ -166,8 +161,8 @@ def test_an_aggregate_that_names_its_hosts_has_those_that_one_name_means() -> No
 
 def test_a_spec_without_peers_is_shared_as_it_is() -> None:
     spec = Hosts([PLENTY]).spec()
-    assert spec.without_peers() is spec
-    assert replace(spec.with_peers(Peers(), UUID), peers=Peers()).without_peers() == spec
+    assert spec.without_related() is spec
+    assert replace(spec.with_related(RelatedInstances(), UUID), related=RelatedInstances()).without_related() == spec
 
 
 # --- gangs and claims
@@ -178,21 +173,21 @@ def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
     policy: GroupPolicy, stays: bool
 ) -> None:
     case = ClaimCase()
-    peers = Peers(server_group=ServerGroup(uuid=UUID, policy=policy))
-    state = replace(case.state, spec=replace(case.state.spec, peers=peers))
+    related = RelatedInstances(server_group=ServerGroup(uuid=UUID, policy=policy))
+    state = replace(case.state, spec=replace(case.state.spec, related=related))
     after = case.step(ClaimOutcome.INCOMPLETE, state=state).state
     assert after.same_host is stays
 
 
 def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:
     hosts = Hosts([{"VCPU": 1, "MEMORY_MB": 1024, "DISK_GB": 20}])
-    peers = Peers(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
+    related = RelatedInstances(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
     gang = Gang(uuid=UUID, size=2, min_count=1)
     members = []
     for flavor in ("m1.large", "m1.tiny"):
         request = hosts.request(flavor)
-        spec = hosts.spec(flavor).with_peers(peers, request.instance_uuid)
-        members.append(initial_state(PlacementRequest(request=request, spec=spec, gang=gang), hosts.selector))
+        spec = hosts.spec(flavor).with_related(related, request.instance_uuid)
+        members.append(new_placement_state(PlacementRequest(request=request, spec=spec, gang=gang), hosts.selector))
     deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
     try:
         while True:
@@ -202,43 +197,45 @@ def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() 
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"), [({}, FENCED), ({"consumer_generation": 3}, ANOTHERS), ({"reason": "its own"}, "its own")]
+    ("more", "reason"), [({}, DELETED), ({"consumer_generation": 3}, FOREIGN), ({"reason": "its own"}, "its own")]
 )
 def test_a_consumer_that_is_not_the_requests_is_refused_with_why(more: dict[str, Any], reason: str) -> None:
-    result = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED, **more).state.result
+    result = ClaimCase().step(ClaimOutcome.CONSUMER_CONFLICT, **more).state.result
     assert isinstance(result, PlacementRefused) and result.reason == reason
 
 
 def test_builds_beside_a_gang_mean_nothing_for_it_nor_it_for_them() -> None:
     alone, gang = states(None, least=1, gang=False), states(None, REFUSED, least=2)
-    assert results(with_gang_results([*alone, *gang]))[0] is None
+    assert results(apply_gang_results([*alone, *gang]))[0] is None
 
 
 @pytest.mark.parametrize(("least", "queried"), [(1, False), (2, True)])
 def test_members_that_have_claims_start_when_enough_of_them_have(least: int, queried: bool) -> None:
-    members = members_of(taken(replace(BUILD_REQUEST, count=2, min_count=least)), start=0)
-    claimed = HostClaimed(cell="c1", selections=(SELECTION,), consumer_generation=1, passed=1, score=0.0, claims=1)
+    members = expand_gang(taken(replace(BUILD_REQUEST, count=2, min_count=least)), start=0)
+    claimed = HostClaimed(
+        cell="c1", selections=(SELECTION,), consumer_generation=1, passing_hosts=1, score=0.0, claims=1
+    )
     spec = Hosts([]).spec()
     placed = [
         PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
         for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
     ]
-    (_, first), _ = conclude(placed, Author(who="s", at=1.0))
+    (_, first), _ = conclude(placed, Actor(name="s", at=1.0))
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attempt: int) -> None:
     pending = taken(BUILD_REQUEST)
-    ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, why=Refusal(code="x", reason="")))
-    concluded = not_placed(ended, None, Hosts([PLENTY]).selector, Author("s", 1.0))
+    ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, refusal=Refusal(code="x", reason="")))
+    concluded = conclude_unplaced(ended, None, Hosts([PLENTY]).selector, Actor("s", 1.0))
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
 def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
     assert [
-        (one.attempt, one.has_letter, one.last, one.awaits_hosts)
-        for one in (taken_up(tries, is_warming_up=True) for tries in (0, RETRIES - 1, RETRIES))
+        (one.attempt, one.has_dead_letter, one.last, one.awaits_hosts)
+        for one in (resumed_delivery(tries, is_warming_up=True) for tries in (0, RETRIES - 1, RETRIES))
     ] == [(0, False, False, True), (RETRIES - 1, False, False, True), (RETRIES, False, True, False)]
 
 
@@ -249,7 +246,7 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
     selector = Hosts([PLENTY]).selector
     spec = selector.request_spec(pending.request)
     assert isinstance(spec, Unsatisfiable)
-    concluded = not_placed(replace(pending, delivery=delivery), spec, selector, Author("s", 1.0))
+    concluded = conclude_unplaced(replace(pending, delivery=delivery), spec, selector, Actor("s", 1.0))
     assert isinstance(concluded, Retry) is waits
 
 
@@ -257,7 +254,7 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
 
 
 def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
-    late = replace(LEFT, departure=None, state=MoveState.CHANGING, sequence=1)
+    late = replace(LEFT, transfer=None, state=ActionState.CHANGING, sequence=1)
     batch = applied(on_record(), late)
     assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
 
@@ -287,9 +284,9 @@ def test_a_rebuild_is_held_to_the_filters_of_images_alone() -> None:
 
 
 def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
-    gone = replace(LEFT, departure=None, state=MoveState.SOURCE_GONE, sequence=50)
+    gone = replace(LEFT, transfer=None, state=ActionState.SOURCE_DESTROYED, sequence=50)
     lines = [line.what for line in applied(on_record(), gone).timelines.get(LEFT.instance_uuid, ())]
-    assert lines.count("migrate source-gone") == len(lines) == 1
+    assert lines.count("migrate source-destroyed") == len(lines) == 1
 
 
 # --- words
@@ -307,4 +304,4 @@ def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
     ],
 )
 def test_each_reason_has_its_own_words(step_name: str, reason: str, part: str) -> None:
-    assert phrase(step_name, reason).endswith(part) or part in phrase(step_name, reason)
+    assert reason_text(step_name, reason).endswith(part) or part in reason_text(step_name, reason)

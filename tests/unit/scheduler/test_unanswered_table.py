@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuildQuery, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import CellDepart, CellMove, CellMoveQuery, Departure, MoveKind, MoveState
+from bus.contracts.moves import ActionKind, ActionState, CellAction, CellActionQuery, CellTransfer, CellTransferOut
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import RecordedBuild, SinceBuild, effects
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, Transfer
+from scheduler_worker.domain.recorded_moves import ActionContext, RecordedAction, Transfer
 from scheduler_worker.domain.unanswered import (
     BUILD,
     CELL_SILENT,
@@ -25,22 +25,29 @@ from scheduler_worker.domain.unanswered import (
     Watched,
     look,
     messages_to_cell,
+    open_action,
     open_build,
-    open_move,
     open_now,
     silence,
 )
 
 UUID, MOVE, HOST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "adb")
 RECORD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.BUILDING, sequence=10, cell="c1", code="x")
-RECORDED = RecordedMove(
-    request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE, digest=b"", state=MoveState.SCHEDULED,
-    sequence=2, cell="c1", code="y",
-)  # fmt: skip
-KNOWN = MoveContext(
-    move=RECORDED, build=RECORD, build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
+RECORDED = RecordedAction(
+    request_id=MOVE,
+    instance_uuid=UUID,
+    project_id="p",
+    kind=ActionKind.MIGRATE,
+    digest=b"",
+    state=ActionState.SCHEDULED,
+    sequence=2,
+    cell="c1",
+    code="y",
 )
-AWAITED = AwaitedRequest(MOVE, UUID, MoveKind.MIGRATE, "c1", 2, "y")
+KNOWN = ActionContext(
+    action=RECORDED, build=RECORD, build_request=BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
+)
+AWAITED = AwaitedRequest(MOVE, UUID, ActionKind.MIGRATE, "c1", 2, "y")
 
 
 # --- what is awaited
@@ -69,7 +76,7 @@ def test_a_build_is_awaited_by_its_state(state: BuildState, kind: str | None) ->
 
 @pytest.mark.parametrize(("more", "awaited"), [({}, AWAITED), ({"terminal": True}, None), ({"cell": None}, None)])
 def test_a_move_is_awaited_of_its_cell(more: dict[str, Any], awaited: AwaitedRequest | None) -> None:
-    assert open_move(replace(RECORDED, **more)) == awaited and AWAITED.key == (MOVE, UUID)
+    assert open_action(replace(RECORDED, **more)) == awaited and AWAITED.key == (MOVE, UUID)
 
 
 UNDER_WAY, IDLE = SinceBuild(under_way=MOVE), SinceBuild()
@@ -91,13 +98,13 @@ def test_a_build_by_its_records_as_they_are_now(
 ) -> None:
     build = None if state is None else replace(RECORD, state=state, instance=instance)
     seen = AwaitedRequest(UUID, UUID, BUILD, "c1", 3, "")
-    now = open_now(seen, replace(KNOWN, build=build, move=None))
+    now = open_now(seen, replace(KNOWN, build=build, action=None))
     assert now == (None if build is None else open_build(build))
     assert (now is not None) is is_open
 
 
 @pytest.mark.parametrize(
-    ("move", "now"),
+    ("action", "now"),
     [
         (None, None),
         (RECORDED, AWAITED),
@@ -105,8 +112,8 @@ def test_a_build_by_its_records_as_they_are_now(
         (replace(RECORDED, instance_uuid=HOST), None),
     ],
 )
-def test_a_move_by_its_records_as_they_are_now(move: RecordedMove | None, now: AwaitedRequest | None) -> None:
-    assert open_now(replace(AWAITED, sequence=1), replace(KNOWN, move=move, build=None)) == now
+def test_a_move_by_its_records_as_they_are_now(action: RecordedAction | None, now: AwaitedRequest | None) -> None:
+    assert open_now(replace(AWAITED, sequence=1), replace(KNOWN, action=action, build=None)) == now
 
 
 # --- what a pass finds
@@ -181,23 +188,23 @@ def test_no_more_than_a_bounded_number_is_queried_in_one_pass() -> None:
 
 # --- what the cell is sent
 
-AWAY = CellMove(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c1")
-COMMAND = CellDepart(
-    request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.UNSHELVE, to_cell="c2", attempt=1
+AWAY = CellAction(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=ActionKind.UNSHELVE, to_cell="c1")
+COMMAND = CellTransferOut(
+    request_id=MOVE, instance_uuid=UUID, project_id="p", kind=ActionKind.UNSHELVE, to_cell="c2", attempt=1
 )
 LAST = Selection(host_uuid=HOST, host="h", service="s", allocations={})
 ARRIVAL = replace(
     AWAY,
-    departure=Departure(
+    transfer=CellTransfer(
         cell="c2", image="i", last=LAST, attempt=1,
         spec=InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="f"),
     ),
 )  # fmt: skip
-QUERY = CellMoveQuery(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=MoveKind.MIGRATE)
-GONE, EARLY = (CellDelete(instance_uuid=UUID, project_id="p", begun=begun) for begun in (True, False))
+QUERY = CellActionQuery(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=ActionKind.MIGRATE)
+GONE, EARLY = (CellDelete(instance_uuid=UUID, project_id="p", may_have_started=begun) for begun in (True, False))
 
 
-def leading(command: CellMove | CellDepart) -> Transfer:
+def leading(command: CellAction | CellTransferOut) -> Transfer:
     return Transfer(home="c1", away="c2", build=AWAY, command=command)
 
 
@@ -217,19 +224,19 @@ def leading(command: CellMove | CellDepart) -> Transfer:
     ],
 )
 def test_the_cell_of_a_move_by_what_it_has_to_do(
-    command: CellMove | CellDepart | None, state: BuildState | None, sent: tuple[object, ...]
+    command: CellAction | CellTransferOut | None, state: BuildState | None, sent: tuple[object, ...]
 ) -> None:
     build = None if state is None else replace(RECORD, state=state)
-    known = replace(KNOWN, move=replace(RECORDED, transfer=command and leading(command)), build=build)
+    known = replace(KNOWN, action=replace(RECORDED, transfer=command and leading(command)), build=build)
     numbered = tuple(
-        replace(one, sequence=10) if build and isinstance(one, CellMove | CellDepart) else one for one in sent
+        replace(one, sequence=10) if build and isinstance(one, CellAction | CellTransferOut) else one for one in sent
     )
     assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == numbered
 
 
 def test_what_is_sent_again_has_the_numbers_that_are_on_record_now() -> None:
     build = replace(RECORD, sequence=40, instance=SinceBuild(first_attempt=2))
-    known = replace(KNOWN, move=replace(RECORDED, transfer=leading(COMMAND)), build=build)
+    known = replace(KNOWN, action=replace(RECORDED, transfer=leading(COMMAND)), build=build)
     assert messages_to_cell(AWAITED, known, SchedulerConfig(), 5.0) == (replace(COMMAND, sequence=40),)
     ended = replace(known, build=replace(build, state=BuildState.DELETING))
     assert messages_to_cell(AWAITED, ended, SchedulerConfig(), 5.0) == (replace(GONE, attempt=2), QUERY)
@@ -267,6 +274,6 @@ def test_a_delete_names_the_first_attempt_of_the_instance_as_its_repeat_does() -
     (sent,) = [one.message for one in effects(BuildState.ACTIVE, build, 1.0)]
     asked = open_build(build)
     assert asked is not None
-    (again,) = messages_to_cell(asked, MoveContext(build=build), SchedulerConfig(), 1.0)
+    (again,) = messages_to_cell(asked, ActionContext(build=build), SchedulerConfig(), 1.0)
     assert isinstance(sent, CellDelete) and isinstance(again, CellDelete)
     assert (sent.attempt, again.attempt) == (3, 3)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServiceStates
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import GroupPolicy, LocatePage, ServerGroup
@@ -20,7 +20,15 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fleet
 from scheduler_worker.domain.fleet import MAX_AHEAD_S, RETENTION_S, HostMetricsTable, WaitingTable, WorkerTable
 from scheduler_worker.domain.plugins import HostFilter
-from scheduler_worker.domain.view import HostView, Peers, RequestSpec, has_peers, locate_requests, peers_of, room_for
+from scheduler_worker.domain.view import (
+    HostView,
+    RelatedInstances,
+    RequestSpec,
+    has_related,
+    locate_requests,
+    member_capacity,
+    related_of,
+)
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 UUID, ABSENT = (f"{n}0000000-0000-4000-8000-000000000001" for n in "ab")
@@ -29,7 +37,7 @@ GROUP = ServerGroup(uuid=UUID, policy=GroupPolicy.ANTI_AFFINITY)
 
 
 def decide_about(hosts: Hosts, decisions: Mapping[int, AdminState]) -> None:
-    hosts.table.adopt_decisions(
+    hosts.table.apply_decisions(
         {hosts.uuids[at]: HostAdminState(host_uuid=hosts.uuids[at], host=f"d{at}", state=state)
          for at, state in decisions.items()}
     )  # fmt: skip
@@ -74,9 +82,9 @@ def test_a_filter_that_looks_at_one_host_at_a_time() -> None:
 
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c1"], reports={0: {"enabled": False, "failed_builds": 2}})
     down = (ServiceDown(service="compute-c2", epoch=1, code="x"),)
-    hosts.table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), 0.0)
-    verdict = One().filter(hosts.view(), hosts.spec())
-    assert (verdict.passed.tolist(), verdict.rejected) == ([False, False, True], {"off": 2})
+    hosts.table.apply(ServiceStates(cell="c2", term=1, number=1, down=down), 0.0)
+    result = One().filter(hosts.view(), hosts.spec())
+    assert (result.passed.tolist(), result.rejected) == ([False, False, True], {"off": 2})
     assert [(one.name, one.cell, one.enabled, one.up, one.failed_builds, one.free("VCPU")) for one in seen] == [
         ("h0", "c1", False, True, 2, 16.0), ("h1", "c2", True, False, 0, 16.0), ("h2", "c1", True, True, 0, 16.0),
     ]  # fmt: skip
@@ -90,13 +98,13 @@ def test_a_host_has_room_for_so_many_of_a_gangs_members(needs: list[int], room: 
     hosts = Hosts([{"VCPU": 10, "DISK_GB": 99}])
     query = hosts.spec("m1.small").query
     some = [replace(query, resources={"VCPU": many, "DISK_GB": 1}) for many in needs]
-    assert room_for(some, hosts.view()).tolist() == [room]
+    assert member_capacity(some, hosts.view()).tolist() == [room]
     one, other = replace(query, resources={"VCPU": 1}), replace(query, resources={"DISK_GB": 99})
-    assert room_for([one, other, other, one], hosts.view()).tolist() == [3]
+    assert member_capacity([one, other, other, one], hosts.view()).tolist() == [3]
 
 
 @pytest.mark.parametrize(
-    ("hints", "group", "peers", "found", "asked"),
+    ("hints", "group", "related", "found", "asked"),
     [
         ({}, None, False, (None, None), ()),
         ({"different_host": (UUID,)}, None, True, (("x", "y"), None), (UUID,)),
@@ -106,28 +114,28 @@ def test_a_host_has_room_for_so_many_of_a_gangs_members(needs: list[int], room: 
     ],
 )
 def test_the_instances_that_a_request_is_placed_relative_to(
-    hints: Any, group: ServerGroup | None, peers: bool, found: Any, asked: tuple[str, ...]
+    hints: Any, group: ServerGroup | None, related: bool, found: Any, asked: tuple[str, ...]
 ) -> None:
     request = Hosts([]).request(server_group=group, **hints)
-    assert has_peers(request) is peers
+    assert has_related(request) is related
     (located,) = locate_requests(request)
     assert (located.consumers, located.server_group) == (asked, group and group.uuid)
     page = LocatePage(members={"x": 2}, hosts={UUID: ("x", "y")})
-    assert peers_of(request, page) == Peers(
+    assert related_of(request, page) == RelatedInstances(
         server_group=group, members={"x": 2}, different_hosts=found[0], same_hosts=found[1]
     )
 
 
 def test_a_spec_has_peers_in_its_key_and_newer_members_replace_older_ones() -> None:
     plain = Hosts([]).spec()
-    spec = plain.with_peers(Peers(server_group=GROUP, members={"x": 1, "y": 1}), UUID)
-    assert spec.key == (*plain.key, UUID) and spec.without_peers() == plain
-    assert plain.without_peers() is plain and plain.with_members({"x": 1}) is plain
-    after = spec.with_members({"x": 3}).peers
+    spec = plain.with_related(RelatedInstances(server_group=GROUP, members={"x": 1, "y": 1}), UUID)
+    assert spec.key == (*plain.key, UUID) and spec.without_related() == plain
+    assert plain.without_related() is plain and plain.with_members({"x": 1}) is plain
+    after = spec.with_members({"x": 3}).related
     assert after is not None and after.members == {"x": 3, "y": 1}
     policies = (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
     assert [[one.has_policy(policy) for policy in policies] for one in (spec, plain)] == [[True, False], [False, False]]
-    assert not spec.with_peers(Peers(), UUID).has_policy(GroupPolicy.ANTI_AFFINITY)
+    assert not spec.with_related(RelatedInstances(), UUID).has_policy(GroupPolicy.ANTI_AFFINITY)
 
 
 # --- what is announced besides hosts, by rows: numbers about hosts, builds that wait, and workers
@@ -165,7 +173,7 @@ def test_a_number_counts_until_it_is_too_old(at: float, cell: str | None, until:
         value = table.values(WATTS, index)
         assert np.isnan(value[1:]).all() and np.isnan(value[0]) == (until is None or offset == 0.0)
         assert [one.fresh for one in table.of(0)] == [offset < 0] * (0 if until is None else 2)
-    assert sorted(table.known_of(index)) == ([] if until is None else ["fan.rpm", WATTS])
+    assert sorted(table.metric_of(index)) == ([] if until is None else ["fan.rpm", WATTS])
     assert len(table) == (0 if until is None else 2)
 
 
@@ -274,7 +282,7 @@ def test_what_a_build_waits_for(announced: list[BuildsWaiting], build: dict, now
         history=history,
     )
     line = table.line_of(record, now_s)
-    assert (line and (line.who, line.at, line.detail)) == (who and (f"compute {who}", 5.0, "away"))
+    assert (line and (line.actor, line.at, line.detail)) == (who and (f"compute {who}", 5.0, "away"))
 
 
 def test_services_with_waiting_builds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +293,7 @@ def test_services_with_waiting_builds_are_bounded(monkeypatch: pytest.MonkeyPatc
     for service, at, who in (("a", 0.0, "a"), ("b", 9.0, "a"), ("c", 10.0, "c"), ("c", 11.0, "c")):
         table.apply(waiting(service), at)
         line = table.line_of(record, at)
-        assert line is not None and line.who == f"compute {who}"
+        assert line is not None and line.actor == f"compute {who}"
 
 
 # --- workers

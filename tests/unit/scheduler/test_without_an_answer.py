@@ -10,29 +10,29 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import EXPIRED, GIVEN_UP, Done, Outcome, Received, Retry, Wait
+from bus.consuming.outcome import DEAD_LETTERED, EXPIRED, Done, Outcome, Received, Retry, RetryWhenAvailable
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellBuild, CellBuildQuery
-from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import ActionEvent, ActionKind, ActionRequest, ActionState, CellAction
 from bus.contracts.objects import FenceRecord, HostDecision, ObjectKind
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseRun
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, LocatePage, LocateRequest, ReleaseByOwner
 from bus.faults import Fault, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.object_rules import changed_object
-from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.domain.objects import ChangeActor
 from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, PlacementResult
-from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.domain.requests import LAST, LETTERS, RETRIES, RequestDelivery
+from scheduler_worker.domain.recorded_moves import PendingAction
+from scheduler_worker.domain.requests import DEAD_LETTERS, LAST, RETRIES, RequestDelivery
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.moves import MoveEngine
+from scheduler_worker.moves import ActionEngine
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.placing import NEWEST_WAIT_S
 from scheduler_worker.store.memory import MemoryBuilds
@@ -74,7 +74,7 @@ class Site:
         config = cluster.hosts.config
         self.registry = ObjectRegistry(self.store, selector, config, clock=cluster.clock, cells=("c1", "c2"))
         more["reload"] = self.registry.reload
-        self.moves = MoveEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
+        self.moves = ActionEngine(self.store, cluster.port, selector, cluster, **more)  # type: ignore[arg-type]
         self.handler = RequestHandler(
             self.engine,
             self.moves,
@@ -86,7 +86,7 @@ class Site:
         )
 
     async def process(self, *builds: PendingBuild) -> list[Outcome]:
-        placed = [replace(one, position=at) for at, one in enumerate(builds)]
+        placed = [replace(one, batch_index=at) for at, one in enumerate(builds)]
         outcomes, _ = await self.engine.process(placed, ())
         return [outcomes[at] for at in range(len(builds))]
 
@@ -121,7 +121,13 @@ def site(cluster: Cluster) -> Site:
 
 def taken(request: BuildRequest, delivery: RequestDelivery = FIRST) -> PendingBuild:
     return PendingBuild(
-        position=0, request=request, digest=b"1", requested_at=0.0, taken_at=0.0, delivery=delivery, run="mine"
+        batch_index=0,
+        request=request,
+        digest=b"1",
+        requested_at=0.0,
+        taken_at=0.0,
+        delivery=delivery,
+        claim_owner="mine",
     )
 
 
@@ -129,35 +135,35 @@ def taken(request: BuildRequest, delivery: RequestDelivery = FIRST) -> PendingBu
 
 
 async def test_a_build_that_placement_does_not_answer_about_waits_and_the_others_end(site: Site) -> None:
-    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    policy_violated, fits = nowhere(site.cluster), site.cluster.hosts.request()
     site.cluster.port.unavailable = True
-    waiting, _ = await site.process(taken(ruled_out), taken(fits))
-    assert isinstance(waiting, Wait)
+    waiting, _ = await site.process(taken(policy_violated), taken(fits))
+    assert isinstance(waiting, RetryWhenAvailable)
     site.cluster.port.unavailable = False
     for _ in range(2):
-        ended, done = await site.process(taken(ruled_out), taken(fits))
+        ended, done = await site.process(taken(policy_violated), taken(fits))
         assert isinstance(ended, Done) and isinstance(done, Done)
-    assert (await site.build_of(ruled_out.instance_uuid)).code == "no_valid_host"
+    assert (await site.build_of(policy_violated.instance_uuid)).code == "no_valid_host"
 
 
 async def test_a_build_of_which_placement_refuses_to_tell_what_it_holds_ends_and_releases_nothing(site: Site) -> None:
-    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    policy_violated, fits = nowhere(site.cluster), site.cluster.hosts.request()
     site.cluster.port.refused = REFUSED
-    retried, done = await site.process(taken(ruled_out), taken(fits))
-    assert isinstance(retried, Retry) and retried.code == "claim.stranded" and isinstance(done, Done)
-    await ends_by_its_last_look(site, ruled_out)
+    retried, done = await site.process(taken(policy_violated), taken(fits))
+    assert isinstance(retried, Retry) and retried.code == "claim.unlocatable" and isinstance(done, Done)
+    await ends_by_its_last_look(site, policy_violated)
 
 
 async def test_a_build_whose_claim_placement_refuses_to_hand_over_ends(site: Site) -> None:
     def answer(claim: Claim) -> ClaimResult | Refusal:
-        return Refusal(code=REFUSED, reason="") if claim.takes_over else site.cluster.claimed(claim)
+        return Refusal(code=REFUSED, reason="") if claim.transfers_from else site.cluster.claimed(claim)
 
     site.cluster.answer = answer
-    ruled_out, fits = nowhere(site.cluster), site.cluster.hosts.request()
-    hold(site.cluster, ruled_out)
-    retried, done = await site.process(taken(ruled_out), taken(fits))
+    policy_violated, fits = nowhere(site.cluster), site.cluster.hosts.request()
+    hold(site.cluster, policy_violated)
+    retried, done = await site.process(taken(policy_violated), taken(fits))
     assert isinstance(retried, Retry) and isinstance(done, Done)
-    await ends_by_its_last_look(site, ruled_out)
+    await ends_by_its_last_look(site, policy_violated)
 
 
 async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
@@ -169,13 +175,13 @@ async def ends_by_its_last_look(site: Site, request: BuildRequest) -> None:
         assert (await site.build_of(uuid)).state is BuildState.ACCEPTED
         assert await site.handler.resume({uuid: tries}) == set()
     build = await site.build_of(uuid)
-    assert (build.state, build.code) == (BuildState.FAILED, "claim.stranded")
+    assert (build.state, build.code) == (BuildState.FAILED, "claim.unlocatable")
 
 
 async def test_a_build_whose_host_is_announced_after_the_last_retry_goes_to_its_cell(site: Site) -> None:
     """It failed 26 s after it was sent, and its machine ran on: the claim was left to a delete or the audit."""
     request = site.cluster.hosts.request()
-    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     hold(site.cluster, request, on=-1, run="mine")
     (left,) = await site.process(taken(request, LAST))
     assert isinstance(left, Done) and (await site.build_of(request.instance_uuid)).state is BuildState.ACCEPTED
@@ -188,23 +194,23 @@ async def test_a_build_whose_host_is_announced_after_the_last_retry_goes_to_its_
 
 async def test_a_claim_that_changes_while_it_is_taken_over_holds_up_no_other_build(site: Site) -> None:
     site.cluster.answer = lambda claim: (
-        ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED) if claim.takes_over else site.cluster.claimed(claim)
+        ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT) if claim.transfers_from else site.cluster.claimed(claim)
     )
     changing, steady = nowhere(site.cluster), nowhere(site.cluster)
     hold(site.cluster, changing)
     waiting, ended = await site.process(taken(changing), taken(steady))
-    assert isinstance(waiting, Wait) and isinstance(ended, Done)
+    assert isinstance(waiting, RetryWhenAvailable) and isinstance(ended, Done)
     assert (await site.build_of(steady.instance_uuid)).code == "no_valid_host"
 
 
-@pytest.mark.parametrize("given_up", [GIVEN_UP, EXPIRED])
+@pytest.mark.parametrize("dead_letter_code", [DEAD_LETTERED, EXPIRED])
 async def test_a_letter_whose_record_is_lost_is_left_to_the_cell_of_what_its_instance_holds(
-    site: Site, given_up: str
+    site: Site, dead_letter_code: str
 ) -> None:
     """One that a worker had given up ended as failed, and its machine ran."""
     request = nowhere(site.cluster)
     hold(site.cluster, request, cell="c2")
-    letter = Received(request, Meta(id="m"), "api", LETTERS, given_up=given_up)
+    letter = Received(request, Meta(id="m"), "api", DEAD_LETTERS, dead_letter_code=dead_letter_code)
     (outcome,) = await site.handler([letter])
     build = await site.build_of(request.instance_uuid)
     assert isinstance(outcome, Done) and (build.state, build.cell) == (BuildState.SCHEDULED, "c2")
@@ -212,9 +218,11 @@ async def test_a_letter_whose_record_is_lost_is_left_to_the_cell_of_what_its_ins
 
 async def test_a_letter_whose_instance_holds_nothing_ends(site: Site) -> None:
     request = site.cluster.hosts.request()
-    (outcome,) = await site.handler([Received(request, Meta(id="m"), "api", LETTERS, given_up=GIVEN_UP)])
+    (outcome,) = await site.handler(
+        [Received(request, Meta(id="m"), "api", DEAD_LETTERS, dead_letter_code=DEAD_LETTERED)]
+    )
     build = await site.build_of(request.instance_uuid)
-    assert isinstance(outcome, Done) and (build.state, build.code) == (BuildState.FAILED, GIVEN_UP)
+    assert isinstance(outcome, Done) and (build.state, build.code) == (BuildState.FAILED, DEAD_LETTERED)
     assert site.emitted(CellBuildQuery) == []
 
 
@@ -224,7 +232,7 @@ async def accepted(site: Site) -> BuildRequest:
     received = Received(request, Meta(id="m"), "api", "q")
     pending = pending_build(received, RequestDelivery(), now=0.0, flavors=selector)
     build = RecordedBuild(
-        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="r"
+        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, claim_owner="r"
     )
     async with site.store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=replace(build, digest=pending.digest))], 0.0)
@@ -241,7 +249,11 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
     request = nowhere(site.cluster)
     pending = taken(request)
     build = RecordedBuild(
-        instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="another"
+        instance_uuid=request.instance_uuid,
+        project_id="p",
+        state=BuildState.ACCEPTED,
+        sequence=1,
+        claim_owner="another",
     )
     async with site.store.unit() as unit:
         await unit.insert([NewBuild(request=request, build=replace(build, digest=pending.digest))], 0.0)
@@ -259,8 +271,8 @@ async def test_a_message_that_goes_on_with_the_record_of_another_has_its_own_run
         site.engine._dispatcher._placer.place = place  # type: ignore[method-assign]
     (outcome,) = await site.process(pending)
     assert isinstance(outcome, Done)
-    released = site.emitted(ReleaseRun)
-    assert {one.by for one in released if isinstance(one, ReleaseRun)} == {"another", "mine"}
+    released = site.emitted(ReleaseByOwner)
+    assert {one.owner for one in released if isinstance(one, ReleaseByOwner)} == {"another", "mine"}
 
 
 @on_virtual_time
@@ -294,7 +306,7 @@ async def test_a_build_whose_end_crashes_too_is_tried_again_later_and_ends_no_pr
 
 
 @pytest.mark.parametrize(
-    "now", [{"project_id": "another"}, {"attempt": 2}, {"holding": {"gone": {"VCPU": 1}}, "hosts": ("gone",)}]
+    "now", [{"project_id": "another"}, {"attempt": 2}, {"allocations": {"gone": {"VCPU": 1}}, "hosts": ("gone",)}]
 )
 async def test_a_build_goes_where_its_claim_is_when_its_cell_gets_it(site: Site, now: dict[str, object]) -> None:
     """Between its own claim, which named what it holds, and the look at it that has changed."""
@@ -311,22 +323,22 @@ async def test_a_build_goes_where_its_claim_is_when_its_cell_gets_it(site: Site,
 # --- Moves.
 
 
-def move_of(uuid: str, kind: MoveKind, at: int, rng: random.Random) -> PendingMove:
-    request = MoveRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="p", kind=kind)
-    return PendingMove(position=at, request=request, taken_at=0.0, delivery=RequestDelivery())
+def move_of(uuid: str, kind: ActionKind, at: int, rng: random.Random) -> PendingAction:
+    request = ActionRequest(request_id=new_uuid(rng), instance_uuid=uuid, project_id="p", kind=kind)
+    return PendingAction(batch_index=at, request=request, taken_at=0.0, delivery=RequestDelivery())
 
 
 async def both(site: Site) -> Mapping[int, Outcome]:
     """A stop, and a migration, which needs placement."""
-    kinds = (MoveKind.STOP, MoveKind.MIGRATE)
-    moves = [move_of(await site.runs(), kind, at, site.cluster.hosts.rng) for at, kind in enumerate(kinds)]
-    return await site.moves.process(moves)
+    kinds = (ActionKind.STOP, ActionKind.MIGRATE)
+    actions = [move_of(await site.runs(), kind, at, site.cluster.hosts.rng) for at, kind in enumerate(kinds)]
+    return await site.moves.process(actions)
 
 
 async def test_a_move_that_placement_does_not_answer_about_waits_and_the_others_begin(site: Site) -> None:
     site.cluster.port.unavailable = True
     outcomes = await both(site)
-    assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], Wait)
+    assert isinstance(outcomes[0], Done) and isinstance(outcomes[1], RetryWhenAvailable)
 
 
 async def test_a_move_that_placement_refuses_for_good_is_refused(site: Site) -> None:
@@ -334,19 +346,22 @@ async def test_a_move_that_placement_refuses_for_good_is_refused(site: Site) -> 
     outcomes = await both(site)
     assert isinstance(outcomes[0], Done)
     assert outcomes[1] == Done(reply=Refusal(code=REFUSED, reason="refused"))
-    states = [one.state for one in site.emitted(MoveEvent) if isinstance(one, MoveEvent) and one.code == REFUSED]
-    assert states == [MoveState.REFUSED]
+    states = [one.state for one in site.emitted(ActionEvent) if isinstance(one, ActionEvent) and one.code == REFUSED]
+    assert states == [ActionState.REFUSED]
 
 
 async def test_a_move_begins_while_a_build_of_its_batch_waits_for_placement(site: Site) -> None:
     site.cluster.port.unavailable = True
-    stop = MoveRequest(
-        request_id=new_uuid(site.cluster.hosts.rng), instance_uuid=await site.runs(), project_id="p", kind=MoveKind.STOP
+    stop = ActionRequest(
+        request_id=new_uuid(site.cluster.hosts.rng),
+        instance_uuid=await site.runs(),
+        project_id="p",
+        kind=ActionKind.STOP,
     )
     build = nowhere(site.cluster)
     batch = [Received(one, Meta(id=f"m{at}"), "api", "scheduler.requests") for at, one in enumerate((build, stop))]
     waiting, begun = await site.handler(batch)
-    assert isinstance(waiting, Wait) and isinstance(begun, Done)
+    assert isinstance(waiting, RetryWhenAvailable) and isinstance(begun, Done)
 
 
 # Hosts are chosen for one move after the other, and those beside them, of other projects, are not held up.
@@ -355,7 +370,7 @@ async def test_a_move_begins_while_a_build_of_its_batch_waits_for_placement(site
 MIGRATIONS = 20
 
 
-async def migrations(site: Site) -> list[PendingMove]:
+async def migrations(site: Site) -> list[PendingAction]:
     """Of instances on one host."""
     hosts = site.cluster.hosts
     uuids = [await site.runs() for _ in range(MIGRATIONS)]
@@ -364,7 +379,7 @@ async def migrations(site: Site) -> list[PendingMove]:
         return [LocatePage(hosts={one.consumers[0]: (hosts.uuids[0],)}) for one in requests]
 
     site.cluster.port.locate = on_their_host  # type: ignore[method-assign]
-    return [move_of(uuid, MoveKind.MIGRATE, at, hosts.rng) for at, uuid in enumerate(uuids)]
+    return [move_of(uuid, ActionKind.MIGRATE, at, hosts.rng) for at, uuid in enumerate(uuids)]
 
 
 def with_hosts(*free: dict[str, int]) -> Site:
@@ -381,9 +396,9 @@ async def test_moves_that_fit_nowhere_wait_for_the_newest_state_together() -> No
         return False
 
     site.cluster.refresh = silent  # type: ignore[method-assign]
-    moves, began = await migrations(site), loop.time()
-    outcomes = await site.moves.process(moves)
-    ended = [one for one in site.emitted(MoveEvent) if isinstance(one, MoveEvent) and one.code == "no_valid_host"]
+    actions, began = await migrations(site), loop.time()
+    outcomes = await site.moves.process(actions)
+    ended = [one for one in site.emitted(ActionEvent) if isinstance(one, ActionEvent) and one.code == "no_valid_host"]
     assert len(outcomes) == len(ended) == MIGRATIONS
     assert loop.time() - began == pytest.approx(NEWEST_WAIT_S)
 
@@ -391,9 +406,9 @@ async def test_moves_that_fit_nowhere_wait_for_the_newest_state_together() -> No
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_turn_of_the_loop_looks_at_the_hosts_of_one_move(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     site = with_hosts(*[PLENTY] * count)
-    moves, turns = await migrations(site), Turns(monkeypatch, (Selector, "rank"))
+    actions, turns = await migrations(site), Turns(monkeypatch, (Selector, "rank"))
     async with turns.counting():
-        await site.moves.process(moves)
+        await site.moves.process(actions)
     assert turns.total("rank") == MIGRATIONS * (2 if count == 1 else 1) and turns.most("rank") == 1
 
 
@@ -406,22 +421,22 @@ async def test_two_moves_of_one_id_in_a_batch_are_each_judged_by_their_own_insta
     """
     first, second = await site.runs("c1"), await site.runs("c2")
     request_id = new_uuid(site.cluster.hosts.rng)
-    moves = [
-        PendingMove(
-            position=at,
-            request=MoveRequest(request_id=request_id, instance_uuid=uuid, project_id="p", kind=MoveKind.STOP),
+    actions = [
+        PendingAction(
+            batch_index=at,
+            request=ActionRequest(request_id=request_id, instance_uuid=uuid, project_id="p", kind=ActionKind.STOP),
             taken_at=0.0,
             delivery=RequestDelivery(),
         )
         for at, uuid in enumerate((first, second))
     ]
-    outcomes = await site.moves.process(moves)
+    outcomes = await site.moves.process(actions)
     assert all(isinstance(one, Done) for one in outcomes.values())
-    (command,) = [one for one in site.emitted(CellMove) if isinstance(one, CellMove)]
+    (command,) = [one for one in site.emitted(CellAction) if isinstance(one, CellAction)]
     async with site.store.operation() as unit:
         known = (await unit.known([(request_id, first)]))[request_id, first]
-    assert known.move is not None
-    assert (command.instance_uuid, known.move.instance_uuid, known.move.cell) == (first, first, "c1")
+    assert known.action is not None
+    assert (command.instance_uuid, known.action.instance_uuid, known.action.cell) == (first, first, "c1")
     assert (await site.build_of(first)).now.under_way == request_id
     assert (await site.build_of(second)).now.under_way is None, "and nothing would ever end it there"
 
@@ -431,7 +446,7 @@ async def test_a_build_that_waited_is_given_to_the_removed_cell_of_its_claim(sit
     request = await accepted(site)
     site.cluster.hosts.table.disabled_cells = frozenset({"c2"})
     hold(site.cluster, request, on=4, run="r")
-    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    site.cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CONFLICT)
     await site.handler.resume({request.instance_uuid: 0})
     assert (await site.build_of(request.instance_uuid)).cell == "c2"
 
@@ -450,7 +465,7 @@ async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_t
         return [LocatePage(members={}, hosts={uuid: (host,)}) for _ in requests]
 
     site.cluster.port.locate = locate  # type: ignore[method-assign]
-    evacuate = move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)
+    evacuate = move_of(uuid, ActionKind.EVACUATE, 0, site.cluster.hosts.rng)
     (outcome,) = (await site.moves.process([evacuate])).values()
     assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == "host.not_fenced"
     async with site.store.operation() as unit:
@@ -460,12 +475,12 @@ async def test_an_evacuation_is_not_refused_by_a_scheduler_that_has_not_loaded_t
                 changed_object(ObjectKind.HOST, host, None, decision),
                 changed_object(ObjectKind.FENCE, host, None, fence),
             ],
-            ChangeAuthor("ann", "off", 1.0),
+            ChangeActor("ann", "off", 1.0),
         )
-    evacuate = move_of(uuid, MoveKind.EVACUATE, 0, site.cluster.hosts.rng)
+    evacuate = move_of(uuid, ActionKind.EVACUATE, 0, site.cluster.hosts.rng)
     (outcome,) = (await site.moves.process([evacuate])).values()
-    (command,) = site.emitted(CellMove)
-    assert isinstance(command, CellMove) and command.kind is MoveKind.EVACUATE and command.selections
+    (command,) = site.emitted(CellAction)
+    assert isinstance(command, CellAction) and command.kind is ActionKind.EVACUATE and command.selections
 
 
 async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_requests(site: Site) -> None:
@@ -474,14 +489,14 @@ async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_reques
     """
     uuid, rng, times = await site.runs("c1"), site.cluster.hosts.rng, 2000
     for _ in range(0, times, 200):
-        moves = [
-            PendingMove(
-                position=at,
-                request=MoveRequest(
+        actions = [
+            PendingAction(
+                batch_index=at,
+                request=ActionRequest(
                     request_id=new_uuid(rng),
                     instance_uuid=uuid,
                     project_id="p",
-                    kind=MoveKind.RESIZE,
+                    kind=ActionKind.RESIZE,
                     flavor="no.such",
                 ),
                 taken_at=0.0,
@@ -489,7 +504,7 @@ async def test_the_timeline_of_an_instance_is_bounded_whatever_its_client_reques
             )
             for at in range(200)
         ]
-        outcomes = await site.moves.process(moves)
+        outcomes = await site.moves.process(actions)
         assert {one.reply.code for one in outcomes.values() if isinstance(one, Done)} == {"flavor.unknown"}  # type: ignore[union-attr]
     found = await site.store.builds_named([uuid])
     assert len(found[uuid].timeline) < times
@@ -519,12 +534,12 @@ async def test_a_resize_whose_flavor_is_made_while_its_records_are_locked_is_not
         return operation()
 
     monkeypatch.setattr(site.store, "operation", with_new_flavor)
-    resize = MoveRequest(
+    resize = ActionRequest(
         request_id=new_uuid(site.cluster.hosts.rng),
         instance_uuid=uuid,
         project_id="p",
-        kind=MoveKind.RESIZE,
+        kind=ActionKind.RESIZE,
         flavor="new",
     )
-    await site.moves.process([PendingMove(position=0, request=resize, taken_at=0.0, delivery=RequestDelivery())])
-    assert [one for one in site.emitted(CellMove) if isinstance(one, CellMove) and not one.selections] == []
+    await site.moves.process([PendingAction(batch_index=0, request=resize, taken_at=0.0, delivery=RequestDelivery())])
+    assert [one for one in site.emitted(CellAction) if isinstance(one, CellAction) and not one.selections] == []

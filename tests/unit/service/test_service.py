@@ -28,8 +28,8 @@ from bus.retrying import RIGHTS
 from bus.service.environment import Environment
 from bus.service.health import MAX_CONNECTIONS, MAX_HEAD_BYTES, Health
 from bus.service.main import GC_THRESHOLD, live
-from bus.service.presence import announce_presence
-from bus.service.service import Service, SideTaskEnded
+from bus.service.presence import add_heartbeat
+from bus.service.service import SideTaskEnded, WorkerRuntime
 
 # --- the lifecycle: its order, its ends, and what a dead side task does
 
@@ -37,7 +37,7 @@ from bus.service.service import Service, SideTaskEnded
 class Recorder:
     """A consumer, a resource and a list of what happened."""
 
-    queue, in_hand = "recorded", 0
+    queue, in_flight = "recorded", 0
 
     queue = "q"
 
@@ -74,8 +74,8 @@ class SkippingClock(SystemClock):
         await asyncio.sleep(0)
 
 
-def service_of(recorder: Recorder) -> Service:
-    service = Service("test", clock=SystemClock(), grace_s=1.0)
+def service_of(recorder: Recorder) -> WorkerRuntime:
+    service = WorkerRuntime("test", clock=SystemClock(), grace_s=1.0)
     for name in ("one", "two"):
         service.add_resource(recorder.step(f"open {name}"), recorder.step(f"close {name}"))  # type: ignore[arg-type]
     service.add_declaration(recorder.step("declare"))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_all_buses_of_a_process_have_its_stalls() -> None:
 
 
 def test_heartbeats_carry_the_counts_of_all_parts() -> None:
-    service, kept = Service("test", clock=SystemClock()), {"a": 1}
+    service, kept = WorkerRuntime("test", clock=SystemClock()), {"a": 1}
     service.add_counts(lambda: kept)
     service.add_counts(lambda: {"b": 2})
     assert service.counts() == {"a": 1, "b": 2}
@@ -378,7 +378,7 @@ async def test_rights_that_are_missing_at_the_start_are_waited_for(fault: Fault,
     async def close() -> None:
         """Nothing is open."""
 
-    service = Service("x", clock=clock)
+    service = WorkerRuntime("x", clock=clock)
     if adds == "add_resource":
         service.add_resource(step, close)
     elif adds == "add_consumer":
@@ -400,7 +400,7 @@ async def test_rights_that_are_missing_at_the_start_are_waited_for(fault: Fault,
 
 
 async def test_a_login_that_is_refused_ends_the_start() -> None:
-    service = Service("x", clock=SystemClock())
+    service = WorkerRuntime("x", clock=SystemClock())
 
     async def step() -> None:
         raise DatabaseForbidden("wrong password")
@@ -429,9 +429,9 @@ async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand
 
     env = environment(broker, "w1", 0.01)
     bus = env.bus(API)
-    service = Service("w", clock=env.clock)
+    service = WorkerRuntime("w", clock=env.clock)
     service.add_resource(bus.open, bus.close)
-    announce_presence(service, env, bus, "placement")
+    add_heartbeat(service, env, bus, "placement")
     is_fine = False
     service.add_check("book", lambda: is_fine)
     service.add_consumer(Consumer(bus, "placement.reads", receive))  # type: ignore[arg-type]
@@ -443,7 +443,7 @@ async def test_heartbeats_carry_the_phase_what_is_waited_for_and_what_is_in_hand
     await task
     beat = next(one for one in received if one.phase == "ready")
     assert (beat.role, beat.worker, beat.not_ready, beat.every_s) == ("placement", "w1", ("book",), 0.01)
-    assert beat.in_hand == {"placement.reads": 0} and beat.pid > 0 and beat.version
+    assert beat.in_flight == {"placement.reads": 0} and beat.pid > 0 and beat.version
     await listener.drain(1.0)
     await running
     await listening.close()
@@ -472,9 +472,9 @@ async def test_it_is_heard_at_once_that_a_worker_is_ready_and_that_it_has_stoppe
     running = asyncio.create_task(listener.run())
     env = environment(broker, "w1", 3600.0)
     bus = env.bus(API)
-    service = Service("w", clock=env.clock)
+    service = WorkerRuntime("w", clock=env.clock)
     service.add_resource(bus.open, bus.close)
-    announce_presence(service, env, bus, "placement")
+    add_heartbeat(service, env, bus, "placement")
     service.add_preparation(lambda: until("preparing"))
     stop = asyncio.Event()
     task = asyncio.create_task(service.run(stop))
@@ -489,8 +489,8 @@ async def test_it_is_heard_at_once_that_a_worker_is_ready_and_that_it_has_stoppe
 
 async def test_without_an_interval_nothing_is_published() -> None:
     env = environment(MemoryBroker(SystemClock()), "w1", None)
-    service = Service("w", clock=env.clock)
-    announce_presence(service, env, env.bus(API), "placement")
+    service = WorkerRuntime("w", clock=env.clock)
+    add_heartbeat(service, env, env.bus(API), "placement")
     stop = asyncio.Event()
     stop.set()
     await service.run(stop)

@@ -18,22 +18,22 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Become the only writer of trees, and read the last reports of these roots' sources.
-CREATE FUNCTION lock_sources(roots uuid[]) RETURNS TABLE (root uuid, source text, cell text, version bigint,
-    digest bytea, settled boolean, providers uuid[]) AS $$
+-- Become the only writer of trees, and read the last reports of these roots' reporters.
+CREATE FUNCTION lock_reporters(roots uuid[]) RETURNS TABLE (root uuid, reporter text, cell text, version bigint,
+    digest bytea, complete boolean, providers uuid[]) AS $$
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0));
-    RETURN QUERY SELECT s.root, s.source, p.cell, s.version, s.digest, s.settled, s.providers
-        FROM sources s LEFT JOIN providers p ON p.uuid = s.root WHERE s.root = ANY(roots);
+    RETURN QUERY SELECT s.root, s.reporter, p.cell, s.version, s.digest, s.complete, s.providers
+        FROM reporters s LEFT JOIN providers p ON p.uuid = s.root WHERE s.root = ANY(roots);
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Record newer versions of the last reports of sources, which are otherwise the same.
+-- Record newer versions of the last reports of reporters, which are otherwise the same.
 CREATE FUNCTION repeat_reports(roots uuid[], names text[], versions bigint[]) RETURNS void AS $$
 BEGIN
-    UPDATE sources s SET version = n.version, updated_at = now()
-    FROM unnest(roots, names, versions) AS n (root, source, version) WHERE s.root = n.root AND s.source = n.source;
+    UPDATE reporters s SET version = n.version, updated_at = now()
+    FROM unnest(roots, names, versions) AS n (root, reporter, version) WHERE s.root = n.root AND s.reporter = n.reporter;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -45,17 +45,17 @@ BEGIN
     RETURN concat_ws(',', '[[' || coalesce((
         SELECT string_agg(concat_ws(',', '[' || p.id, coalesce(p.parent_id::text, 'null'), p.root_id,
             extract(epoch FROM p.updated_at), '"' || p.uuid || '"', to_json(p.name),
-            coalesce('"' || parent.uuid || '"', 'null'), '"' || root.uuid || '"', p.generation, p.shape,
+            coalesce('"' || parent.uuid || '"', 'null'), '"' || root.uuid || '"', p.generation, p.spec_generation,
             coalesce(to_json(p.cell)::text, 'null') || ']'), ',' ORDER BY p.id)
         FROM providers p JOIN providers root ON root.id = p.root_id
         LEFT JOIN providers parent ON parent.id = p.parent_id WHERE p.id = ANY(ids)
     ), '') || ']', '[' || coalesce((
         SELECT string_agg(concat_ws(',', '[' || i.provider_id, to_json(c.name), i.used, i.total, i.reserved, i.min_unit,
-            i.max_unit, i.step_size, i.allocation_ratio, i.capacity, i.stranded::text || ']'), ',')
+            i.max_unit, i.step_size, i.allocation_ratio, i.capacity, i.orphaned::text || ']'), ',')
         FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = ANY(ids)
     ), '') || ']', '[' || coalesce((
-        SELECT string_agg(concat_ws(',', '[' || t.provider_id, to_json(t.name), t.lasting::text || ']'), ',') FROM (
-            SELECT o.provider_id, t.name, o.lasting FROM provider_traits o JOIN traits t ON t.id = o.trait_id
+        SELECT string_agg(concat_ws(',', '[' || t.provider_id, to_json(t.name), t.own_trait::text || ']'), ',') FROM (
+            SELECT o.provider_id, t.name, o.own_trait FROM provider_traits o JOIN traits t ON t.id = o.trait_id
             WHERE o.provider_id = ANY(ids) ORDER BY t.name
         ) AS t
     ), '') || ']', '[' || coalesce((
@@ -67,9 +67,9 @@ $$ LANGUAGE plpgsql STABLE SET plan_cache_mode = force_generic_plan SET enable_s
 SET enable_mergejoin = off;
 
 -- Lock and read providers named by uuid, and (whole) those with all of their tree that are named by uuid or by name;
--- draw a shape, and a number for each provider of `creating` that does not exist. The shape is drawn under the lock of
--- the writers of trees: a later shape is written later.
--- Returns [shape, [new number, ...], the providers as `read_providers`].
+-- draw a spec generation, and a number for each provider of `creating` that does not exist. The spec generation is drawn under the lock of
+-- the writers of trees: a later spec generation is written later.
+-- Returns [spec_generation, [new number, ...], the providers as `read_providers`].
 CREATE FUNCTION lock_trees(uuids uuid[], names text[], whole uuid[], creating uuid[]) RETURNS text AS $$
 DECLARE
     locked bigint[];
@@ -89,7 +89,7 @@ BEGIN
     ) AS found;
     SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
     FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
-    RETURN '[' || nextval('shapes') || ',' || coalesce(numbers, '[]') || ',' || read_providers(locked) || ']';
+    RETURN '[' || nextval('spec_generations') || ',' || coalesce(numbers, '[]') || ',' || read_providers(locked) || ']';
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -108,14 +108,14 @@ BEGIN
         SET CONSTRAINTS providers_name_key DEFERRED;
     END IF;
     IF 'created' = ANY(kinds) THEN
-        INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, shape, cell)
+        INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, spec_generation, cell)
         SELECT * FROM json_to_recordset(of_kind('created', kinds, written))
             AS n (id bigint, uuid uuid, name text, parent_id bigint,
-            root_id bigint, generation bigint, shape bigint, cell text);
+            root_id bigint, generation bigint, spec_generation bigint, cell text);
     END IF;
     IF 'kept' = ANY(kinds) THEN
-        UPDATE providers p SET generation = n.generation, shape = n.shape, updated_at = now()
-        FROM json_to_recordset(of_kind('kept', kinds, written)) AS n (id bigint, generation bigint, shape bigint)
+        UPDATE providers p SET generation = n.generation, spec_generation = n.spec_generation, updated_at = now()
+        FROM json_to_recordset(of_kind('kept', kinds, written)) AS n (id bigint, generation bigint, spec_generation bigint)
         WHERE p.id = n.id;
     END IF;
     IF 'moved' = ANY(kinds) THEN
@@ -135,15 +135,15 @@ BEGIN
     END IF;
     IF 'inventories' = ANY(kinds) THEN
         INSERT INTO inventories (provider_id, class_id, total, reserved, min_unit, max_unit, step_size,
-            allocation_ratio, capacity, stranded)
+            allocation_ratio, capacity, orphaned)
         SELECT * FROM json_to_recordset(of_kind('inventories', kinds, written))
             AS n (provider_id bigint, class_id integer, total integer,
             reserved integer, min_unit integer, max_unit integer, step_size integer, allocation_ratio float8,
-            capacity bigint, stranded boolean)
+            capacity bigint, orphaned boolean)
         ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
             min_unit = EXCLUDED.min_unit, max_unit = EXCLUDED.max_unit, step_size = EXCLUDED.step_size,
             allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,
-            stranded = EXCLUDED.stranded;
+            orphaned = EXCLUDED.orphaned;
     END IF;
     IF 'lost' = ANY(kinds) THEN
         DELETE FROM provider_traits t USING json_to_recordset(of_kind('lost', kinds, written))
@@ -151,10 +151,10 @@ BEGIN
         WHERE t.provider_id = n.provider_id AND t.trait_id = n.member;
     END IF;
     IF 'won' = ANY(kinds) THEN
-        INSERT INTO provider_traits (provider_id, trait_id, lasting)
-        SELECT n.provider_id, n.member, n.lasting
+        INSERT INTO provider_traits (provider_id, trait_id, own_trait)
+        SELECT n.provider_id, n.member, n.own_trait
         FROM json_to_recordset(of_kind('won', kinds, written))
-            AS n (provider_id bigint, member integer, lasting boolean);
+            AS n (provider_id bigint, member integer, own_trait boolean);
     END IF;
     IF 'left' = ANY(kinds) THEN
         DELETE FROM provider_aggregates a USING json_to_recordset(of_kind('left', kinds, written))
@@ -166,23 +166,23 @@ BEGIN
         SELECT * FROM json_to_recordset(of_kind('joined', kinds, written)) AS n (provider_id bigint, member uuid);
     END IF;
     IF 'roots' = ANY(kinds) THEN
-        UPDATE sources SET settled = false
-        WHERE root IN (SELECT value::uuid FROM json_array_elements_text(of_kind('roots', kinds, written))) AND settled;
+        UPDATE reporters SET complete = false
+        WHERE root IN (SELECT value::uuid FROM json_array_elements_text(of_kind('roots', kinds, written))) AND complete;
     END IF;
-    -- A root that was deleted with its tree belongs to no source: the compute service that reports it next has it. The
+    -- A root that was deleted with its tree belongs to no reporter: the compute service that reports it next has it. The
     -- versions stay, so that a late copy of an older report does not bring it back.
     IF 'disowned' = ANY(kinds) THEN
-        UPDATE sources SET digest = '', settled = false, providers = '{}'
+        UPDATE reporters SET digest = '', complete = false, providers = '{}'
         WHERE root IN (SELECT value::uuid FROM json_array_elements_text(of_kind('disowned', kinds, written)));
     END IF;
-    IF 'sources' = ANY(kinds) THEN
-        INSERT INTO sources (root, source, version, digest, settled, providers)
-        SELECT n.root, n.source, n.version, decode(n.digest, 'hex'), n.settled, n.providers
-        FROM json_to_recordset(of_kind('sources', kinds, written))
-            AS n (root uuid, source text, version bigint, digest text,
-            settled boolean, providers uuid[])
-        ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EXCLUDED.digest,
-            settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now();
+    IF 'reporters' = ANY(kinds) THEN
+        INSERT INTO reporters (root, reporter, version, digest, complete, providers)
+        SELECT n.root, n.reporter, n.version, decode(n.digest, 'hex'), n.complete, n.providers
+        FROM json_to_recordset(of_kind('reporters', kinds, written))
+            AS n (root uuid, reporter text, version bigint, digest text,
+            complete boolean, providers uuid[])
+        ON CONFLICT (root, reporter) DO UPDATE SET version = EXCLUDED.version, digest = EXCLUDED.digest,
+            complete = EXCLUDED.complete, providers = EXCLUDED.providers, updated_at = now();
     END IF;
     RETURN CASE WHEN cardinality(bodies) > 0 THEN append_changes(firsts, lasts, bodies) ELSE 0 END;
 END
@@ -194,7 +194,7 @@ SET enable_mergejoin = off;
 -- later; xmax = 0 marks a row that this statement inserted.
 -- Returns [[consumer that was there before, ...], [what it holds, ...], [provider with its inventories, ...]].
 CREATE FUNCTION lock_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
-    attempts integer[], runs text[], wanted uuid[], limited text[], alone boolean, cell text) RETURNS text AS $$
+    attempts integer[], owners text[], wanted uuid[], limited text[], alone boolean, cell text) RETURNS text AS $$
 DECLARE
     known json;
     holders uuid[];
@@ -206,13 +206,13 @@ DECLARE
     usage json;
 BEGIN
     WITH locked_rows AS (
-        INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt, run)
-        SELECT * FROM unnest(lock_claims.consumers, projects, users, types, generations, attempts, runs)
+        INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt, claim_owner)
+        SELECT * FROM unnest(lock_claims.consumers, projects, users, types, generations, attempts, owners)
         ON CONFLICT (uuid) DO UPDATE SET uuid = c.uuid
-        RETURNING c.uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type, c.run,
+        RETURNING c.uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type, c.claim_owner,
             c.released_at IS NOT NULL AS released, c.xmax = 0 AS inserted
     )
-    SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type, run)),
+    SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type, claim_owner)),
         array_agg(uuid) FILTER (WHERE NOT released)
     INTO known, holders FROM locked_rows WHERE NOT inserted;
     IF holders IS NOT NULL THEN
@@ -228,7 +228,7 @@ BEGIN
         SELECT array_agg(rows.id) INTO locked FROM (
             SELECT p.id FROM providers p WHERE p.id = ANY(locked) ORDER BY p.id FOR NO KEY UPDATE
         ) AS rows;
-        SELECT json_agg(json_build_array(p.id, p.uuid, p.generation, p.shape, root.uuid, root.cell, (
+        SELECT json_agg(json_build_array(p.id, p.uuid, p.generation, p.spec_generation, root.uuid, root.cell, (
             SELECT json_agg(json_build_array(i.class_id, i.capacity, i.min_unit, i.max_unit, i.step_size, i.used))
             FROM inventories i WHERE i.provider_id = p.id
         ), EXISTS (
@@ -292,9 +292,9 @@ $$ LANGUAGE plpgsql;
 
 -- Write absolute values, each row once: consumers that go and that change, what they no longer hold and what they hold,
 -- what is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage
--- may not rise past capacity, whatever the decision was, but for what runs there (`above`); the caller compares.
+-- may not rise past capacity, whatever the decision was, but for what is running there (`above`); the caller compares.
 CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users text[], types text[],
-    generations bigint[], attempts integer[], runs text[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
+    generations bigint[], attempts integer[], owners text[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
     held_classes integer[], amounts bigint[], used_of bigint[], used_classes integer[], used_now bigint[],
     above boolean[], moved bigint[], moved_to bigint[], firsts bigint[], lasts bigint[], bodies bytea[],
     usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
@@ -307,10 +307,10 @@ BEGIN
     END IF;
     IF cardinality(changed) > 0 THEN
         UPDATE consumers c SET project_id = n.project_id, user_id = n.user_id, consumer_type = n.consumer_type,
-            generation = n.generation, attempt = n.attempt, run = n.run, updated_at = now(),
+            generation = n.generation, attempt = n.attempt, claim_owner = n.claim_owner, updated_at = now(),
             released_at = CASE WHEN n.released THEN now() END
-        FROM unnest(changed, projects, users, types, generations, attempts, runs, releases)
-            AS n (uuid, project_id, user_id, consumer_type, generation, attempt, run, released)
+        FROM unnest(changed, projects, users, types, generations, attempts, owners, releases)
+            AS n (uuid, project_id, user_id, consumer_type, generation, attempt, claim_owner, released)
         WHERE c.uuid = n.uuid;
     END IF;
     IF cardinality(stale) > 0 THEN
@@ -340,11 +340,11 @@ SET enable_mergejoin = off;
 
 -- Take a small group of new claims, each as its first option, or change nothing: NULL, or an exception where a row has
 -- changed since it was read. What is not plainly there to be taken, `lock_claims` and `write_claims` decide.
--- wanted: providers, each once, with the shapes that they must have (NULL: any); held_of: places in it. Each allocation
+-- wanted: providers, each once, with the spec generations that they must have (NULL: any); held_of: places in it. Each allocation
 -- is of another inventory. names: of the classes. limited, usage_*: as for `lock_claims` and `add_project_usage`.
 -- Returns [the last change's number, the providers' generations in the order of `wanted`].
 CREATE FUNCTION take_new_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
-    attempts integer[], runs text[], wanted uuid[], shapes bigint[], holders uuid[], held_of integer[],
+    attempts integer[], owners text[], wanted uuid[], spec_generations bigint[], holders uuid[], held_of integer[],
     held_classes integer[], names text[], amounts bigint[], limited text[],
     usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
 DECLARE
@@ -353,11 +353,11 @@ DECLARE
     moved_to bigint[];
     body text;
 BEGIN
-    INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt, run)
-    SELECT * FROM unnest(take_new_claims.consumers, projects, users, types, take_new_claims.generations, attempts, runs)
+    INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt, claim_owner)
+    SELECT * FROM unnest(take_new_claims.consumers, projects, users, types, take_new_claims.generations, attempts, owners)
     WHERE (
         SELECT count(*) FROM unnest(held_of, held_classes, take_new_claims.amounts) AS n (place, class_id, amount)
-        JOIN providers p ON p.uuid = wanted[n.place] AND (shapes[n.place] IS NULL OR p.shape = shapes[n.place])
+        JOIN providers p ON p.uuid = wanted[n.place] AND (spec_generations[n.place] IS NULL OR p.spec_generation = spec_generations[n.place])
         JOIN inventories i ON i.provider_id = p.id AND i.class_id = n.class_id AND i.used + n.amount <= i.capacity
             AND n.amount <= i.max_unit AND i.min_unit = 1 AND i.step_size = 1
     ) = cardinality(held_of) AND (cardinality(limited) = 0 OR NOT EXISTS (
@@ -378,13 +378,13 @@ BEGIN
     END IF;
     WITH moved AS (
         UPDATE providers p SET generation = p.generation + 1, updated_at = now()
-        FROM unnest(wanted, shapes) WITH ORDINALITY AS n (uuid, shape, place)
-        WHERE p.uuid = n.uuid AND (n.shape IS NULL OR p.shape = n.shape)
+        FROM unnest(wanted, spec_generations) WITH ORDINALITY AS n (uuid, spec_generation, place)
+        WHERE p.uuid = n.uuid AND (n.spec_generation IS NULL OR p.spec_generation = n.spec_generation)
         RETURNING n.place, p.id, p.generation
     )
     SELECT array_agg(m.id ORDER BY m.place), array_agg(m.generation ORDER BY m.place) INTO ids, moved_to FROM moved m;
     IF cardinality(ids) IS DISTINCT FROM cardinality(wanted) THEN
-        RAISE EXCEPTION 'gone, or of another shape';
+        RAISE EXCEPTION 'gone, or of another spec generation';
     END IF;
     WITH used AS (
         UPDATE inventories i SET used = i.used + n.amount
