@@ -5,7 +5,7 @@ CREATE TABLE instances (
     state TEXT NOT NULL,
     host_uuid UUID,
     attempt INTEGER NOT NULL,
-    newest INTEGER DEFAULT 0 NOT NULL,
+    highest_attempt INTEGER DEFAULT 0 NOT NULL,
     source_host_uuid UUID,
     source_attempt INTEGER DEFAULT 0 NOT NULL,
     since DOUBLE PRECISION NOT NULL,
@@ -17,16 +17,16 @@ CREATE TABLE instances (
 
 CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NULL;
 
-CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'departed/absent');
+CREATE INDEX instances_failed ON instances (since) WHERE state IN ('failed', 'transferred/absent');
 
-CREATE INDEX instances_host ON instances (host_uuid) WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed', 'departed/absent');
+CREATE INDEX instances_host ON instances (host_uuid) WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'transferred', 'transferred/absent');
 
 CREATE INDEX instances_over ON instances (since) WHERE state IN ('tombstone', 'deleted');
 
 CREATE INDEX instances_source ON instances (source_host_uuid) WHERE source_host_uuid IS NOT NULL;
 
 CREATE TABLE identity (
-    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    database_id UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     origin TEXT DEFAULT '' NOT NULL,
     database_incarnation INTEGER DEFAULT 1 NOT NULL,
@@ -44,15 +44,15 @@ CREATE TABLE sent (
 )
  WITH (fillfactor = 10);
 
-CREATE TABLE unexplained (
+CREATE TABLE unknown_machines (
     host_uuid UUID NOT NULL,
     instance_uuid UUID NOT NULL,
     record JSON NOT NULL,
-    verdict TEXT GENERATED ALWAYS AS (record ->> 'verdict') STORED,
+    decision TEXT GENERATED ALWAYS AS (record ->> 'decision') STORED,
     PRIMARY KEY (host_uuid, instance_uuid)
 );
 
-CREATE INDEX unexplained_instance ON unexplained (instance_uuid);
+CREATE INDEX unknown_machines_instance ON unknown_machines (instance_uuid);
 
 CREATE TABLE breakers (
     service TEXT NOT NULL,
@@ -72,7 +72,7 @@ CREATE TABLE leases (
     PRIMARY KEY (service)
 );
 
-CREATE TABLE lease_keeper (
+CREATE TABLE leader (
     process TEXT DEFAULT '' NOT NULL,
     term BIGINT DEFAULT 0 NOT NULL,
     until DOUBLE PRECISION DEFAULT 0 NOT NULL,
@@ -105,6 +105,6 @@ CREATE INDEX handled_at ON handled (at);
 
 INSERT INTO identity DEFAULT VALUES RETURNING identity.one;
 
-INSERT INTO lease_keeper DEFAULT VALUES RETURNING lease_keeper.one;
+INSERT INTO leader DEFAULT VALUES RETURNING leader.one;
 
 INSERT INTO sent (slot) VALUES (0), (1), (2), (3), (4), (5), (6), (7);

@@ -26,7 +26,7 @@ CREATE TABLE leadership (
 );
 
 CREATE TABLE identity (
-    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    database_id UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     PRIMARY KEY (one)
 );

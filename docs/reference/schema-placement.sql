@@ -1,7 +1,7 @@
 -- The schema of placement_worker at revision 0001_initial, for readers: derived from placement_worker/store/tables.py.
 -- Its functions are in placement_worker/store/migrations/versions/0001_functions.sql.
 
-CREATE SEQUENCE shapes;
+CREATE SEQUENCE spec_generations;
 
 CREATE TABLE resource_classes (
     id INTEGER GENERATED ALWAYS AS IDENTITY,
@@ -28,7 +28,7 @@ CREATE TABLE providers (
     parent_id BIGINT,
     root_id BIGINT NOT NULL,
     generation BIGINT DEFAULT 0 NOT NULL,
-    shape BIGINT DEFAULT 0 NOT NULL,
+    spec_generation BIGINT DEFAULT 0 NOT NULL,
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     updated_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     cell TEXT,
@@ -44,19 +44,19 @@ CREATE INDEX providers_parent ON providers (parent_id) WHERE parent_id IS NOT NU
 
 CREATE INDEX providers_root ON providers (root_id);
 
-CREATE TABLE sources (
+CREATE TABLE reporters (
     root UUID NOT NULL,
-    source TEXT NOT NULL,
+    reporter TEXT NOT NULL,
     version BIGINT NOT NULL,
     digest BYTEA NOT NULL,
-    settled BOOLEAN NOT NULL,
+    complete BOOLEAN NOT NULL,
     providers UUID[] NOT NULL,
     updated_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
-    PRIMARY KEY (root, source)
+    PRIMARY KEY (root, reporter)
 )
  WITH (fillfactor = 60);
 
-CREATE INDEX sources_unsettled ON sources (root) WHERE NOT settled;
+CREATE INDEX reporters_incomplete ON reporters (root) WHERE NOT complete;
 
 CREATE TABLE consumers (
     uuid UUID NOT NULL,
@@ -65,7 +65,7 @@ CREATE TABLE consumers (
     consumer_type TEXT NOT NULL,
     generation BIGINT NOT NULL,
     attempt INTEGER NOT NULL,
-    run TEXT DEFAULT '' NOT NULL,
+    claim_owner TEXT DEFAULT '' NOT NULL,
     released_at TIMESTAMP WITH TIME ZONE,
     created_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
     updated_at TIMESTAMP WITH TIME ZONE DEFAULT now() NOT NULL,
@@ -116,7 +116,7 @@ ALTER TABLE changes ALTER COLUMN body SET STORAGE EXTERNAL;
 CREATE TABLE feed_head (
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     number BIGINT NOT NULL,
-    history UUID DEFAULT gen_random_uuid() NOT NULL,
+    incarnation UUID DEFAULT gen_random_uuid() NOT NULL,
     origin TEXT DEFAULT '' NOT NULL,
     PRIMARY KEY (one)
 );
@@ -136,7 +136,7 @@ CREATE TABLE cells (
 );
 
 CREATE TABLE identity (
-    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    database_id UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     PRIMARY KEY (one)
 );
@@ -164,7 +164,7 @@ CREATE INDEX inventories_class ON inventories (class_id);
 CREATE TABLE provider_traits (
     provider_id BIGINT NOT NULL,
     trait_id INTEGER NOT NULL,
-    lasting BOOLEAN DEFAULT false NOT NULL,
+    own_trait BOOLEAN DEFAULT false NOT NULL,
     PRIMARY KEY (provider_id, trait_id),
     FOREIGN KEY(provider_id) REFERENCES providers (id) ON DELETE CASCADE,
     FOREIGN KEY(trait_id) REFERENCES traits (id)

@@ -20,10 +20,10 @@ CREATE TABLE build_requests (
     name TEXT NOT NULL,
     request TEXT NOT NULL,
     attempt INTEGER DEFAULT 0 NOT NULL,
-    run TEXT NOT NULL,
+    claim_owner TEXT NOT NULL,
     timeline TEXT DEFAULT '' NOT NULL,
     gang UUID,
-    gang_min INTEGER,
+    gang_min_count INTEGER,
     instance TEXT,
     PRIMARY KEY (instance_uuid)
 )
@@ -37,7 +37,7 @@ CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at
 
 CREATE INDEX build_requests_without_host ON build_requests (project_id) WHERE instance::json ->> 'condition' IN ('offloaded', 'moving');
 
-CREATE TABLE moves (
+CREATE TABLE instance_actions (
     request_id UUID NOT NULL,
     instance_uuid UUID NOT NULL,
     kind TEXT NOT NULL,
@@ -60,13 +60,13 @@ CREATE TABLE moves (
     PRIMARY KEY (request_id)
 );
 
-CREATE INDEX moves_newest ON moves (created_at DESC);
+CREATE INDEX instance_actions_newest ON instance_actions (created_at DESC);
 
-CREATE INDEX moves_of_drain ON moves (drain, terminal, created_at DESC) WHERE drain IS NOT NULL;
+CREATE INDEX instance_actions_of_drain ON instance_actions (drain, terminal, created_at DESC) WHERE drain IS NOT NULL;
 
-CREATE INDEX moves_of_instance ON moves (instance_uuid, created_at DESC);
+CREATE INDEX instance_actions_of_instance ON instance_actions (instance_uuid, created_at DESC);
 
-CREATE INDEX moves_under_way ON moves (request_id) WHERE NOT terminal;
+CREATE INDEX instance_actions_under_way ON instance_actions (request_id) WHERE NOT terminal;
 
 CREATE TABLE objects_revision (
     singleton BOOLEAN DEFAULT true NOT NULL CHECK (singleton),
@@ -92,8 +92,8 @@ CREATE TABLE object_log (
     before TEXT,
     after TEXT,
     at DOUBLE PRECISION NOT NULL,
-    who TEXT NOT NULL,
-    why TEXT DEFAULT '' NOT NULL,
+    actor TEXT NOT NULL,
+    reason TEXT DEFAULT '' NOT NULL,
     forced BOOLEAN DEFAULT false NOT NULL,
     PRIMARY KEY (revision, kind, name)
 );
@@ -129,7 +129,7 @@ CREATE TABLE handled (
 CREATE INDEX handled_at ON handled (at);
 
 CREATE TABLE identity (
-    deployment UUID DEFAULT gen_random_uuid() NOT NULL,
+    database_id UUID DEFAULT gen_random_uuid() NOT NULL,
     one BOOLEAN DEFAULT true NOT NULL CHECK (one),
     PRIMARY KEY (one)
 );

@@ -27,7 +27,7 @@ from berth.trial.ironic_stand_in import (
     MemoryAnnouncer,
     NotificationAnnouncer,
     replay,
-    spec_generations,
+    shapes,
 )
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
@@ -411,7 +411,7 @@ class Workers:
     async def announce(self, uuid: str) -> None:
         """A node whose making was not recorded."""
         node = self.ironic.pool.nodes[uuid]
-        key, body = spec_generations.notification(
+        key, body = shapes.notification(
             node, "update", "end", request_id=f"req-{new_uuid(RNG)}", now=SystemClock().time(), rng=RNG
         )
         await self.announcer.publish(key, body)
